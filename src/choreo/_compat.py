@@ -1,0 +1,145 @@
+"""The only file that touches `jax._src` or reads equation parameters that JAX does not document.
+
+Everything here was checked on JAX 0.10 and 0.12; `tests/test_compat.py` is the list of what we rely on.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+from jax._src import core as _core
+from jax._src.interpreters import batching as _batching
+from jax.extend import source_info_util
+
+
+@dataclass(frozen=True)
+class Vmap:
+    """One `jax.vmap` around a call, as seen from inside it."""
+
+    axis_name: str | None
+    """The name given to `vmap(axis_name=...)`; None if it was given none."""
+    size: int
+    """How many instances are mapped."""
+    in_axes: tuple[int | None, ...]
+    """Where the mapped axis stands in each argument; None if that argument is shared."""
+
+
+def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
+    """The vmaps around this very call, innermost first; stops at any other transformation (grad, jit, scan)."""
+    vmaps = []
+    trace = _core.trace_ctx.trace
+    while isinstance(trace, _batching.BatchTrace):
+        axes, inner = [], []
+        for x in leaves:
+            ours = isinstance(x, _batching.BatchTracer) and x._trace.tag is trace.tag
+            axes.append(x.batch_dim if ours else None)  # pyright: ignore[reportAttributeAccessIssue]
+            inner.append(x.val if ours else x)  # pyright: ignore[reportAttributeAccessIssue]
+        if not all(axis is None or isinstance(axis, int) for axis in axes):
+            break  # a ragged axis: say nothing rather than something wrong
+        name = trace.axis_data.name
+        vmaps.append(Vmap(name if isinstance(name, str) else None, trace.axis_data.size, tuple(axes)))
+        leaves, trace = inner, trace.parent_trace
+    return tuple(vmaps)
+
+
+def bound_axis_names() -> tuple[str, ...]:
+    """Names of mapped axes in scope. Part of jit's cache key, which a context variable of ours would not be."""
+    return tuple(n for n in jec.unsafe_get_axis_names_DO_NOT_USE() if isinstance(n, str))
+
+
+def bind(eqn: jec.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
+    """Apply one equation's primitive to other operands (and, perhaps, other parameters)."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def eval_jaxpr(closed: jec.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
+
+
+def call_name(eqn: jec.JaxprEqn) -> str | None:
+    """The name of a jitted function called by this equation."""
+    return eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else None
+
+
+INLINED = {
+    # calls that only wrap: evaluating what is inside gives the same values
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+
+
+def inner_jaxpr(eqn: jec.JaxprEqn) -> jec.ClosedJaxpr | None:
+    """What a wrapping call evaluates; None for every other equation."""
+    param = INLINED.get(eqn.primitive.name)
+    if param is None or param not in eqn.params:
+        return None
+    inner = eqn.params[param]
+    return inner if isinstance(inner, jec.ClosedJaxpr) else jec.ClosedJaxpr(inner, ())
+
+
+def inner_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.ClosedJaxpr]:
+    """Every jaxpr among the parameters of an equation."""
+    for param in eqn.params.values():
+        for item in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(item, jec.ClosedJaxpr):
+                yield item
+            elif isinstance(item, jec.Jaxpr):
+                yield jec.ClosedJaxpr(item, ())
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The parameters of a `lax.scan` equation."""
+
+    body: jec.ClosedJaxpr
+    """Takes consts, carry, one slice of xs; returns carry, one slice of ys."""
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int | bool
+
+
+def scan_params(eqn: jec.JaxprEqn) -> Scan:
+    p = eqn.params
+    return Scan(p["jaxpr"], p["num_consts"], p["num_carry"], p["length"], p["reverse"], p["unroll"])
+
+
+@dataclass(frozen=True)
+class While:
+    """The parameters of a `lax.while_loop` equation."""
+
+    cond: jec.ClosedJaxpr
+    body: jec.ClosedJaxpr
+    num_cond_consts: int
+    num_body_consts: int
+
+
+def while_params(eqn: jec.JaxprEqn) -> While:
+    p = eqn.params
+    return While(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
+
+
+def where(eqn: jec.JaxprEqn) -> str:
+    """The user's line an equation came from: `my_ppo.py:88:13 (act)`; empty if no frame of the user's is known."""
+    line = source_info_util.summarize(eqn.source_info)
+    return "" if line.startswith("<") or line == "unknown" else line
+
+
+def is_key(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)

@@ -1,0 +1,68 @@
+"""Every exception a user can see, and how it prints.
+
+    what happened
+      produced at  my_ppo.py:88:13 (act)
+    what to do next
+
+A message is whole when it is raised: one sentence on what happened, the user's own lines or option, and the way out.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ChoreoError(Exception):
+    """What happened, where in the user's file, what to do next."""
+
+    def __init__(self, what: str, *, at: str | None = None, fix: str | None = None, **places: str):
+        self.what, self.fix = what, fix
+        self.places = ({"at": at} if at else {}) | places
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        width = max((len(label) for label in self.places), default=0)
+        lines = [f"  {label.replace('_', ' '):<{width}}  {place}" for label, place in self.places.items()]
+        return "\n".join([self.what, *lines, *([self.fix] if self.fix else [])])
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.fix, self.places)
+
+
+def _rebuild(cls: type[ChoreoError], what: str, fix: str | None, places: dict[str, str]) -> ChoreoError:
+    return cls(what, fix=fix, **places)
+
+
+class PartitionError(ChoreoError):
+    """The algorithm cannot be cut, or not be replicated, the way the layout asks."""
+
+
+class LayoutError(ChoreoError):
+    """A layout that contradicts itself, or counts that do not divide."""
+
+
+class AlgorithmError(ChoreoError):
+    """An algorithm lacks a part, or a part has the wrong form."""
+
+
+class EnvError(ChoreoError):
+    """An environment breaks its contract."""
+
+
+class UnknownNameError(ChoreoError):
+    """No algorithm, environment or layout of that name."""
+
+
+class RunError(ChoreoError):
+    """A run cannot start, go on, or be read back."""
+
+
+class DivergedError(RunError):
+    """A metric is no longer a finite number."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str], *, fix: str | None = None) -> UnknownNameError:
+    """The error for a name nobody knows, with near misses."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(f'`{c}`' for c in close)}?" if close else f"Known: {', '.join(known)}."
+    return UnknownNameError(f"There is no {kind} `{name}`.", fix=" ".join([hint, *([fix] if fix else [])]))

@@ -1,0 +1,158 @@
+"""The fragmented dataflow graph: immutable data over the equations of a traced program.
+
+    Graph  = block, with names for what goes in and out
+    Block  = ins, ops, outs            ins: consts, carry, xs (as of `lax.scan`; at the top: carry, key, iteration)
+    Op     = one equation over values  a fragment (it has a call), a scan with fragments in it (it has a body), or glue
+    Value  = one array that flows
+
+A value belongs to one block and is produced by one op, or is an input or a constant of the block; `verify.py` says exactly
+what a graph is. Nothing here knows about layouts.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jec
+
+from choreo import _compat
+from choreo.roles import Call
+from choreo.types import Role
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One array that flows through the graph."""
+
+    number: int
+    """Unique in its graph, in order of production."""
+    aval: Any
+    """Shape and dtype."""
+    label: str
+    """For people: where it comes from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def nbytes(self) -> int:
+        itemsize = 8 if _compat.is_key(self.aval.dtype) else self.aval.dtype.itemsize
+        return math.prod(self.aval.shape) * itemsize
+
+    def __repr__(self) -> str:
+        return f"v{self.number}:{self.aval.str_short(short_dtypes=True)}"
+
+
+Operand = Value | jec.Literal
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One equation of the program, over values of the graph."""
+
+    eqn: jec.JaxprEqn
+    ins: tuple[Operand, ...]
+    outs: tuple[Value | None, ...]
+    """None where nobody can read the result."""
+    roles: frozenset[Role]
+    """Roles of the fragments in it; empty for glue."""
+    call: Call | None = None
+    """For a fragment: how it was called."""
+    body: "Block | None" = None
+    """For a scan with fragments in it: its inside, should it be split."""
+    at: str = ""
+    """The user's line."""
+
+    @property
+    def name(self) -> str:
+        return self.call.name if self.call else _compat.call_name(self.eqn) or self.eqn.primitive.name
+
+    @property
+    def host(self) -> bool:
+        """Is there a host fragment in it?"""
+        return bool(self.call and self.call.host) or bool(self.body and any(op.host for op in self.body.ops))
+
+    def values(self) -> Iterator[Value]:
+        """The operands that are values."""
+        return (v for v in self.ins if isinstance(v, Value))
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(map(repr, self.ins))}) -> {', '.join(map(repr, self.outs))}"
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A straight line of ops: the whole program, or the body of a scan."""
+
+    ins: tuple[Value, ...]
+    """Consts, then carry, then xs."""
+    ops: tuple[Op, ...]
+    outs: tuple[Operand, ...]
+    """Carry, then ys."""
+    consts: Mapping[Value, Any]
+    """Values that are known arrays."""
+    num_consts: int
+    num_carry: int
+    length: int = 1
+    """How often a scan goes round."""
+    reverse: bool = False
+    """Does a scan go from the last slice to the first?"""
+
+    @property
+    def const_ins(self) -> tuple[Value, ...]:
+        return self.ins[: self.num_consts]
+
+    @property
+    def carry_ins(self) -> tuple[Value, ...]:
+        return self.ins[self.num_consts : self.num_consts + self.num_carry]
+
+    @property
+    def xs(self) -> tuple[Value, ...]:
+        return self.ins[self.num_consts + self.num_carry :]
+
+    @property
+    def carry_outs(self) -> tuple[Operand, ...]:
+        return self.outs[: self.num_carry]
+
+    @property
+    def ys(self) -> tuple[Operand, ...]:
+        return self.outs[self.num_carry :]
+
+    def producers(self) -> dict[Value, Op]:
+        return {value: op for op in self.ops for value in op.outs if value}
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """One traced function of an algorithm: `init` or `iterate`."""
+
+    name: str
+    block: Block
+    in_names: tuple[str, ...]
+    out_names: tuple[str, ...]
+    num_envs: int
+
+    @property
+    def roles(self) -> list[Role]:
+        """In order of first appearance."""
+        return list(dict.fromkeys(role for op in self.fragments() for role in op.roles))
+
+    def fragments(self, block: Block | None = None) -> Iterator[Op]:
+        for op in (block or self.block).ops:
+            if op.body:
+                yield from self.fragments(op.body)
+            elif op.roles:
+                yield op
+
+    def __str__(self) -> str:
+        from choreo.graph.printer import format_graph
+
+        return format_graph(self)
+
+    def draw(self) -> str:
+        """The graph as an SVG picture."""
+        from choreo.graph.draw import draw_graph
+
+        return draw_graph(self)

@@ -1,0 +1,53 @@
+"""What a graph is, as a program that checks it. Run after every pass; a failure here is our bug, never the user's."""
+
+import jax.extend.core as jec
+
+from choreo.graph.ir import Block, Graph, Operand, Value
+
+
+def verify(graph: Graph, after: str) -> Graph:
+    """Return the graph, or say which pass broke it and where."""
+    try:
+        assert len(graph.in_names) == len(graph.block.ins), "an input without a name"
+        assert len(graph.out_names) == len(graph.block.outs), "an output without a name"
+        _verify_block(graph.block, seen=set())
+    except AssertionError as broken:
+        raise AssertionError(f"`{after}` broke the graph of `{graph.name}`: {broken}\n{graph}") from broken
+    return graph
+
+
+def _verify_block(block: Block, seen: set[int]) -> None:
+    known: set[Value] = set()
+
+    def define(value: Value, what: str) -> None:
+        assert value.number not in seen, f"{what} {value!r} is defined twice"
+        seen.add(value.number)
+        known.add(value)
+
+    def check_read(operand: Operand, what: str) -> None:
+        is_literal = isinstance(operand, jec.Literal)
+        assert is_literal or operand in known, f"{what} reads {operand!r} before it is produced"
+
+    assert block.num_consts + block.num_carry <= len(block.ins), "more consts and carry than inputs"
+    for value in block.ins:
+        define(value, "input")
+    for value in block.consts:
+        define(value, "constant")
+    for op in block.ops:
+        assert len(op.ins) == len(op.eqn.invars), f"{op!r} has lost an operand"
+        assert len(op.outs) == len(op.eqn.outvars), f"{op!r} has lost a result"
+        for operand, var in zip(op.ins, op.eqn.invars, strict=True):
+            check_read(operand, repr(op))
+            assert operand.aval.shape == var.aval.shape and operand.aval.dtype == var.aval.dtype, f"{op!r} changes a type"
+        assert not op.call or op.roles == {op.call.role}, f"fragment {op!r} has other roles than its own"
+        if op.body:
+            assert op.eqn.primitive.name == "scan" and op.roles, f"{op!r} has a body but is no scan with fragments"
+            assert len(op.body.ins) == len(op.ins) and len(op.body.outs) == len(op.outs), f"the body of {op!r} does not fit"
+            _verify_block(op.body, seen)
+        for value in op.outs:
+            if value:
+                define(value, "result")
+    for operand in block.outs:
+        check_read(operand, "output")
+    for before, after in zip(block.carry_ins, block.carry_outs, strict=True):
+        assert before.shape == after.aval.shape, f"carry {before!r} comes back as {after!r}"

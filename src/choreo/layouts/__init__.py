@@ -1,0 +1,8 @@
+"""Where an algorithm runs, as a value."""
+
+from choreo.layouts.base import Group as Group
+from choreo.layouts.base import Layout as Layout
+from choreo.layouts.presets import PRESETS as PRESETS
+from choreo.layouts.presets import coarse as coarse
+from choreo.layouts.presets import fine as fine
+from choreo.layouts.presets import fused as fused

@@ -1,0 +1,120 @@
+"""A layout: which roles live together, how often, on which devices. A value; it decides where, never what.
+
+    Layout(Group("env", "actor", replicas=4), Group("learner"))
+
+Each group becomes one site, or `replicas` sites that share the environments in contiguous blocks of equal size.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from choreo.errors import LayoutError
+from choreo.partition.place import Sites
+from choreo.types import GroupName, Role
+
+STANDARD_ROLES = ("env", "actor", "buffer", "learner")
+MAX_BLOCKS = 16
+"""Blocks of environments with `exact=True`, at most: shapes that do not depend on how many workers share them."""
+
+
+@dataclass(frozen=True, init=False)
+class Group:
+    """Roles that live together."""
+
+    roles: tuple[Role, ...]
+    """At the same site, compiled together."""
+    replicas: int | None
+    """How many sites share the environments; None for one site that is never divided."""
+    device: str | None
+    """Platform of its sites ("cpu", "gpu"); None for JAX's default."""
+
+    def __init__(self, *roles: Role, replicas: int | None = None, device: str | None = None):
+        object.__setattr__(self, "roles", roles)
+        object.__setattr__(self, "replicas", replicas)
+        object.__setattr__(self, "device", device)
+        if not roles or not all(isinstance(role, str) for role in roles):
+            raise LayoutError(f"Group({', '.join(map(repr, roles))}) needs at least one role.", fix='Write Group("env", "actor").')
+        if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
+            raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}) needs at least one replica.",
+                              fix="To run it together with another role, name both in one Group.")  # fmt: skip
+
+    @property
+    def name(self) -> GroupName:
+        return "+".join(self.roles)
+
+    def __repr__(self) -> str:
+        options = [f"{k}={v!r}" for k, v in [("replicas", self.replicas), ("device", self.device)] if v is not None]
+        return f"Group({', '.join([*map(repr, self.roles), *options])})"
+
+
+@dataclass(frozen=True, init=False)
+class Layout:
+    """Where an algorithm runs. Results do not depend on it; see `docs/law.md` for what that means exactly."""
+
+    groups: tuple[Group, ...]
+    exact: bool
+    """Compute environments in blocks of a fixed size, so that results are the same bits for any number of replicas."""
+    name: str
+
+    def __init__(self, *groups: Group, exact: bool = False, name: str = "custom"):
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "exact", exact)
+        object.__setattr__(self, "name", name)
+        if not groups or not all(isinstance(group, Group) for group in groups):
+            raise LayoutError(f"{self!r} needs groups.", fix='Write Layout(Group("env", "actor"), Group("learner")).')
+        roles = [role for group in groups for role in group.roles]
+        twice = sorted({role for role in roles if roles.count(role) > 1})
+        if twice:
+            raise LayoutError(f"{self!r} names the role `{twice[0]}` twice.", fix="A role lives in one group.")
+
+    def __repr__(self) -> str:
+        options = ["exact=True"] if self.exact else []
+        return f"Layout({', '.join([*map(repr, self.groups), *options])})"
+
+    def group_of(self, role: Role) -> Group:
+        """Where a role lives; one that no group names lives with the learner."""
+        named = {r: group for group in self.groups for r in group.roles}
+        undivided = [group for group in self.groups if group.replicas is None]
+        return named.get(role) or named.get("learner") or (undivided or list(self.groups))[-1]
+
+    def num_blocks(self, group: Group, num_envs: int) -> int | None:
+        """Into how many blocks a group's environments are divided: one per replica, or more with `exact`."""
+        if group.replicas is None or not self.exact:
+            return group.replicas
+        return max(n for n in range(1, MAX_BLOCKS + 1) if num_envs % n == 0)
+
+    def sites(self, roles: Iterable[Role], num_envs: int) -> Sites:
+        """Check this layout against an algorithm's roles and the number of environments."""
+        roles = list(roles)
+        for group in self.groups:
+            for role in group.roles:
+                self._check_known(role, roles)
+            self._check_divides(group, num_envs)
+        used = {self.group_of(role).name for role in roles} | {self.group_of("learner").name}
+        return Sites(
+            group_of={role: self.group_of(role).name for role in roles},
+            replicas={g.name: self.num_blocks(g, num_envs) for g in self.groups if g.name in used},
+            default=self.group_of("learner").name,
+            num_envs=num_envs,
+        )
+
+    def _check_known(self, role: Role, roles: list[Role]) -> None:
+        if role in roles or role in STANDARD_ROLES:
+            return
+        close = difflib.get_close_matches(role, [*roles, *STANDARD_ROLES], n=1)
+        hint = f"Did you mean `{close[0]}`?" if close else f"Its roles are {', '.join(f'`{r}`' for r in roles)}."
+        raise LayoutError(f"The layout names a role `{role}`, which the algorithm does not have.", fix=hint)
+
+    def _check_divides(self, group: Group, num_envs: int) -> None:
+        if group.replicas is None:
+            return
+        total, what = (self.num_blocks(group, num_envs), "blocks") if self.exact else (num_envs, "environments")
+        assert total is not None
+        if total % group.replicas:
+            counts = [n for n in range(1, total + 1) if total % n == 0]
+            near = sorted(sorted(counts, key=lambda n: abs(n - group.replicas))[:2])
+            up = -(-num_envs // group.replicas) * group.replicas
+            raise LayoutError(
+                f"{total} {what} cannot be divided evenly among {group.replicas} replicas of `{group.name}`.",
+                fix=f"Use {' or '.join(map(str, near))} workers" + ("." if self.exact else f", or {up} environments (--num-envs {up})."))  # fmt: skip

@@ -1,0 +1,558 @@
+"""What a replica can compute from its block of the environments, proved equation by equation.
+
+A value at a replica has a *form*: it is there whole (the same on every replica), or can be had as a block along one axis, or
+both (a random key split E ways, say: computed whole, or only this replica's rows), or neither: then it mixes environments.
+A *piece* of a value is one thing a replica holds of it, named by an axis: `None` for the whole, k for the block along axis k.
+
+    infer(jaxpr, forms of inputs)        forward: the form of every variable, and a `Way` to compute every equation
+    demand(inference, pieces of outputs) backward: which pieces of the inputs are needed
+    emit(inference, pieces of inputs)    forward: computes just the pieces demanded
+
+Randomness comes out the same however many replicas there are, because a value that depends on no environment is computed
+whole and cut; the cut sinks back through every equation that can run on a block, so only the first producer runs whole.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.extend.core as jec
+import numpy as np
+from jax import lax
+
+from choreo import _compat
+from choreo.partition.split import Axis, Mixes, Size, Split, split
+from choreo.roles import Call, find_call
+
+
+class Mixed(NamedTuple):
+    """Why a value cannot be had at a replica."""
+
+    why: str
+    at: str
+    """The user's line."""
+
+
+class Form(NamedTuple):
+    """How a value can be had at a replica; see the module's docstring."""
+
+    whole: bool
+    axis: Axis = None
+    mixed: Mixed | None = None
+
+
+WHOLE = Form(True)
+Pieces = list[set[Axis]]
+"""For each of several values, the pieces wanted of it."""
+Get = Callable[[int, Axis], Any]
+"""The piece of operand number i."""
+
+
+class Way(Protocol):
+    """How an equation computes on blocks."""
+
+    native: Sequence[Axis | Mixed]
+    """The one piece of each result that this way computes, or why there is none."""
+
+    def demand(self, outs: Sequence[bool]) -> Pieces: ...
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]: ...
+
+
+@dataclass(eq=False)
+class Step:
+    """One equation with the forms of its operands and results, and its way to run on blocks."""
+
+    eqn: jec.JaxprEqn
+    whole: bool
+    """All operands can be had whole: the equation can run as it stands in the full program."""
+    way: Way | None
+    outs: tuple[Form, ...]
+
+    def uses(self, wanted: Pieces) -> tuple[bool, list[bool]]:
+        """Does it run whole, and which results come from its blocks, to give the wanted pieces?"""
+        run_whole, native = False, [False] * len(wanted)
+        for o, pieces in enumerate(wanted):
+            for axis in pieces:
+                if mixed := self.outs[o].mixed:
+                    raise Mixes(mixed)
+                offered = self.way.native[o] if self.way else "nothing"
+                if offered == axis and not (axis is None and self.whole):
+                    native[o] = True
+                elif self.whole:
+                    run_whole = True
+                elif offered is None:
+                    native[o] = True  # the same on every replica, then cut
+                else:
+                    raise Mixes(Mixed(f"`{self.eqn.primitive.name}` would have to be computed for all environments", ""))
+        return run_whole, native
+
+    def demand(self, wanted: Pieces) -> Pieces:
+        run_whole, native = self.uses(wanted)
+        need = self.way.demand(native) if self.way and any(native) else [set() for _ in self.eqn.invars]
+        if run_whole or (self.eqn.effects and not any(native)):
+            need = [pieces | {None} for pieces in need]
+        return need
+
+    def emit(self, get: Get, wanted: Pieces, index: Any, size: Size) -> list[dict[Axis, Any]]:
+        run_whole, native = self.uses(wanted)
+        results: list[dict[Axis, Any]] = [{} for _ in wanted]
+        if run_whole or (self.eqn.effects and not any(native)):
+            values = run(self.eqn, [get(i, None) for i in range(len(self.eqn.invars))])
+            for pieces, value in zip(results, values, strict=True):
+                pieces[None] = value
+        if self.way and any(native):
+            for o, value in enumerate(self.way.emit(get, native, index)):
+                if native[o]:
+                    results[o][self.way.native[o]] = value  # pyright: ignore[reportArgumentType]
+        for pieces, axes in zip(results, wanted, strict=True):
+            for axis in axes - pieces.keys():
+                pieces[axis] = cut(pieces[None], axis, index, size)
+        return results
+
+
+def run(eqn: jec.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """An equation of the full program, as it stands; a fragment's call number is not part of what is compiled."""
+    call = find_call(_compat.call_name(eqn))
+    params = eqn.params | {"name": f"{call.role}.{call.name}"} if call else eqn.params
+    return _compat.bind(eqn, params, values)
+
+
+def cut(value: Any, axis: Axis, index: Any, size: Size) -> Any:
+    """Block `index` of a whole value."""
+    return value if axis is None else lax.dynamic_slice_in_dim(value, index * size.block, size.block, axis)
+
+
+def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "") -> Step:
+    """The forms of an equation's results. `at`: the line of the call around it, for equations without a line."""
+    at = _compat.where(eqn) or at
+    whole = all(form.whole for form in forms)
+    try:
+        way = _find_way(eqn, forms, size, at)
+        native = way.native if way else [None] * len(eqn.outvars)
+    except Mixes as reason:
+        mixed = reason.args[0] if isinstance(reason.args[0], Mixed) else Mixed(str(reason), at)
+        way, native = None, [mixed] * len(eqn.outvars)
+    outs = []
+    for var, axis in zip(eqn.outvars, native, strict=True):
+        if whole:
+            known = axis if isinstance(axis, int) else None
+            outs.append(Form(True, known if way else _env_axis(var, size)))
+        elif isinstance(axis, Mixed):
+            outs.append(Form(False, None, axis))
+        else:
+            outs.append(Form(axis is None, axis))
+    return Step(eqn, whole, way, tuple(outs))
+
+
+def _env_axis(var: Any, size: Size) -> Axis:
+    """Where a value that depends on no environment may first be cut: a proposal, never needed for being right."""
+    return next((d for d, n in enumerate(getattr(var.aval, "shape", ())) if n == size.full), None)
+
+
+def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> Way | None:
+    for form in forms:
+        if form.mixed:
+            raise Mixes(form.mixed)
+    name = eqn.primitive.name
+    call = find_call(_compat.call_name(eqn))
+    if call and (mapped := Mapped.of(eqn, call, size)) and mapped.accepts(forms):
+        return mapped
+    if all(form.axis is None for form in forms):
+        return None
+    inner = _compat.inner_jaxpr(eqn)
+    if inner is not None:
+        return Called(infer(inner, forms, size, at))
+    if name in CONTROL:
+        return CONTROL[name](eqn, forms, size, at)
+    axes = [form.axis for form in forms]
+    try:
+        return Cut(eqn, split(eqn, axes, size), forms)
+    except Mixes:
+        # Perhaps an operand that can be had whole should be: a table into which every environment looks, say.
+        less = [None if form.whole else form.axis for form in forms]
+        if less == axes or all(axis is None for axis in less):
+            raise
+        return Cut(eqn, split(eqn, less, size), forms)
+
+
+class Cut:
+    """A single primitive, cut by its rule."""
+
+    def __init__(self, eqn: jec.JaxprEqn, rule: Split, forms: Sequence[Form]):
+        for form, axis in zip(forms, rule.ins, strict=True):
+            if not form.whole and form.axis != axis:
+                raise Mixes(f"`{eqn.primitive.name}` needs data of other environments")
+        self.eqn, self.rule, self.native = eqn, rule, rule.outs
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        return [{axis} for axis in self.rule.ins]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        return _compat.bind(self.eqn, self.rule.params, [get(i, axis) for i, axis in enumerate(self.rule.ins)])
+
+
+@dataclass(eq=False)
+class Inference:
+    """A jaxpr with the form of each variable."""
+
+    closed: jec.ClosedJaxpr
+    size: Size
+    steps: list[Step]
+    outs: list[Form]
+    demands: dict[Any, tuple[Pieces, list[Pieces]]] = field(default_factory=dict)
+    """What `demand` found before: without it, calls nested d deep would be gone through 2^d times."""
+
+    def native(self) -> list[Axis | Mixed]:
+        return [form.mixed or (None if form.axis is None else form.axis) for form in self.outs]
+
+
+def infer(closed: jec.ClosedJaxpr, forms: Sequence[Form], size: Size, at: str = "") -> Inference:
+    jaxpr = closed.jaxpr
+    known: dict[Any, Form] = dict.fromkeys(jaxpr.constvars, WHOLE) | dict(zip(jaxpr.invars, forms, strict=True))
+
+    def form(var):
+        return WHOLE if isinstance(var, jec.Literal) else known[var]
+
+    steps = []
+    for eqn in jaxpr.eqns:
+        step = infer_step(eqn, [form(v) for v in eqn.invars], size, at)
+        known.update(zip(eqn.outvars, step.outs, strict=True))
+        steps.append(step)
+    return Inference(closed, size, steps, [form(v) for v in jaxpr.outvars])
+
+
+def demand(inference: Inference, wanted: Pieces) -> tuple[Pieces, list[Pieces]]:
+    """Pieces needed of the inputs, and of the results of every equation."""
+    asked = tuple(frozenset(pieces) for pieces in wanted)
+    if asked in inference.demands:
+        return inference.demands[asked]
+    jaxpr = inference.closed.jaxpr
+    needs: dict[Any, set[Axis]] = {}
+
+    def need(var, pieces):
+        if not isinstance(var, jec.Literal):
+            needs.setdefault(var, set()).update(pieces)
+
+    for var, pieces in zip(jaxpr.outvars, wanted, strict=True):
+        need(var, pieces)
+    per_step: list[Pieces] = []
+    for step in reversed(inference.steps):
+        outs = [needs.get(v, set()) for v in step.eqn.outvars]
+        per_step.append(outs)
+        if any(outs) or step.eqn.effects:
+            for var, pieces in zip(step.eqn.invars, step.demand(outs), strict=True):
+                need(var, pieces)
+    inference.demands[asked] = [needs.get(v, set()) for v in jaxpr.invars], per_step[::-1]
+    return inference.demands[asked]
+
+
+def emit(inference: Inference, inputs: Sequence[Mapping[Axis, Any]], wanted: Pieces, index: Any) -> list[dict[Axis, Any]]:
+    """Compute the wanted pieces of the outputs from pieces of the inputs."""
+    jaxpr, size = inference.closed.jaxpr, inference.size
+    _, per_step = demand(inference, wanted)
+    held: dict[Any, dict[Axis, Any]] = {v: {None: c} for v, c in zip(jaxpr.constvars, inference.closed.consts, strict=True)}
+    held.update((v, dict(pieces)) for v, pieces in zip(jaxpr.invars, inputs, strict=True))
+
+    def piece(var, axis):
+        if isinstance(var, jec.Literal):
+            return cut(var.val, axis, index, size)
+        pieces = held[var]
+        if axis not in pieces:
+            pieces[axis] = cut(pieces[None], axis, index, size)
+        return pieces[axis]
+
+    for step, outs in zip(inference.steps, per_step, strict=True):
+        if any(outs) or step.eqn.effects:
+            results = step.emit(lambda i, axis, eqn=step.eqn: piece(eqn.invars[i], axis), outs, index, size)
+            held.update(zip(step.eqn.outvars, results, strict=True))
+    return [{axis: piece(v, axis) for axis in axes} for v, axes in zip(jaxpr.outvars, wanted, strict=True)]
+
+
+class Called:
+    """A call whose inside is computed in place: jit, remat, a custom derivative."""
+
+    def __init__(self, inner: Inference):
+        self.inner, self.native = inner, inner.native()
+
+    def wanted(self, outs: Sequence[bool]) -> Pieces:
+        return [{axis} if out else set() for axis, out in zip(self.native, outs, strict=True)]  # pyright: ignore[reportReturnType]
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        return demand(self.inner, self.wanted(outs))[0]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        wanted = self.wanted(outs)
+        results = emit(self.inner, _given(get, demand(self.inner, wanted)[0]), wanted, index)
+        return [_single(pieces) for pieces in results]
+
+
+def _given(get: Get, need: Pieces) -> list[dict[Axis, Any]]:
+    return [{axis: get(i, axis) for axis in axes} for i, axes in enumerate(need)]
+
+
+def _single(pieces: Mapping[Axis, Any]) -> Any:
+    return next(iter(pieces.values()), None)
+
+
+class Mapped:
+    """A fragment called under `vmap`: environments cannot meet in it, whatever it does inside.
+
+    What is emitted is `vmap` of the un-vmapped program at block size. The record of the call is trusted only if
+    mapping it over all environments gives the very program in the equation: under `grad`, an equation of the same name
+    and the same types may be the transposed program.
+    """
+
+    def __init__(self, call: Call, native: tuple[Axis, ...], size: Size):
+        self.call, self.native, self.in_axes, self.block = call, native, call.vmaps[0].in_axes, size.block
+
+    @staticmethod
+    def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
+        if len(call.vmaps) != 1 or call.vmaps[0].size != size.full or eqn.effects or call.host:
+            return None
+        out_axes = _mapped_out_axes(call, _text(eqn.params["jaxpr"]))
+        return Mapped(call, out_axes, size) if out_axes is not None else None
+
+    def accepts(self, forms: Sequence[Form]) -> bool:
+        return len(forms) == len(self.in_axes) and all(
+            form.whole or (axis is not None and form.axis == axis) for form, axis in zip(forms, self.in_axes, strict=True)
+        )
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        return [{axis} for axis in self.in_axes]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        blocks = [get(i, axis) for i, axis in enumerate(self.in_axes)]
+        run_one = functools.partial(_call_one, self.call.jaxpr)
+        return jax.vmap(run_one, in_axes=self.in_axes, out_axes=list(self.native), axis_size=self.block)(*blocks)
+
+
+def _call_one(closed: jec.ClosedJaxpr, *values: Any) -> list[Any]:
+    return _compat.eval_jaxpr(closed, values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mapped_out_axes(call: Call, text: str) -> tuple[Axis, ...] | None:
+    """Where the mapped axis stands in each result; None if the record does not explain the equation."""
+    vmap = call.vmaps[0]
+    try:
+        actual = _map_call(call, vmap.size)
+        used = {n for aval in [*call.in_avals, *(v.aval for v in actual.outvars)] for n in aval.shape}
+        odd = next(n for n in (7919, 7927, 7933, 7937) if n not in used)  # a size that nothing else has
+        other = _map_call(call, odd)
+        single = call.jaxpr.jaxpr.outvars
+    except NameError:  # a collective over the mapped axis: that is how environments could meet
+        return None
+    if _text(actual.params["jaxpr"]) != text:
+        return None
+    axes = []
+    for var, one in zip(other.outvars, single, strict=True):
+        axes.append(None if len(var.aval.shape) == len(one.aval.shape) else list(var.aval.shape).index(odd))
+    return tuple(axes)
+
+
+def _map_call(call: Call, size: int) -> jec.JaxprEqn:
+    def insert(aval, axis):
+        shape = aval.shape if axis is None else (*aval.shape[:axis], size, *aval.shape[axis:])
+        return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+    in_axes = call.vmaps[0].in_axes
+    args = [insert(aval, axis) for aval, axis in zip(call.in_avals, in_axes, strict=True)]
+    closed = jax.make_jaxpr(jax.vmap(jax.jit(call.fn), in_axes=in_axes, axis_size=size))(*args)
+    return next(eqn for eqn in closed.jaxpr.eqns if _compat.call_name(eqn) is not None)
+
+
+def _text(closed: jec.ClosedJaxpr) -> str:
+    consts = "".join(f"{np.asarray(c).tobytes()!r}" if not _compat.is_key(c.dtype) else repr(c) for c in closed.consts)
+    return f"{closed.jaxpr.pretty_print(use_color=False)}{consts}"
+
+
+class Scan:
+    """A scan that stays whole at its site: the same loop over a body on blocks."""
+
+    def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str):
+        self.p, self.size = _compat.scan_params(eqn), size
+        c, k = self.p.num_consts, self.p.num_carry
+        xs = []
+        for form in forms[c + k :]:
+            if form.axis == 0 and not form.whole:
+                raise Mixes("`scan` goes through the environments one by one")
+            xs.append(Form(form.whole, form.axis - 1 if form.axis else None))
+        self.carry, self.inner = _carry_forms(
+            forms[c : c + k], lambda carry: infer(self.p.body, [*forms[:c], *carry, *xs], size, at), lambda inner: inner.outs[:k]
+        )
+        ys = [axis + 1 if isinstance(axis, int) else axis for axis in self.inner.native()[k:]]
+        self.native = [*(form.axis for form in self.carry), *ys]
+
+    def _wanted(self, outs: Sequence[bool]) -> Pieces:
+        ys = [axis - 1 if isinstance(axis, int) else axis for axis in self.native[self.p.num_carry :]]
+        wanted = [{axis} if out else set() for axis, out in zip(ys, outs[self.p.num_carry :], strict=True)]
+        return [*({form.axis} for form in self.carry), *wanted]  # pyright: ignore[reportReturnType]
+
+    def _need(self, outs: Sequence[bool]) -> Pieces:
+        return demand(self.inner, self._wanted(outs))[0]
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        c, k = self.p.num_consts, self.p.num_carry
+        need = self._need(outs)
+        xs = [{axis if axis is None else axis + 1 for axis in axes} for axes in need[c + k :]]
+        return [*need[:c], *({form.axis} for form in self.carry), *xs]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        c, k = self.p.num_consts, self.p.num_carry
+        wanted = self._wanted(outs)
+        given = _given(get, self.demand(outs))
+        consts, init = given[:c], [_single(pieces) for pieces in given[c : c + k]]
+
+        def body(carry, x):
+            inputs = [*consts, *({f.axis: v} for f, v in zip(self.carry, carry, strict=True)), *_shift(x, -1)]
+            results = [_single(pieces) for pieces in emit(self.inner, inputs, wanted, index)]
+            return results[:k], results[k:]
+
+        xs, forms = _flat(given[c + k :])
+        carry, ys = lax.scan(
+            lambda carry, x: body(carry, forms(x)), init, xs, self.p.length, self.p.reverse, self.p.unroll
+        )
+        return [*carry, *ys]
+
+
+def _flat(given: Sequence[Mapping[Axis, Any]]) -> tuple[list[Any], Callable[[Sequence[Any]], list[dict[Axis, Any]]]]:
+    """Pieces as a plain list, and the way back: `None` and numbers cannot be sorted, so this is no pytree."""
+    keys = [list(pieces) for pieces in given]
+
+    def back(values):
+        rest = iter(values)
+        return [{axis: next(rest) for axis in axes} for axes in keys]
+
+    return [value for pieces in given for value in pieces.values()], back
+
+
+def _shift(pieces: Sequence[Mapping[Axis, Any]], by: int) -> list[dict[Axis, Any]]:
+    return [{axis if axis is None else axis + by: value for axis, value in one.items()} for one in pieces]
+
+
+def _carry_forms(init: Sequence[Form], infer_body: Callable, outs_of: Callable) -> tuple[list[Form], Any]:
+    """What the carry of a loop is, by going round until nothing changes: from whole to block, never back."""
+    carry = [Form(form.whole, None if form.whole else form.axis) for form in init]
+    while True:
+        inner = infer_body(carry)
+        after = []
+        for before, out in zip(carry, outs_of(inner), strict=True):
+            if out.mixed:
+                raise Mixes(out.mixed)
+            after.append(before if out.whole else Form(False, out.axis))
+            if not before.whole and after[-1].axis != before.axis:
+                raise Mixes("a loop moves the env axis of what it carries")
+        if after == carry:
+            return carry, inner
+        carry = after
+
+
+class While:
+    """A while loop; its predicate is the same everywhere, or one per environment (as `vmap` makes it)."""
+
+    def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str):
+        self.eqn, self.p = eqn, _compat.while_params(eqn)
+        c, b = self.p.num_cond_consts, self.p.num_body_consts
+        self.cond_forms, self.body_forms, init = forms[:c], forms[c : c + b], forms[c + b :]
+
+        def infer_both(carry):
+            cond = infer(self.p.cond, [*self.cond_forms, *carry], size, at)
+            return cond, infer(self.p.body, [*self.body_forms, *carry], size, at)
+
+        self.carry, (self.cond, self.body) = _carry_forms(init, infer_both, lambda inner: inner[1].outs)
+        (predicate,) = self.cond.outs
+        if predicate.mixed:
+            raise Mixes(predicate.mixed)
+        # A mapped predicate selects, environment by environment, whether the carry moves on; finished environments
+        # stay as they are however often the loop goes round. That needs the whole carry in the same blocks.
+        if not predicate.whole and any(form.axis != predicate.axis for form in self.carry):
+            forced = [Form(False, predicate.axis) for _ in self.carry]
+            if any(not form.whole and form.axis != predicate.axis for form in self.carry):
+                raise Mixes("`while` carries environments along different axes")
+            self.cond, self.body = infer_both(forced)
+            if any(out.mixed or not (out.whole or out.axis == predicate.axis) for out in self.body.outs):
+                raise Mixes("`while` carries a value that is not one per environment")
+            self.carry = forced
+        self.predicate_axis = None if self.cond.outs[0].whole else self.cond.outs[0].axis
+        self.native = [form.axis for form in self.carry]
+
+    def _needs(self) -> tuple[Pieces, Pieces]:
+        cond = demand(self.cond, [{self.predicate_axis}])[0]
+        return cond, demand(self.body, [{form.axis} for form in self.carry])[0]
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        c, b = self.p.num_cond_consts, self.p.num_body_consts
+        cond, body = self._needs()
+        return [*cond[:c], *body[:b], *({form.axis} for form in self.carry)]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        c, b = self.p.num_cond_consts, self.p.num_body_consts
+        given = _given(get, self.demand(outs))
+        (cond_consts, cond_forms), (body_consts, body_forms) = _flat(given[:c]), _flat(given[c : c + b])
+        init = [_single(pieces) for pieces in given[c + b :]]
+
+        def carried(values):
+            return [{form.axis: v} for form, v in zip(self.carry, values, strict=True)]
+
+        def cond(index, consts, carry):
+            inputs = [*cond_forms(consts), *carried(carry)]
+            return _single(emit(self.cond, inputs, [{self.predicate_axis}], index)[0])
+
+        def body(index, consts, carry):
+            inputs = [*body_forms(consts), *carried(carry)]
+            return [_single(p) for p in emit(self.body, inputs, [{form.axis} for form in self.carry], index)]
+
+        cond_jaxpr = jax.make_jaxpr(cond)(index, cond_consts, init)
+        body_jaxpr = jax.make_jaxpr(body)(index, body_consts, init)
+        params = self.eqn.params | {
+            "cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr,
+            "cond_nconsts": 1 + len(cond_consts), "body_nconsts": 1 + len(body_consts),
+        }  # fmt: skip
+        return _compat.bind(self.eqn, params, [index, *cond_consts, index, *body_consts, *init])
+
+
+class Cond:
+    """A branch: the same branch on every replica, each on its blocks."""
+
+    def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str):
+        if not forms[0].whole:
+            raise Mixes("`cond` branches on one environment's data")
+        self.branches = [infer(branch, forms[1:], size, at) for branch in eqn.params["branches"]]
+        self.native = [self._common(outs) for outs in zip(*(branch.outs for branch in self.branches), strict=True)]
+
+    @staticmethod
+    def _common(outs: Sequence[Form]) -> Axis | Mixed:
+        if mixed := next((form.mixed for form in outs if form.mixed), None):
+            return mixed
+        axes = {form.axis for form in outs if not form.whole}
+        if len(axes) > 1:
+            raise Mixes("the branches of `cond` leave the env axis in different places")
+        return axes.pop() if axes else None
+
+    def _wanted(self, outs: Sequence[bool]) -> Pieces:
+        return [{axis} if out else set() for axis, out in zip(self.native, outs, strict=True)]  # pyright: ignore[reportReturnType]
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        needs = [demand(branch, self._wanted(outs))[0] for branch in self.branches]
+        return [{None}, *(set().union(*pieces) for pieces in zip(*needs, strict=True))]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        wanted = self._wanted(outs)
+        which, *operands = _given(get, self.demand(outs))
+        flat, forms = _flat(operands)
+        branches = [
+            lambda operands, branch=branch: [_single(p) for p in emit(branch, forms(operands), wanted, index) if p]
+            for branch in self.branches
+        ]
+        results = iter(lax.switch(lax.convert_element_type(which[None], np.int32), branches, flat))
+        return [next(results) if out else None for out in outs]
+
+
+CONTROL: dict[str, Callable[[jec.JaxprEqn, Sequence[Form], Size, str], Way]] = {
+    "scan": Scan,
+    "while": While,
+    "cond": Cond,
+}
+

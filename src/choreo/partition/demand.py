@@ -1,0 +1,161 @@
+"""Who needs which piece of which value: backwards from what must be there at the end.
+
+A value that is needed away from its home crosses; what has no home is computed where it is needed. Nothing else is sent.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from choreo.errors import PartitionError
+from choreo.graph.ir import Block, Op, Operand, Value
+from choreo.partition.blocks import Mixed, Step, infer_step
+from choreo.partition.place import Placement
+from choreo.partition.split import Axis, Mixes
+from choreo.types import GroupName
+
+
+class Needs:
+    """For every value, the pieces that each group needs."""
+
+    def __init__(self, placement: Placement, top: Block):
+        self.placement, self.sites = placement, placement.sites
+        self.pieces: dict[Value, dict[GroupName, set[Axis]]] = {}
+        self.steps: dict[tuple[Op, GroupName], Step] = {}
+        self.outside: set[Value] = set()
+        """Inputs without a home (keys, counters): each site holds them whole, and cuts them where they are used."""
+        self._find_inputs(top)
+        self.grew = False
+
+    def _find_inputs(self, block: Block) -> None:
+        self.outside.update(v for v in [*block.ins, *block.consts])
+        for op in block.ops:
+            if op.body:
+                self._find_inputs(op.body)
+                self.outside.update(v for v in op.outs if v and op not in self.placement.ops)
+
+    def at(self, operand: Operand, group: GroupName) -> set[Axis]:
+        return self.pieces.get(operand, {}).get(group, set()) if isinstance(operand, Value) else set()
+
+    def groups(self, value: Value) -> list[GroupName]:
+        """Groups that need some piece of a value, in the layout's order."""
+        return [group for group in self.sites.replicas if self.at(value, group)]
+
+    def add(self, operand: Operand, group: GroupName, axes: Iterable[Axis]) -> None:
+        if not isinstance(operand, Value):
+            return
+        home = self.placement.home(operand)
+        single = not self.sites.size(group)
+        if single or (home is None and operand in self.outside):
+            axes = {None} if set(axes) else set()
+        axes = set(axes)
+        have = self.pieces.setdefault(operand, {}).setdefault(group, set())
+        if not axes <= have:
+            have |= axes
+            self.grew = True
+        if axes and home not in (None, group):
+            self.add(operand, home, {self.placement.natural(operand, home)})
+
+    def crossings(self, value: Value) -> list[GroupName]:
+        """Groups to which a value must be sent."""
+        home = self.placement.home(value)
+        return [] if home is None else [group for group in self.groups(value) if group != home]
+
+    def step(self, op: Op, group: GroupName) -> Step | None:
+        """How an op runs on the blocks of a replicated group; None where the group sees all environments."""
+        size = self.sites.size(group)
+        if size is None:
+            return None
+        if (op, group) not in self.steps:
+            forms = [self.placement.form(v) for v in op.ins]
+            self.steps[op, group] = infer_step(op.eqn, forms, size, op.at)
+        return self.steps[op, group]
+
+    def wanted(self, op: Op, group: GroupName) -> list[set[Axis]]:
+        return [self.at(value, group) if value else set() for value in op.outs]
+
+
+def find_needs(placement: Placement, block: Block, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
+    """`outputs`: which piece of which output a group must hold in the end. What is carried stays at its home anyhow."""
+    needs = Needs(placement, block)
+    while True:
+        needs.grew = False
+        for value in block.carry_ins:
+            home = placement.home(value) or needs.sites.default
+            needs.add(value, home, {placement.natural(value, home)})
+        for position, groups in outputs.items():
+            for group, axis in groups.items():
+                needs.add(block.outs[position], group, {axis})
+        _block_needs(needs, block)
+        if not needs.grew:
+            return needs
+
+
+def _block_needs(needs: Needs, block: Block) -> None:
+    for value, out in zip(block.carry_ins, block.carry_outs, strict=True):
+        _carry_needs(needs, value, out)
+    for op in reversed(block.ops):
+        if op not in needs.placement.ops:
+            _split_needs(needs, op)
+            continue
+        home = needs.placement.ops[op]
+        for group in needs.sites.replicas if home is None else [home]:
+            wanted = needs.wanted(op, group)
+            if any(wanted) or (op.eqn.effects and home is not None):
+                _op_needs(needs, op, group, wanted)
+
+
+def _op_needs(needs: Needs, op: Op, group: GroupName, wanted: list[set[Axis]]) -> None:
+    step = needs.step(op, group)
+    if step is None or (op.call and op.call.host):
+        pieces = [{None}] * len(op.ins)
+    else:
+        try:
+            pieces = step.demand(wanted)
+        except Mixes as mixes:
+            raise _refusal(op, group, needs, mixes) from None
+    for operand, axes in zip(op.ins, pieces, strict=True):
+        needs.add(operand, group, axes)
+
+
+def _refusal(op: Op, group: GroupName, needs: Needs, mixes: Mixes) -> PartitionError:
+    mixed = mixes.args[0] if isinstance(mixes.args[0], Mixed) else Mixed(str(mixes), "")
+    what = f"the fragment `{op.name}`" if op.call else f"`{op.name}`"
+    return PartitionError(
+        f"{mixed.why}: {what} cannot run on `{group}`, which is divided into {needs.sites.replicas[group]} blocks of environments.",
+        at=mixed.at or op.at,
+        fix=f"Use one site for `{group}`, move this computation to a group that is not replicated (the learner's, say), "
+            "or write it for one environment and call it under jax.vmap.")  # fmt: skip
+
+
+def _carry_needs(needs: Needs, value: Value, out: Operand) -> None:
+    home = needs.placement.home(value)
+    for group in needs.groups(value) if home is None else [home]:
+        axis = needs.placement.natural(value, group)
+        if home is not None and not needs.groups(value):
+            continue
+        needs.add(out, group, {axis})
+        needs.add(value, group, {axis})
+
+
+def _split_needs(needs: Needs, op: Op) -> None:
+    body, placement = op.body, needs.placement
+    assert body is not None
+    c, k = body.num_consts, body.num_carry
+    for value, inner in zip(op.outs, body.carry_ins, strict=False):
+        for group in needs.groups(value) if value else []:
+            if placement.home(inner) in (None, group):
+                needs.add(inner, group, {placement.natural(inner, group)})
+    for value, inner in zip(op.outs[k:], body.ys, strict=True):
+        for group in needs.groups(value) if value else []:
+            if placement.home(inner) in (None, group):
+                needs.add(inner, group, {placement.natural(inner, group)})
+    _block_needs(needs, body)
+    for position, (inner, outer) in enumerate(zip(body.ins, op.ins, strict=True)):
+        carried = c <= position < c + k
+        invariant = carried and body.carry_outs[position - c] is inner
+        home = placement.home(inner)
+        for group in needs.groups(inner):
+            if carried and not invariant and home not in (None, group):
+                continue  # sent on at every step by its home
+            shift = 1 if position >= c + k else 0
+            axes = {axis if axis is None else axis + shift for axis in needs.at(inner, group)}
+            needs.add(outer, group, axes)

@@ -1,0 +1,72 @@
+"""Whose memory may be taken over: decided in the plan, so that a replay buffer is never copied.
+
+A segment takes over an input if it is the last to read it at its site, nobody outside knows the array, and a result has its
+type. What goes into or comes out of a split loop is left alone: slots in- and outside of it share arrays.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from choreo.partition.program import HostCall, Loop, Program, Segment, Slot, Step, Transfer
+from choreo.types import GroupName
+
+
+def donate(program: Program, *, num_carry: int) -> Program:
+    """Decide the donations of a program whose first `num_carry` inputs are owned by the sites."""
+    groups = {group for port in [*program.ins, *program.outs] for group in port.held} | {
+        step.group for step in program.steps if isinstance(step, Segment)
+    }
+    donated: dict[GroupName, set[Slot]] = {}
+    steps = list(program.steps)
+    for group in sorted(groups):
+        live = {ref for port in program.outs for g, (ref, _) in port.held.items() if g == group and isinstance(ref, Slot)}
+        never = {ref for port in program.ins[num_carry:] for g, (ref, _) in port.held.items() if g == group}
+        never |= {slot for step in steps if isinstance(step, Loop) for slot in _read(step, group) | _written(step, group)}
+        for i in reversed(range(len(steps))):
+            step = steps[i]
+            if isinstance(step, Segment) and step.group == group:
+                step = steps[i] = replace(step, donated=_take_over(step, live | never))
+                donated.setdefault(group, set()).update(step.ins[p].slot for p in step.donated)
+            live |= _read(step, group)
+    return replace(program, steps=tuple(_share(step, donated) for step in steps))
+
+
+def _take_over(segment: Segment, keep: set[Slot]) -> tuple[int, ...]:
+    free = Counter((aval.shape, str(aval.dtype)) for aval in segment.out_avals)
+    taken = []
+    for position, given in enumerate(segment.ins):
+        form = (given.aval.shape, str(given.aval.dtype))
+        if not given.stacked and given.slot not in keep and free[form] > 0:
+            free[form] -= 1
+            taken.append(position)
+    return tuple(taken)
+
+
+def _share(step: Step, donated: dict[GroupName, set[Slot]]) -> Step:
+    """Sender and receiver may share memory if neither gives it away."""
+    if not isinstance(step, Transfer):
+        return step
+    source, target = donated.get(step.src, set()), donated.get(step.dst, set())
+    return replace(step, moves=tuple(replace(m, copied=m.src in source or m.dst in target) for m in step.moves))
+
+
+def _read(step: Step, group: GroupName) -> set[Slot]:
+    refs: Iterable = ()
+    if isinstance(step, Segment) and step.group == group:
+        refs = (given.slot for given in step.ins)
+    elif isinstance(step, Transfer) and step.src == group:
+        refs = (move.src for move in step.moves)
+    elif isinstance(step, HostCall) and step.group == group:
+        refs = step.ins
+    elif isinstance(step, Loop) and group in step.parts:
+        part = step.parts[group]
+        refs = [pair[1] for pair in (*part.consts, *part.xs, *part.slices, *part.carry)]
+    return {ref for ref in refs if isinstance(ref, Slot)}
+
+
+def _written(step: Loop, group: GroupName) -> set[Slot]:
+    if group not in step.parts:
+        return set()
+    part = step.parts[group]
+    return {last for *_, last in part.carry if last is not None} | {slot for _, slot in part.ys}

@@ -1,0 +1,242 @@
+"""Which group computes what: a home for every op and every value.
+
+A fragment's home is given by its role. The other ops, the glue, go where they cost the fewest bytes; glue that needs nothing
+but keys and constants has no home (None): every site that wants its result computes it, and it never crosses. Glue that mixes
+environments goes to a group that is not replicated. A scan is *split* if its fragments live in different groups (or one of
+them is Python, or something in it mixes environments and cannot be where the rest is); otherwise it stays whole.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+from choreo.errors import PartitionError
+from choreo.graph.ir import Block, Graph, Op, Operand, Value
+from choreo.partition.blocks import WHOLE, Form, infer_step
+from choreo.partition.split import Axis, Size
+from choreo.types import GroupName, Role
+
+
+@dataclass(frozen=True)
+class Sites:
+    """A layout, as far as the partition of a program needs to know it."""
+
+    group_of: Mapping[Role, GroupName]
+    """Where each role lives."""
+    replicas: Mapping[GroupName, int | None]
+    """Into how many blocks of environments a group is divided; None: it is one site that sees them all."""
+    default: GroupName
+    """Where roles that the layout does not name, and all that has no better place, live."""
+    num_envs: int
+
+    def group(self, role: Role) -> GroupName:
+        return self.group_of.get(role, self.default)
+
+    def size(self, group: GroupName) -> Size | None:
+        """The blocks of a replicated group; None if it sees all environments."""
+        replicas = self.replicas[group]
+        return None if replicas is None or replicas == 1 else Size(self.num_envs, self.num_envs // replicas)
+
+    def any_size(self) -> Size | None:
+        """Whether environments mix does not depend on how many blocks there are: any block size tells."""
+        return next((size for group in self.replicas if (size := self.size(group))), None)
+
+    def single(self) -> list[GroupName]:
+        return [group for group in self.replicas if not self.size(group)]
+
+
+@dataclass(eq=False)
+class Placement:
+    """The homes of a graph's ops and values."""
+
+    sites: Sites
+    ops: dict[Op, GroupName | None] = field(default_factory=dict)
+    """Absent: a scan that is split."""
+    values: dict[Value, GroupName | None] = field(default_factory=dict)
+    forms: dict[Value, Form] = field(default_factory=dict)
+    """How each value can be had at a replica."""
+
+    def home(self, operand: Operand) -> GroupName | None:
+        return self.values.get(operand) if isinstance(operand, Value) else None
+
+    def form(self, operand: Operand) -> Form:
+        return self.forms[operand] if isinstance(operand, Value) else WHOLE
+
+    def natural(self, operand: Operand, group: GroupName) -> Axis:
+        """The piece in which a group holds a value of its own."""
+        form = self.form(operand)
+        return None if form.whole or not self.sites.size(group) else form.axis
+
+
+def place(graph: Graph, sites: Sites, carry_axes: Iterable[Axis] = (), wanted_at: Mapping[int, GroupName] = {}) -> Placement:
+    """Find homes. `carry_axes`: the proposed env axis of each carried value; `wanted_at`: groups that want an output."""
+    placer = _Placer(sites, graph.block, wanted_at)
+    placer.place_top(graph.block, list(carry_axes))
+    return placer.result
+
+
+class _Placer:
+    def __init__(self, sites: Sites, top: Block, wanted_at: Mapping[int, GroupName]):
+        self.sites, self.result = sites, Placement(sites)
+        self.consumers: dict[Value, list[Op | GroupName]] = {}
+        self._find_consumers(top)
+        for position, group in wanted_at.items():
+            if isinstance(top.outs[position], Value):
+                self.consumers.setdefault(top.outs[position], []).append(group)
+
+    def _find_consumers(self, block: Block) -> None:
+        for op in block.ops:
+            for value in op.values():
+                self.consumers.setdefault(value, []).append(op)
+            if op.body:
+                self._find_consumers(op.body)
+
+    def place_top(self, block: Block, carry_axes: list[Axis]) -> None:
+        for value, axis in zip(block.carry_ins, carry_axes, strict=True):
+            self._set(value, None, WHOLE if axis is None else Form(False, axis))
+        self._settle(block, init=None)
+
+    def _set(self, value: Value, home: GroupName | None, form: Form) -> None:
+        self.result.values[value], self.result.forms[value] = home, form
+
+    def _settle(self, block: Block, init: list[Operand] | None) -> None:
+        """Go through the ops until no home changes. `init`: where the carry of a loop starts."""
+        for value in [*block.consts, *block.xs]:
+            if value not in self.result.forms:
+                self._set(value, None, WHOLE)
+        for _ in range(12):
+            before = [self.result.values.get(v) for v in block.carry_ins] + [self.result.ops.get(op) for op in block.ops]
+            forms = [self.result.forms[v] for v in block.carry_ins]
+            for op in block.ops:
+                self._place_op(op)
+            for position, (value, out) in enumerate(zip(block.carry_ins, block.carry_outs, strict=True)):
+                self._place_carry(value, out, init[position] if init else None)
+            after = [self.result.values.get(v) for v in block.carry_ins] + [self.result.ops.get(op) for op in block.ops]
+            if before == after and forms == [self.result.forms[v] for v in block.carry_ins]:
+                return
+
+    def _place_carry(self, value: Value, out: Operand, init: Operand | None) -> None:
+        form, home = self.result.forms[value], self.result.home(out)
+        if out is value:  # never changes
+            if form.whole and (init is None or self.result.home(init) is None):
+                home = None
+            else:
+                home = self.result.home(init) if init is not None else self._some_reader(value)
+        elif home is None and init is not None:
+            home = self.result.home(init)
+        elif home is None and not form.whole:
+            home = self._some_reader(value)
+        out_form = self.result.form(out)
+        if form.whole and not out_form.whole and not out_form.mixed:
+            form = Form(False, out_form.axis)
+        if not form.whole and home is None:
+            home = self._some_reader(value)
+        self._set(value, home, form)
+
+    def _some_reader(self, value: Value) -> GroupName:
+        readers = self._consumer_groups(value)
+        return sorted(readers)[0] if readers else self.sites.default
+
+    def _consumer_groups(self, value: Value) -> set[GroupName]:
+        groups = set()
+        for consumer in self.consumers.get(value, []):
+            group = self.result.ops.get(consumer) if isinstance(consumer, Op) else consumer
+            if group is not None:
+                groups.add(group)
+        return groups
+
+    def _place_op(self, op: Op) -> None:
+        groups = {self.sites.group(role) for role in op.roles}
+        if len(groups) > 1 or (op.host and not op.call):
+            return self._place_split(op, groups)
+        forms, mixed = self._infer(op)
+        if groups:
+            (home,) = groups
+            if op.call and op.call.host and self.sites.size(home):
+                raise PartitionError(
+                    f"The host fragment `{op.name}` cannot be replicated: Choreo does not know which of its rows belong to "
+                    "which environment.", at=op.at, fix=f"Use one site for `{home}`.")  # fmt: skip
+            if mixed and op.body and self.sites.size(home):
+                return self._place_split(op, groups)
+            if not self.sites.size(home):
+                forms = [WHOLE if form.mixed else form for form in forms]
+        elif not op.eqn.effects and all(self.result.home(v) is None for v in op.ins):
+            home = None
+        else:
+            home = self._cheapest(op, mixed)
+            forms = [WHOLE if form.mixed else form for form in forms]
+        self.result.ops[op] = home
+        for value, form in zip(op.outs, forms, strict=True):
+            if value:
+                self._set(value, home, form)
+        return None
+
+    def _infer(self, op: Op) -> tuple[list[Form], bool]:
+        size = self.sites.any_size()
+        if size is None:
+            return [WHOLE] * len(op.outs), False
+        forms = infer_step(op.eqn, [self.result.form(v) for v in op.ins], size, op.at).outs
+        return list(forms), any(form.mixed is not None for value, form in zip(op.outs, forms, strict=True) if value)
+
+    def _cheapest(self, op: Op, mixed: bool) -> GroupName:
+        """The group where glue costs the fewest bytes sent."""
+        near = {home for v in op.values() if (home := self.result.home(v)) is not None}
+        near |= {group for value in op.outs if value for group in self._consumer_groups(value)}
+        allowed = [g for g in self.sites.replicas if g in near] or [self.sites.default]
+        if mixed:
+            allowed = [g for g in allowed if not self.sites.size(g)] or self._fallback() or self._refuse_mixing(op)
+
+        def cost(group: GroupName) -> int:
+            sent_here = sum(v.nbytes for v in set(op.values()) if self.result.home(v) not in (None, group))
+            sent_on = sum(v.nbytes * len(self._consumer_groups(v) - {group}) for v in op.outs if v)
+            return sent_here + sent_on
+
+        return min(allowed, key=cost)
+
+    def _fallback(self) -> list[GroupName]:
+        single = self.sites.single()
+        return [self.sites.default] if self.sites.default in single else single[:1]
+
+    def _refuse_mixing(self, op: Op) -> list[GroupName]:
+        forms, _ = self._infer(op)
+        mixed = next(form.mixed for form in forms if form.mixed)
+        raise PartitionError(
+            f"{mixed.why}, and every group of this layout is replicated.", at=mixed.at or op.at,
+            fix="Give one group a single site, or move the computation into a learner that uses choreo.all_reduce.")  # fmt: skip
+
+    def _place_split(self, op: Op, groups: set[GroupName]) -> None:
+        if op.body is None:
+            raise PartitionError(
+                f"`{op.eqn.primitive.name}` contains fragments of the roles {_words(op.roles)}, which this layout puts on "
+                f"different sites ({_words(groups)}).", at=op.at,
+                fix="Only `lax.scan` can be split over sites. Put these roles into one group, or move the branch inside one "
+                    "fragment.")  # fmt: skip
+        self.result.ops.pop(op, None)
+        body = op.body
+        inits = op.ins[body.num_consts : body.num_consts + body.num_carry]
+        for inner, outer in zip(body.const_ins, op.ins, strict=False):
+            self._set(inner, self.result.home(outer), self.result.form(outer))
+        for inner, outer in zip(body.carry_ins, inits, strict=True):
+            known = self.result.forms.get(inner)
+            form = self.result.form(outer)
+            form = form if not form.whole else known if known and not known.whole else Form(True)
+            self._set(inner, self.result.values.get(inner, self.result.home(outer)), form)
+        for inner, outer in zip(body.xs, op.ins[body.num_consts + body.num_carry :], strict=True):
+            form = self.result.form(outer)
+            if form.axis == 0 and not form.whole:
+                raise PartitionError("A scan over environments is split over sites.", at=op.at,
+                                     fix="Put the roles inside it into one group.")  # fmt: skip
+            self._set(inner, self.result.home(outer), Form(form.whole, form.axis - 1 if form.axis else None))
+        self._settle(body, list(inits))
+        for position, (value, inner) in enumerate(zip(op.outs, [*body.carry_ins, *body.ys], strict=True)):
+            if value:
+                form = self.result.form(inner)
+                stacked = position >= body.num_carry
+                axis = form.axis + 1 if stacked and form.axis is not None else form.axis
+                self._set(value, self.result.home(inner), Form(form.whole, axis, form.mixed))
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+

@@ -1,0 +1,349 @@
+"""How one equation runs on a block of the environments: a rule per primitive, and no rule means no.
+
+Invariant. Replica r of N holds block r of a value: rows [r E/N, (r+1) E/N) of its env axis. A rule answers, for one equation
+of the full program whose operands stand in blocks, along which axes the operands must be given and the results come out,
+and what the parameters are at block size, such that
+
+    equation(full operands), cut to block r  ==  split equation(operands cut to block r).
+
+A rule raises `Mixes` when data of different environments meet. A primitive that is not in the table mixes: we replicate what
+is proved, never what merely looks right. Since the block's equation is made from the full one, a literal or a parameter
+that depends on the number of environments keeps the value it has in the full program.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jec
+
+Axis = int | None
+"""Which axis is cut into blocks; None for a value given whole."""
+
+
+class Size(NamedTuple):
+    """The environments of the whole run, and of one block."""
+
+    full: int
+    block: int
+
+
+class Split(NamedTuple):
+    """One equation at block size."""
+
+    ins: tuple[Axis, ...]
+    """Along which axis each operand must be cut; None: give it whole."""
+    outs: tuple[Axis, ...]
+    """Along which axis each result is a block; None: it is whole, the same on every replica."""
+    params: dict[str, Any]
+    """The equation's parameters at block size."""
+
+
+class Mixes(Exception):
+    """Data of different environments meet."""
+
+
+Rule = Callable[[jec.JaxprEqn, Sequence[Axis], Size], Split]
+
+
+def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
+    """Cut an equation, given along which axis each operand stands in blocks (at least one does)."""
+    rule = RULES.get(eqn.primitive.name)
+    if rule is None:
+        raise Mixes(f"no rule tells how `{eqn.primitive.name}` treats environments")
+    for var, axis in zip(eqn.invars, axes, strict=True):
+        assert axis is None or _shape(var)[axis] == size.full, (eqn.primitive.name, _shape(var), axis, size)
+    ins, outs, params = rule(eqn, axes, size)
+    # Dimension numbers made by `vmap` are sometimes numpy integers.
+    result = Split(*(tuple(a if a is None else int(a) for a in side) for side in (ins, outs)), params)
+    for var, axis in [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]:
+        if axis is not None and _shape(var)[axis] != size.full:
+            raise Mixes("an axis of another length would have to be cut")
+    return result
+
+
+def elementwise(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
+    axis = _only(axes)
+    # Operands are of the result's shape, or of size 1 in some dimensions, or scalars: those two are given whole.
+    ins = tuple(axis if len(_shape(v)) > axis and _shape(v)[axis] != 1 else None for v in eqn.invars)
+    return Split(ins, (axis,) * len(eqn.outvars), eqn.params)
+
+
+def each_on_its_own(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
+    return Split(tuple(axes), tuple(axes), eqn.params)
+
+
+def broadcast_in_dim(eqn, axes, size):
+    axis = eqn.params["broadcast_dimensions"][_only(axes)]
+    return _one(axes, axis, eqn.params | {"shape": _resized(eqn.params["shape"], axis, size)})
+
+
+def reshape(eqn, axes, size):
+    axis = _only(axes)
+    old, new = _shape(eqn.invars[0]), eqn.params["new_sizes"]
+    if eqn.params.get("dimensions") is not None:
+        raise Mixes("`reshape` permutes dimensions")
+    kept = [d for d in range(len(new)) if new[d] == size.full and _product(new[:d]) == _product(old[:axis])]
+    if not kept:
+        raise Mixes("`reshape` merges or divides the env axis")
+    return _one(axes, kept[0], eqn.params | {"new_sizes": _resized(new, kept[0], size)})
+
+
+def transpose(eqn, axes, size):
+    return _one(axes, list(eqn.params["permutation"]).index(_only(axes)), eqn.params)
+
+
+def squeeze(eqn, axes, size):
+    rank = len(_shape(eqn.invars[0]))
+    return _one(axes, _without(_only(axes), [d % rank for d in eqn.params["dimensions"]]), eqn.params)
+
+
+def concatenate(eqn, axes, size):
+    axis = _other_than(eqn.params["dimension"], axes, "`concatenate` joins along the env axis")
+    return Split((axis,) * len(axes), (axis,), eqn.params)
+
+
+def slice_(eqn, axes, size):
+    axis, p = _only(axes), eqn.params
+    stride = 1 if p["strides"] is None else p["strides"][axis]
+    if (p["start_indices"][axis], p["limit_indices"][axis], stride) != (0, size.full, 1):
+        raise Mixes("`slice` takes some of the environments")
+    return _one(axes, axis, p | {"limit_indices": _resized(p["limit_indices"], axis, size)})
+
+
+def dynamic_slice(eqn, axes, size):
+    axis, sizes = axes[0], eqn.params["slice_sizes"]
+    if axis is None or sizes[axis] != size.full:
+        raise Mixes("`dynamic_slice` takes some of the environments")
+    return Split((axis,) + (None,) * (len(axes) - 1), (axis,), eqn.params | {"slice_sizes": _resized(sizes, axis, size)})
+
+
+def dynamic_update_slice(eqn, axes, size):
+    axis = _only(axes[:2])
+    if _shape(eqn.invars[1])[axis] != size.full:
+        raise Mixes("`dynamic_update_slice` writes to some of the environments")
+    return Split((axis, axis) + (None,) * (len(axes) - 2), (axis,), eqn.params)
+
+
+def pad(eqn, axes, size):
+    axis = axes[0]
+    if axis is None or eqn.params["padding_config"][axis] != (0, 0, 0):
+        raise Mixes("`pad` adds environments")
+    return Split((axis, None), (axis,), eqn.params)
+
+
+def rev(eqn, axes, size):
+    return _one(axes, _other_than(eqn.params["dimensions"], axes, "`rev` reverses the order of environments"), eqn.params)
+
+
+def reduction(eqn, axes, size):
+    axis = _other_than(eqn.params["axes"], axes, f"`{eqn.primitive.name}` reduces over environments")
+    return _one(axes, _without(axis, eqn.params["axes"]), eqn.params)
+
+
+def along_one_axis(param: str) -> Rule:
+    """Equations that mix along one axis only, and keep every shape: cumulative sums, sorts."""
+
+    def rule(eqn, axes, size):
+        axis = _other_than(eqn.params[param], axes, f"`{eqn.primitive.name}` runs along the env axis")
+        return Split((axis,) * len(axes), (axis,) * len(eqn.outvars), eqn.params)
+
+    return rule
+
+
+def lax_split(eqn, axes, size):
+    axis = _other_than(eqn.params["axis"], axes, "`split` divides the env axis")
+    return Split((axis,), (axis,) * len(eqn.outvars), eqn.params)
+
+
+def top_k(eqn, axes, size):
+    rank = len(_shape(eqn.invars[0]))
+    axis = _other_than(eqn.params.get("axis", rank - 1) % rank, axes, "`top_k` compares environments")
+    return Split((axis,), (axis,) * len(eqn.outvars), eqn.params)
+
+
+def dot_general(eqn, axes, size):
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    left, right = axes
+    if left in lhs_contract or right in rhs_contract:
+        raise Mixes("`dot_general` sums over environments")
+    if left in lhs_batch or right in rhs_batch:
+        batch = list(lhs_batch).index(left) if left in lhs_batch else list(rhs_batch).index(right)
+        ins = (lhs_batch[batch], rhs_batch[batch])
+        if left not in (None, ins[0]) or right not in (None, ins[1]):
+            raise Mixes("`dot_general` pairs different environments")
+        return Split(ins, (batch,), eqn.params)
+    if left is not None and right is not None:
+        raise Mixes("`dot_general` pairs every environment with every other")
+    lhs_free = [d for d in range(len(_shape(eqn.invars[0]))) if d not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [d for d in range(len(_shape(eqn.invars[1]))) if d not in (*rhs_contract, *rhs_batch)]
+    free = lhs_free.index(left) if left is not None else len(lhs_free) + rhs_free.index(right)
+    return Split((left, right), (len(lhs_batch) + free,), eqn.params)
+
+
+def conv_general_dilated(eqn, axes, size):
+    numbers, (image, kernel) = eqn.params["dimension_numbers"], axes
+    if kernel is not None or image != numbers.lhs_spec[0] or eqn.params["batch_group_count"] != 1:
+        raise Mixes("`conv_general_dilated` uses the env axis as something else than its batch")
+    return Split((image, None), (numbers.out_spec[0],), eqn.params)
+
+
+def reduce_window(eqn, axes, size):
+    axis, p = _only(axes), eqn.params
+    trivial = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1}
+    if any(tuple_or_int(p[name][axis]) != value for name, value in trivial.items()):
+        raise Mixes("a window spans environments")
+    return _one(axes, axis, p)
+
+
+def gather(eqn, axes, size):
+    p, (operand_axis, indices_axis) = eqn.params, axes
+    numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
+    operand_rank = len(_shape(eqn.invars[0]))
+    out_rank = len(_shape(eqn.outvars[0]))
+    batch_out = [d for d in range(out_rank) if d not in numbers.offset_dims]  # one per dimension of the indices but the last
+    pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    if operand_axis in pairs or indices_axis in pairs.values():
+        if operand_axis is None:
+            operand_axis = next(k for k, v in pairs.items() if v == indices_axis)
+        if indices_axis not in (None, pairs.get(operand_axis)):
+            raise Mixes("`gather` pairs different environments")
+        indices_axis = pairs[operand_axis]
+        return Split((operand_axis, indices_axis), (batch_out[indices_axis],), p)
+    if operand_axis is None:
+        if indices_axis == len(_shape(eqn.invars[1])) - 1:
+            raise Mixes("`gather` computes one index from several environments")
+        return Split((None, indices_axis), (batch_out[indices_axis],), p)
+    windows = [d for d in range(operand_rank) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    if indices_axis is not None or operand_axis not in windows or operand_axis in numbers.start_index_map \
+            or sizes[operand_axis] != size.full:  # fmt: skip
+        raise Mixes("`gather` reads another environment's data")
+    out = numbers.offset_dims[windows.index(operand_axis)]
+    return Split((operand_axis, None), (out,), p | {"slice_sizes": _resized(sizes, operand_axis, size)})
+
+
+def scatter(eqn, axes, size):
+    numbers = eqn.params["dimension_numbers"]
+    operand_axis, indices_axis, updates_axis = axes
+    operand_rank, updates_rank = len(_shape(eqn.invars[0])), len(_shape(eqn.invars[2]))
+    batch_updates = [d for d in range(updates_rank) if d not in numbers.update_window_dims]
+    pairs = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    windows = [d for d in range(operand_rank) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    options = [Split((k, v, batch_updates[v]), (k,), eqn.params) for k, v in pairs.items()]
+    options += [Split((d, None, u), (d,), eqn.params) for d, u in zip(windows, numbers.update_window_dims, strict=True)
+                if d not in numbers.scatter_dims_to_operand_dims and _shape(eqn.invars[2])[u] == size.full]  # fmt: skip
+    for option in options:
+        if all(have in (None, want) for have, want in zip(axes, option.ins, strict=True)):
+            return option
+    raise Mixes("`scatter` writes another environment's data")
+
+
+def leading(trailing: int) -> Rule:
+    """Equations that work on the last `trailing` dimensions of each operand, for every index of the leading ones."""
+
+    def rule(eqn, axes, size):
+        axis = _only(axes)
+        if any(axis >= len(_shape(v)) - trailing for v in eqn.invars):
+            raise Mixes(f"`{eqn.primitive.name}` uses the env axis as a matrix dimension")
+        return Split((axis,) * len(axes), (axis,) * len(eqn.outvars), eqn.params)
+
+    return rule
+
+
+ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj convert_element_type
+copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite
+le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not or polygamma population_count pow random_fold_in
+random_seed real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta""".split()
+
+REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()
+
+
+def bitcast_convert_type(eqn, axes, size):
+    if len(_shape(eqn.invars[0])) != len(_shape(eqn.outvars[0])) and _only(axes) >= len(_shape(eqn.outvars[0])):
+        raise Mixes("`bitcast_convert_type` joins environments")
+    return _one(axes, _only(axes), eqn.params)
+
+
+def key_axis_first(eqn, axes, size):
+    """`random_bits`, `random_split`: for each key, an array of results."""
+    return _one(axes, _only(axes), eqn.params)
+
+
+def random_wrap(eqn, axes, size):
+    if _only(axes) >= len(_shape(eqn.outvars[0])):
+        raise Mixes("`random_wrap` makes one key from several environments")
+    return _one(axes, _only(axes), eqn.params)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), along_one_axis("axis")),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), reduce_window),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-sub", "scatter_sub",
+                     "scatter-min", "scatter_min", "scatter-max", "scatter_max"), scatter),
+    **dict.fromkeys(("random_bits", "random_split", "random_unwrap"), key_axis_first),
+    "bitcast_convert_type": bitcast_convert_type,
+    "broadcast_in_dim": broadcast_in_dim,
+    "cholesky": leading(2),
+    "concatenate": concatenate,
+    "conv_general_dilated": conv_general_dilated,
+    "dot_general": dot_general,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "gather": gather,
+    "optimization_barrier": each_on_its_own,
+    "pad": pad,
+    "random_wrap": random_wrap,
+    "reshape": reshape,
+    "rev": rev,
+    "slice": slice_,
+    "sort": along_one_axis("dimension"),
+    "split": lax_split,
+    "squeeze": squeeze,
+    "top_k": top_k,
+    "transpose": transpose,
+    "triangular_solve": leading(2),
+}  # fmt: skip
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
+
+
+def _only(axes: Sequence[Axis]) -> int:
+    """The one axis along which operands stand in blocks."""
+    found = {axis for axis in axes if axis is not None}
+    if len(found) != 1:
+        raise Mixes("operands stand in blocks along different axes")
+    return found.pop()
+
+
+def _other_than(taken: int | Sequence[int], axes: Sequence[Axis], why: str) -> int:
+    axis = _only(axes)
+    if axis in (taken if isinstance(taken, (tuple, list)) else (taken,)):
+        raise Mixes(why)
+    return axis
+
+
+def _one(axes: Sequence[Axis], out: Axis, params: dict[str, Any]) -> Split:
+    return Split((_only(axes),) + (None,) * (len(axes) - 1), (out,), params)
+
+
+def _without(axis: int, removed: Sequence[int]) -> int:
+    return axis - sum(d < axis for d in removed)
+
+
+def _resized(shape: Sequence[int], axis: int, size: Size) -> tuple[int, ...]:
+    return tuple(size.block if d == axis else n for d, n in enumerate(shape))
+
+
+def _product(numbers: Sequence[int]) -> int:
+    result = 1
+    for n in numbers:
+        result *= n
+    return result
+
+
+def tuple_or_int(x: Any) -> Any:
+    return tuple(x) if isinstance(x, (tuple, list)) else int(x)

@@ -1,0 +1,195 @@
+"""From plain JAX functions to graphs.
+
+`iterate` is traced once, at the number of environments of the run: that program is the reference, and everything a site
+computes is derived from it. Only the shapes of what `init` returns are looked at for two numbers of environments, to propose
+the env axis of each leaf of the carry; the proof, equation by equation, is in `blocks.py`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend.core as jec
+import numpy as np
+
+from choreo import _compat
+from choreo.errors import AlgorithmError, PartitionError
+from choreo.graph.ir import Block, Graph, Op, Operand, Value
+from choreo.graph.verify import verify
+from choreo.partition.split import Axis
+from choreo.roles import find_call
+from choreo.types import PyTree, Role
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """An algorithm on an environment, traced."""
+
+    init: Graph
+    """key -> carry"""
+    iterate: Graph
+    """carry, key, iteration -> carry, metrics"""
+    carry_axes: tuple[Axis, ...]
+    """The proposed env axis of each leaf of the carry."""
+    carry: PyTree
+    """The carry with `jax.ShapeDtypeStruct` for arrays, and all its static leaves."""
+    num_envs: int
+
+
+def trace(algo: Any, env: Any) -> Traced:
+    """Trace `init` and `iterate`. Builds no environment and computes nothing."""
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise PartitionError(
+            "jax.disable_jit() is on, and hides fragments from the tracer.",
+            fix="Leave jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself.",
+        )
+    key, iteration = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), np.int32)
+    carry = eqx.filter_eval_shape(lambda key: algo.init(env, key), key)
+    arrays, static = eqx.partition(carry, _is_array)
+    names = _leaf_names(arrays)
+
+    init_jaxpr = jax.make_jaxpr(lambda key: jax.tree.leaves(eqx.filter(algo.init(env, key), eqx.is_array)))(key)
+    out_names: list[str] = []
+
+    def iterate(arrays, key, iteration):
+        before = eqx.combine(arrays, static)
+        result = algo.iterate(env, before, jax.random.fold_in(key, iteration))
+        after, metrics = _check_result(algo, result, before)
+        out_names.extend(_metric_names(algo, metrics))
+        return jax.tree.leaves(eqx.filter(after, eqx.is_array)), jax.tree.leaves(metrics)
+
+    iterate_jaxpr = jax.make_jaxpr(iterate)(arrays, key, iteration)
+    metric_names = out_names[: len(iterate_jaxpr.jaxpr.outvars) - len(names)]
+    return Traced(
+        init=build("init", init_jaxpr, ["key"], names, env.num_envs, num_carry=0),
+        iterate=build("iterate", iterate_jaxpr, [*names, "key", "iteration"], [*names, *metric_names],
+                      env.num_envs, num_carry=len(names)),
+        carry_axes=_carry_axes(algo, env, arrays),
+        carry=carry,
+        num_envs=env.num_envs,
+    )  # fmt: skip
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)
+
+
+def _leaf_names(tree: PyTree) -> list[str]:
+    return [jax.tree_util.keystr(path).lstrip(".") for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _check_result(algo: Any, result: Any, before: PyTree) -> tuple[PyTree, PyTree]:
+    name = type(algo).__name__
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise AlgorithmError(f"`{name}.iterate` returned {type(result).__name__}, not (carry, metrics).",
+                             fix="End it with `return carry, metrics`.")  # fmt: skip
+    after = result[0]
+    for (path, old), (_, new) in zip(*(jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after)), strict=False):
+        if eqx.is_array(old) and not (eqx.is_array(new) and (old.shape, old.dtype) == (new.shape, new.dtype)):
+            here, given = jax.typeof(old).str_short(), jax.typeof(new).str_short() if eqx.is_array(new) else type(new).__name__
+            raise AlgorithmError(
+                f"`{name}.iterate` must return a carry of the same form: `carry{jax.tree_util.keystr(path)}` goes in as "
+                f"{here} and comes back as {given}.", fix="Make `init` and `iterate` agree on shape and dtype.")  # fmt: skip
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise AlgorithmError(f"`{name}.iterate` must return a carry of the same structure as `init` returns.",
+                             fix=f"init: {jax.tree.structure(before)}\niterate: {jax.tree.structure(after)}")  # fmt: skip
+    return result
+
+
+def _metric_names(algo: Any, metrics: Any) -> list[str]:
+    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
+        raise AlgorithmError(f"`{type(algo).__name__}.iterate` must return its metrics as a flat dict of arrays.",
+                             fix='For example `return carry, {"loss": loss}`.')  # fmt: skip
+    return sorted(metrics)
+
+
+def _carry_axes(algo: Any, env: Any, arrays: PyTree) -> tuple[Axis, ...]:
+    """Leaves whose shape differs, at twice the environments, in one axis of exactly that many: there."""
+    twice = eqx.filter_eval_shape(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key),
+                                  jax.eval_shape(lambda: jax.random.key(0)))  # fmt: skip
+    axes = []
+    for one, two in zip(jax.tree.leaves(arrays), jax.tree.leaves(eqx.filter(twice, _is_array)), strict=True):
+        differ = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
+        exact = len(differ) == 1 and (one.shape[differ[0]], two.shape[differ[0]]) == (env.num_envs, 2 * env.num_envs)
+        axes.append(differ[0] if exact and len(one.shape) == len(two.shape) else None)
+    return tuple(axes)
+
+
+def build(name: str, closed: jec.ClosedJaxpr, in_names: Sequence[str], out_names: Sequence[str], num_envs: int,
+          *, num_carry: int) -> Graph:  # fmt: skip
+    """A graph of a traced function: calls around fragments are opened, scans with fragments get a body."""
+    block = _Builder().block(closed, num_consts=0, num_carry=num_carry, labels=in_names)
+    return verify(Graph(name, block, tuple(in_names), tuple(out_names), num_envs), after="build")
+
+
+def roles_in(eqn: jec.JaxprEqn) -> frozenset[Role]:
+    """The roles of the outermost fragments in an equation."""
+    call = find_call(_compat.call_name(eqn))
+    if call:
+        return frozenset([call.role])
+    return frozenset(role for inner in _compat.inner_jaxprs(eqn) for e in inner.jaxpr.eqns for role in roles_in(e))
+
+
+class _Builder:
+    def __init__(self):
+        self.numbers = itertools.count()
+
+    def value(self, aval: Any, label: str) -> Value:
+        return Value(next(self.numbers), aval, label)
+
+    def block(self, closed: jec.ClosedJaxpr, *, labels: Sequence[str] | None = None, at: str = "", **shape: Any) -> Block:
+        labels = labels or [""] * len(closed.jaxpr.invars)
+        ins = tuple(self.value(v.aval, label) for v, label in zip(closed.jaxpr.invars, labels, strict=True))
+        ops: list[Op] = []
+        consts: dict[Value, Any] = {}
+        outs = self.inline(closed, ins, ops, consts, at)
+        return Block(ins, tuple(ops), tuple(outs), consts, **shape)
+
+    def inline(self, closed: jec.ClosedJaxpr, args: Sequence[Operand], ops: list[Op], consts: dict, at: str) -> list[Operand]:
+        """Append the ops of a jaxpr; return what its outputs are."""
+        jaxpr = closed.jaxpr
+        known: dict[Any, Operand] = dict(zip(jaxpr.invars, args, strict=True))
+        for var, array in zip(jaxpr.constvars, closed.consts, strict=True):
+            known[var] = self.value(var.aval, "constant")
+            consts[known[var]] = array
+
+        def read(var: Any) -> Operand:
+            return var if isinstance(var, jec.Literal) else known[var]
+
+        for eqn in jaxpr.eqns:
+            operands = tuple(read(v) for v in eqn.invars)
+            line = _compat.where(eqn) or at
+            roles, call, inner = roles_in(eqn), find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
+            if roles and not call and inner is not None:
+                known.update(zip(eqn.outvars, self.inline(inner, operands, ops, consts, line), strict=True))
+                continue
+            body = None
+            if roles and eqn.primitive.name == "scan":
+                p = _compat.scan_params(eqn)
+                body = self.block(p.body, at=line, num_consts=p.num_consts, num_carry=p.num_carry,
+                                  length=p.length, reverse=p.reverse)  # fmt: skip
+            forwarded = _forwarded(inner) if inner is not None else {}
+            outs: list[Value | None] = []
+            for position, var in enumerate(eqn.outvars):
+                if position in forwarded:  # jit does not forward what it leaves alone: parameters would travel for nothing
+                    known[var] = operands[forwarded[position]]
+                    outs.append(None)
+                elif isinstance(var, jec.DropVar):
+                    outs.append(None)
+                else:
+                    value = self.value(var.aval, call.name if call else eqn.primitive.name)
+                    known[var] = value
+                    outs.append(value)
+            ops.append(Op(eqn, operands, tuple(outs), roles, call, body, line))
+        return [read(v) for v in jaxpr.outvars]
+
+
+def _forwarded(inner: jec.ClosedJaxpr) -> dict[int, int]:
+    """Which outputs of a call are just inputs: position of output -> position of input."""
+    ins = {var: i for i, var in enumerate(inner.jaxpr.invars)}
+    return {o: ins[v] for o, v in enumerate(inner.jaxpr.outvars) if not isinstance(v, jec.Literal) and v in ins}
+
+

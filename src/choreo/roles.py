@@ -1,0 +1,200 @@
+"""The marks a user puts on an algorithm: `@fragment(role)`, `host_fragment(...)`, `all_reduce(x)`.
+
+A mark changes nothing in what a function computes. A fragment is a `jax.jit` with a name we recognise in the traced
+program, so it survives `vmap`, `scan`, `grad` and `remat`; arguments that are not arrays (`self`, an activation function
+inside an Equinox module, a flag) pass through as they would in a plain call.
+
+    @fragment("actor")          jit[name=choreo:actor:act:3]
+    def act(self, ...)     ->     number 3 finds the `Call`: the function on un-vmapped arrays, and the vmaps around it
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.extend.core as jec
+import numpy as np
+from jax.extend import source_info_util
+from jax.flatten_util import ravel_pytree
+
+from choreo._compat import Vmap, bound_axis_names, enclosing_vmaps
+from choreo.errors import AlgorithmError
+from choreo.types import PyTree, Role
+
+source_info_util.register_exclusion(__file__)
+
+PREFIX = "choreo"
+SHARD_AXIS = "choreo_shard"
+"""The axis over which learner shards are mapped, and `all_reduce` reduces."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One way in which a fragment was called: what `vmap` and the tracer cannot tell us afterwards."""
+
+    role: Role
+    name: str
+    fn: Callable[..., list[Any]]
+    """Flat arrays in, flat arrays out; un-vmapped, with everything static closed over."""
+    in_avals: tuple[Any, ...]
+    """Types of `fn`'s arguments, un-vmapped."""
+    vmaps: tuple[Vmap, ...]
+    """The vmaps around the call, innermost first."""
+    host: Callable[..., tuple[np.ndarray, ...]] | None = None
+    """For a host fragment: the Python function on numpy leaves, run by the site itself."""
+
+    @functools.cached_property
+    def jaxpr(self) -> jec.ClosedJaxpr:
+        """The un-vmapped inner program."""
+        return jax.make_jaxpr(self.fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.in_avals))
+
+
+_numbers = itertools.count()
+_calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+
+
+def find_call(name: str | None) -> Call | None:
+    """The record behind a jitted function's name, if that function is a fragment."""
+    if name is None or not name.startswith(f"{PREFIX}:"):
+        return None
+    return _calls[int(name.rsplit(":", 1)[1])]
+
+
+def fragment(role: Role) -> Callable[[Callable[..., Any]], "Fragment"]:
+    """Mark a function as work of `role`.
+
+    >>> import choreo, jax.numpy as jnp
+    >>> @choreo.fragment("actor")
+    ... def act(params, obs): return jnp.tanh(params * obs)
+    >>> float(act(jnp.float32(0.0), jnp.float32(1.0)))
+    0.0
+    """
+    if not isinstance(role, str) or not role or ":" in role or "+" in role:
+        raise AlgorithmError(f"@fragment({role!r}) needs a role: a word such as \"actor\".",
+                             fix='Write @choreo.fragment("actor").')  # fmt: skip
+    return lambda fn: Fragment(fn, role)
+
+
+class Fragment:
+    """A function with a role. Calls of the same form (types, statics, vmaps) share one compiled function."""
+
+    def __init__(self, fn: Callable[..., Any], role: Role, *, name: str | None = None, host: Any = None):
+        functools.update_wrapper(self, fn)
+        self.fn, self.role, self.name, self.host = fn, role, name or getattr(fn, "__name__", "fragment"), host
+        self.forms: dict[Hashable, tuple[Callable[..., Any], Call]] = {}
+
+    def __get__(self, obj: Any, owner: type | None = None) -> "Callable[..., Any]":
+        return self if obj is None else functools.partial(self, obj)
+
+    def __repr__(self) -> str:
+        return f"<fragment {self.name} of {self.role}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [x for x in leaves if is_array(x)]
+        statics = tuple(_NoArray if is_array(x) else x for x in leaves)
+        avals = tuple(jax.typeof(x) for x in arrays)
+        vmaps = enclosing_vmaps(arrays)
+        form = (tree, statics, avals, vmaps, bound_axis_names())
+        try:
+            known = form in self.forms
+        except TypeError as error:
+            bad = next(x for x in statics if not _hashable(x))
+            raise AlgorithmError(
+                f"Fragment `{self.name}` was called with a `{type(bad).__name__}`, which is neither an array nor hashable.",
+                fix="Pass arrays, or values that can be dictionary keys (a frozen dataclass, a tuple, a function).",
+            ) from error
+        if not known:
+            self.forms[form] = self._new_form(tree, statics, avals, vmaps)
+        out = self.forms[form][0](*arrays)
+        return jax.tree.map(lambda x: x.value if isinstance(x, _Static) else x, out, is_leaf=lambda x: isinstance(x, _Static))
+
+    def _new_form(self, tree, statics, avals, vmaps) -> tuple[Callable[..., Any], Call]:
+        def call(*arrays):
+            rest = iter(arrays)
+            args, kwargs = jax.tree.unflatten(tree, [next(rest) if x is _NoArray else x for x in statics])
+            return jax.tree.map(lambda x: x if is_array(x) else _Static(x), self.fn(*args, **kwargs))
+
+        number = next(_numbers)
+        host = functools.partial(self.host, tree) if self.host else None
+        record = Call(self.role, self.name, lambda *arrays: jax.tree.leaves(call(*arrays)), avals, vmaps, host)
+        _calls[number] = record
+        call.__name__ = call.__qualname__ = f"{PREFIX}:{self.role}:{self.name}:{number}"
+        return jax.jit(call), record
+
+
+def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, name: str | None = None) -> Fragment:
+    """Any Python as a fragment: a simulator, a robot, a PyTorch network.
+
+    `fn` takes and returns pytrees of numpy arrays; `out_spec` is a pytree of `jax.ShapeDtypeStruct` of what it returns.
+    In a compiled program it is one callback; on a site of its own it is called directly. State it keeps to itself must be
+    threaded through as a token (an array it returns and takes back), so that its calls stay in order.
+    """
+    specs, out_tree = jax.tree.flatten(out_spec)
+    name = name or getattr(fn, "__name__", "host")
+
+    def flat(in_tree, *leaves: np.ndarray) -> tuple[np.ndarray, ...]:
+        args, kwargs = jax.tree.unflatten(in_tree, leaves)
+        out, tree = jax.tree.flatten(fn(*args, **kwargs))
+        if tree != out_tree:
+            raise AlgorithmError(f"Host fragment `{name}` returned {tree}, but its out_spec says {out_tree}.")
+        out = tuple(np.asarray(x) for x in out)
+        for x, spec in zip(out, specs, strict=True):
+            if x.shape != spec.shape or x.dtype != spec.dtype:
+                raise AlgorithmError(
+                    f"Host fragment `{name}` returned {x.dtype}{list(x.shape)}, but its out_spec says "
+                    f"{spec.dtype}{list(spec.shape)}.", fix="Correct the out_spec, or convert what the function returns.")  # fmt: skip
+        return out
+
+    def call(*args, **kwargs):
+        leaves, in_tree = jax.tree.flatten((args, kwargs))
+        out = jax.experimental.io_callback(functools.partial(flat, in_tree), tuple(specs), *leaves)
+        return jax.tree.unflatten(out_tree, out)
+
+    return Fragment(call, role, name=name, host=flat)
+
+
+def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
+    """Combine a pytree over the learner shards; with one shard, `x` itself.
+
+    >>> import choreo
+    >>> choreo.all_reduce({"grad": 1.5})
+    {'grad': 1.5}
+    """
+    reducers = {"mean": jax.lax.pmean, "sum": jax.lax.psum, "max": jax.lax.pmax}
+    if op not in reducers:
+        raise AlgorithmError(f"all_reduce(op={op!r}) is not known.", fix='Use "mean", "sum" or "max".')
+    if SHARD_AXIS not in bound_axis_names():
+        return x
+    # One vector, one collective: twenty leaves cost ten times as much as their concatenation.
+    flat, unravel = ravel_pytree(x)
+    return unravel(reducers[op](flat, SHARD_AXIS))
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+class _NoArray:
+    """Stands where an array goes among the static arguments."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["value"])
+@dataclass(frozen=True)
+class _Static:
+    """A result that is no array, on its way out of a jit."""
+
+    value: Any
+
+
+def _hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+

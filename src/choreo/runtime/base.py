@@ -1,0 +1,39 @@
+"""What a runtime is: it executes a plan. All runtimes give the same bits for the same plan."""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from choreo.types import Key, PyTree
+
+
+class Runtime(Protocol):
+    """Executes a plan. Between calls everything stands at a boundary: a consistent cut."""
+
+    compile_seconds: float
+    """Time spent compiling so far."""
+
+    def start(self, key: Key) -> None:
+        """Run `init`."""
+        ...
+
+    def run(self, first: int, stop: int) -> dict[str, np.ndarray]:
+        """Run iterations first .. stop - 1; returns each metric, one entry per iteration."""
+        ...
+
+    def carry(self) -> PyTree:
+        """The whole carry, gathered from all sites."""
+        ...
+
+    def restore(self, carry: PyTree, key: Key) -> None:
+        """Take a carry in place of running `init`."""
+        ...
+
+    def close(self) -> None:
+        """End everything that was started."""
+        ...
+
+
+def as_numpy(values: list[Any]) -> np.ndarray:
+    """Stack one metric over iterations."""
+    return np.stack([np.asarray(value) for value in values])
