@@ -1,5 +1,47 @@
-"""Choreo: an RL algorithm is written once, as plain JAX; a layout decides where it runs."""
+"""Choreo: an RL algorithm is written once, as plain JAX; a layout decides where it runs.
 
-from choreo.roles import all_reduce as all_reduce
-from choreo.roles import fragment as fragment
-from choreo.roles import host_fragment as host_fragment
+Public names are imported when they are first used: `choreo --help` must not wait for JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from choreo import (
+        algos as algos,
+        envs as envs,
+        layouts as layouts,
+        networks as networks,
+        ops as ops,
+        testing as testing,
+    )
+    from choreo.algos.ppo import PPO as PPO
+    from choreo.layouts import Group as Group, Layout as Layout, coarse as coarse, fine as fine, fused as fused
+    from choreo.loops import minibatches as minibatches, rollout as rollout
+    from choreo.plans import plan as plan
+    from choreo.roles import all_reduce as all_reduce, fragment as fragment, host_fragment as host_fragment
+    from choreo.training import load as load, resume as resume, train as train
+
+_HOMES = {
+    "choreo.roles": ("fragment", "host_fragment", "all_reduce"),
+    "choreo.loops": ("rollout", "minibatches"),
+    "choreo.algos.ppo": ("PPO",),
+    "choreo.layouts": ("Layout", "Group", "fused", "coarse", "fine"),
+    "choreo.plans": ("plan",),
+    "choreo.training": ("train", "resume", "load"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = ("algos", "envs", "layouts", "networks", "ops", "testing")
+__all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"choreo.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module `choreo` has no attribute `{name}`")
+    return globals().setdefault(name, getattr(importlib.import_module(_HOME[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -11,6 +11,7 @@ import jax
 import jax.extend.core as jec
 from jax._src import core as _core
 from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import partial_eval as _pe
 from jax.extend import source_info_util
 
 
@@ -62,6 +63,12 @@ def eval_jaxpr(closed: jec.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
 
 
+def prune(closed: jec.ClosedJaxpr, used_outs: Sequence[bool]) -> tuple[jec.ClosedJaxpr, tuple[bool, ...]]:
+    """A jaxpr without what its used outputs do not need, and which inputs are left."""
+    jaxpr, used_ins = _pe.dce_jaxpr(closed.jaxpr, list(used_outs))
+    return jec.ClosedJaxpr(jaxpr, closed.consts), tuple(used_ins)
+
+
 def call_name(eqn: jec.JaxprEqn) -> str | None:
     """The name of a jitted function called by this equation."""
     return eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else None
@@ -88,8 +95,11 @@ def inner_jaxpr(eqn: jec.JaxprEqn) -> jec.ClosedJaxpr | None:
     param = INLINED.get(eqn.primitive.name)
     if param is None or param not in eqn.params:
         return None
-    inner = eqn.params[param]
-    return inner if isinstance(inner, jec.ClosedJaxpr) else jec.ClosedJaxpr(inner, ())
+    return _closed(eqn.params[param])
+
+
+def _closed(jaxpr: Any) -> jec.ClosedJaxpr:
+    return jaxpr if isinstance(jaxpr, jec.ClosedJaxpr) else jec.ClosedJaxpr(jaxpr, ())
 
 
 def inner_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.ClosedJaxpr]:
@@ -117,7 +127,11 @@ class Scan:
 
 def scan_params(eqn: jec.JaxprEqn) -> Scan:
     p = eqn.params
-    return Scan(p["jaxpr"], p["num_consts"], p["num_carry"], p["length"], p["reverse"], p["unroll"])
+    if "ft_in" in p:  # JAX 0.12
+        num_consts, num_carry, _ = (len(part) for part in p["ft_in"].unpack())
+    else:
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+    return Scan(_closed(p["jaxpr"]), num_consts, num_carry, p["length"], p["reverse"], p["unroll"])
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,7 @@ class While:
 
 def while_params(eqn: jec.JaxprEqn) -> While:
     p = eqn.params
-    return While(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
+    return While(_closed(p["cond_jaxpr"]), _closed(p["body_jaxpr"]), p["cond_nconsts"], p["body_nconsts"])
 
 
 def where(eqn: jec.JaxprEqn) -> str:

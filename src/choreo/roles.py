@@ -10,9 +10,8 @@ inside an Equinox module, a flag) pass through as they would in a plain call.
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -46,6 +45,8 @@ class Call:
     """The vmaps around the call, innermost first."""
     host: Callable[..., tuple[np.ndarray, ...]] | None = None
     """For a host fragment: the Python function on numpy leaves, run by the site itself."""
+    out_names: list[str] = field(default_factory=list)
+    """Where each result stands in what the function returns (`[1].reward`); known once it has been traced."""
 
     @functools.cached_property
     def jaxpr(self) -> jec.ClosedJaxpr:
@@ -54,7 +55,7 @@ class Call:
 
 
 _numbers = itertools.count()
-_calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+_calls: dict[int, Call] = {}  # as long-lived as jit's own cache of traced functions
 
 
 def find_call(name: str | None) -> Call | None:
@@ -111,17 +112,24 @@ class Fragment:
         if not known:
             self.forms[form] = self._new_form(tree, statics, avals, vmaps)
         out = self.forms[form][0](*arrays)
-        return jax.tree.map(lambda x: x.value if isinstance(x, _Static) else x, out, is_leaf=lambda x: isinstance(x, _Static))
+        return jax.tree.map(
+            lambda x: x.value if isinstance(x, _Static) else x, out, is_leaf=lambda x: isinstance(x, _Static)
+        )
 
     def _new_form(self, tree, statics, avals, vmaps) -> tuple[Callable[..., Any], Call]:
         def call(*arrays):
             rest = iter(arrays)
             args, kwargs = jax.tree.unflatten(tree, [next(rest) if x is _NoArray else x for x in statics])
-            return jax.tree.map(lambda x: x if is_array(x) else _Static(x), self.fn(*args, **kwargs))
+            out = jax.tree.map(lambda x: x if is_array(x) else _Static(x), self.fn(*args, **kwargs))
+            out_names[:] = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+            return out
 
+        out_names: list[str] = []
         number = next(_numbers)
         host = functools.partial(self.host, tree) if self.host else None
-        record = Call(self.role, self.name, lambda *arrays: jax.tree.leaves(call(*arrays)), avals, vmaps, host)
+        record = Call(
+            self.role, self.name, lambda *arrays: jax.tree.leaves(call(*arrays)), avals, vmaps, host, out_names
+        )
         _calls[number] = record
         call.__name__ = call.__qualname__ = f"{PREFIX}:{self.role}:{self.name}:{number}"
         return jax.jit(call), record
@@ -197,4 +205,3 @@ def _hashable(x: Any) -> bool:
     except TypeError:
         return False
     return True
-

@@ -38,11 +38,15 @@ def _verify_block(block: Block, seen: set[int]) -> None:
         assert len(op.outs) == len(op.eqn.outvars), f"{op!r} has lost a result"
         for operand, var in zip(op.ins, op.eqn.invars, strict=True):
             check_read(operand, repr(op))
-            assert operand.aval.shape == var.aval.shape and operand.aval.dtype == var.aval.dtype, f"{op!r} changes a type"
+            assert operand.aval.shape == var.aval.shape and operand.aval.dtype == var.aval.dtype, (
+                f"{op!r} changes a type"
+            )
         assert not op.call or op.roles == {op.call.role}, f"fragment {op!r} has other roles than its own"
         if op.body:
             assert op.eqn.primitive.name == "scan" and op.roles, f"{op!r} has a body but is no scan with fragments"
-            assert len(op.body.ins) == len(op.ins) and len(op.body.outs) == len(op.outs), f"the body of {op!r} does not fit"
+            assert len(op.body.ins) == len(op.ins) and len(op.body.outs) == len(op.outs), (
+                f"the body of {op!r} does not fit"
+            )
             _verify_block(op.body, seen)
         for value in op.outs:
             if value:

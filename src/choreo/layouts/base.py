@@ -34,7 +34,9 @@ class Group:
         object.__setattr__(self, "replicas", replicas)
         object.__setattr__(self, "device", device)
         if not roles or not all(isinstance(role, str) for role in roles):
-            raise LayoutError(f"Group({', '.join(map(repr, roles))}) needs at least one role.", fix='Write Group("env", "actor").')
+            raise LayoutError(
+                f"Group({', '.join(map(repr, roles))}) needs at least one role.", fix='Write Group("env", "actor").'
+            )
         if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
             raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}) needs at least one replica.",
                               fix="To run it together with another role, name both in one Group.")  # fmt: skip
@@ -82,7 +84,8 @@ class Layout:
         """Into how many blocks a group's environments are divided: one per replica, or more with `exact`."""
         if group.replicas is None or not self.exact:
             return group.replicas
-        return max(n for n in range(1, MAX_BLOCKS + 1) if num_envs % n == 0)
+        # Two environments or more to a block: a product with a single row is another program, and rounds differently.
+        return max(n for n in range(1, MAX_BLOCKS + 1) if num_envs % n == 0 and (n == 1 or num_envs // n >= 2))
 
     def sites(self, roles: Iterable[Role], num_envs: int) -> Sites:
         """Check this layout against an algorithm's roles and the number of environments."""

@@ -1,10 +1,10 @@
 """From a traced algorithm and homes for its roles to a program for every site.
 
-    trace    algorithm x environment -> graphs of `init` and `iterate`
-    place    a home for every op and value
-    demand   who needs which piece of which value
-    cut      one global order of segments, transfers and split loops
-    donate   whose memory may be taken over
+trace    algorithm x environment -> graphs of `init` and `iterate`
+place    a home for every op and value
+demand   who needs which piece of which value
+cut      one global order of segments, transfers and split loops
+donate   whose memory may be taken over
 """
 
 from choreo.partition.cut import cut
@@ -26,7 +26,10 @@ def partition(traced: Traced, sites: Sites) -> tuple[Program, Program]:
         outputs[position] = {home: placement.natural(block.outs[position], home)}
     iterate = cut(traced.iterate, find_needs(placement, block, outputs), outputs)
 
-    held = {i: {group: axis for group, (_, axis) in port.held.items()} for i, port in enumerate(iterate.ins[: block.num_carry])}
+    held = {
+        i: {group: axis for group, (_, axis) in port.held.items()}
+        for i, port in enumerate(iterate.ins[: block.num_carry])
+    }
     homes = {i: next(iter(groups)) for i, groups in held.items()}
     init_placement = place(traced.init, sites, wanted_at=homes)
     init = cut(traced.init, find_needs(init_placement, traced.init.block, held), held)

@@ -15,15 +15,16 @@ whole and cut; the cut sinks back through every equation that can run on a block
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.extend.core as jec
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from choreo import _compat
-from choreo.partition.split import Axis, Mixes, Size, Split, split
+from choreo.partition.split import Axis, Mixes, Size, Split, draws_per_key, split
 from choreo.roles import Call, find_call
 
 
@@ -50,6 +51,7 @@ Get = Callable[[int, Axis], Any]
 """The piece of operand number i."""
 
 
+@runtime_checkable
 class Way(Protocol):
     """How an equation computes on blocks."""
 
@@ -90,19 +92,27 @@ class Step:
 
     def demand(self, wanted: Pieces) -> Pieces:
         run_whole, native = self.uses(wanted)
-        need = self.way.demand(native) if self.way and any(native) else [set() for _ in self.eqn.invars]
-        if run_whole or (self.eqn.effects and not any(native)):
+        use_way = self._uses_way(run_whole, native)
+        need = self.way.demand(native) if self.way and use_way else [set() for _ in self.eqn.invars]
+        if run_whole or (self.eqn.effects and not use_way):
+            if not self.whole:
+                raise Mixes(Mixed(f"`{self.eqn.primitive.name}` has an effect on data of all environments", _compat.where(self.eqn)))
             need = [pieces | {None} for pieces in need]
         return need
+
+    def _uses_way(self, run_whole: bool, native: Sequence[bool]) -> bool:
+        """An effect happens even if no result is wanted: on blocks if it can, else whole."""
+        return self.way is not None and (any(native) or (bool(self.eqn.effects) and not run_whole))
 
     def emit(self, get: Get, wanted: Pieces, index: Any, size: Size) -> list[dict[Axis, Any]]:
         run_whole, native = self.uses(wanted)
         results: list[dict[Axis, Any]] = [{} for _ in wanted]
-        if run_whole or (self.eqn.effects and not any(native)):
+        use_way = self._uses_way(run_whole, native)
+        if run_whole or (self.eqn.effects and not use_way):
             values = run(self.eqn, [get(i, None) for i in range(len(self.eqn.invars))])
             for pieces, value in zip(results, values, strict=True):
                 pieces[None] = value
-        if self.way and any(native):
+        if self.way and use_way:
             for o, value in enumerate(self.way.emit(get, native, index)):
                 if native[o]:
                     results[o][self.way.native[o]] = value  # pyright: ignore[reportArgumentType]
@@ -117,6 +127,21 @@ def run(eqn: jec.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     call = find_call(_compat.call_name(eqn))
     params = eqn.params | {"name": f"{call.role}.{call.name}"} if call else eqn.params
     return _compat.bind(eqn, params, values)
+
+
+class Pruned:
+    """An equation without what its wanted results do not need: a critic's weights stay away from those who only act."""
+
+    def __init__(self, eqn: jec.JaxprEqn, wanted: Sequence[bool]):
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in eqn.invars]
+        whole = jax.make_jaxpr(lambda *values: run(eqn, values))(*avals)
+        self.closed, self.used = _compat.prune(whole, wanted)
+        self.wanted = tuple(wanted)
+
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        """Takes the used operands; gives None for results that were not wanted."""
+        results = iter(_compat.eval_jaxpr(self.closed, values))
+        return [next(results) if want else None for want in self.wanted]
 
 
 def cut(value: Any, axis: Axis, index: Any, size: Size) -> Any:
@@ -297,7 +322,7 @@ def _single(pieces: Mapping[Axis, Any]) -> Any:
 
 
 class Mapped:
-    """A fragment called under `vmap`: environments cannot meet in it, whatever it does inside.
+    """A fragment called under `vmap`: environments cannot meet in it, unless it asks for the batch (`_sees_batch`).
 
     What is emitted is `vmap` of the un-vmapped program at block size. The record of the call is trusted only if
     mapping it over all environments gives the very program in the equation: under `grad`, an equation of the same name
@@ -311,6 +336,8 @@ class Mapped:
     def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
         if len(call.vmaps) != 1 or call.vmaps[0].size != size.full or eqn.effects or call.host:
             return None
+        if len(eqn.invars) != len(call.in_avals):  # it closes over traced values: the record is not the whole story
+            return None
         out_axes = _mapped_out_axes(call, _text(eqn.params["jaxpr"]))
         return Mapped(call, out_axes, size) if out_axes is not None else None
 
@@ -320,12 +347,22 @@ class Mapped:
         )
 
     def demand(self, outs: Sequence[bool]) -> Pieces:
-        return [{axis} for axis in self.in_axes]
+        _, used = _compat.prune(self.call.jaxpr, outs)
+        return [{axis} if use else set() for axis, use in zip(self.in_axes, used, strict=True)]
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
-        blocks = [get(i, axis) for i, axis in enumerate(self.in_axes)]
-        run_one = functools.partial(_call_one, self.call.jaxpr)
-        return jax.vmap(run_one, in_axes=self.in_axes, out_axes=list(self.native), axis_size=self.block)(*blocks)
+        pruned, used = _compat.prune(self.call.jaxpr, outs)
+        in_axes = [axis for axis, use in zip(self.in_axes, used, strict=True) if use]
+        out_axes = [axis for axis, out in zip(self.native, outs, strict=True) if out]
+        blocks = [get(i, axis) for i, (axis, use) in enumerate(zip(self.in_axes, used, strict=True)) if use]
+        run_one = functools.partial(_call_one, pruned)
+        if all(axis is None for axis in in_axes):  # depends on no environment
+            results = [jnp.stack([x] * self.block, axis) if axis is not None else x
+                       for x, axis in zip(run_one(*blocks), out_axes, strict=True)]  # fmt: skip
+        else:
+            results = jax.vmap(run_one, in_axes=in_axes, out_axes=out_axes, axis_size=self.block)(*blocks)
+        rest = iter(results)
+        return [next(rest) if out else None for out in outs]
 
 
 def _call_one(closed: jec.ClosedJaxpr, *values: Any) -> list[Any]:
@@ -344,12 +381,25 @@ def _mapped_out_axes(call: Call, text: str) -> tuple[Axis, ...] | None:
         single = call.jaxpr.jaxpr.outvars
     except NameError:  # a collective over the mapped axis: that is how environments could meet
         return None
-    if _text(actual.params["jaxpr"]) != text:
+    if _text(actual.params["jaxpr"]) != text or _sees_batch(call.jaxpr):
         return None
     axes = []
     for var, one in zip(other.outvars, single, strict=True):
         axes.append(None if len(var.aval.shape) == len(one.aval.shape) else list(var.aval.shape).index(odd))
     return tuple(axes)
+
+
+BATCH_SEEN = {"custom_vmap_call", "ffi_call", "io_callback", "pure_callback", "rng_bit_generator", "rng_uniform"}
+"""Primitives that `vmap` hands the whole batch, to do with as they like."""
+
+
+def _sees_batch(closed: jec.ClosedJaxpr) -> bool:
+    return any(
+        eqn.primitive.name in BATCH_SEEN
+        or (eqn.primitive.name in ("random_bits", "random_split", "random_fold_in") and not draws_per_key(eqn))
+        or any(_sees_batch(inner) for inner in _compat.inner_jaxprs(eqn))
+        for eqn in closed.jaxpr.eqns
+    )
 
 
 def _map_call(call: Call, size: int) -> jec.JaxprEqn:

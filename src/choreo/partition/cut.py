@@ -14,10 +14,22 @@ from jax import lax
 
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.partition.blocks import cut as cut_block
-from choreo.partition.blocks import run
 from choreo.partition.demand import Needs
 from choreo.partition.program import (
-    Constant, HostCall, Input, Loop, LoopPart, Move, Port, Program, Ref, Segment, Slot, Step, Transfer, groups_of,
+    Constant,
+    HostCall,
+    Input,
+    Loop,
+    LoopPart,
+    Move,
+    Port,
+    Program,
+    Ref,
+    Segment,
+    Slot,
+    Step,
+    Transfer,
+    groups_of,
 )  # fmt: skip
 from choreo.partition.split import Axis, Size
 from choreo.types import GroupName
@@ -26,7 +38,7 @@ from choreo.types import GroupName
 def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Program:
     """`outputs`: which piece of which output a group holds in the end, as given to `find_needs`."""
     cutter = _Cutter(needs)
-    steps = cutter.block_steps(graph.block, stacked=frozenset())
+    steps = cutter.block_steps(graph.block, stacked=frozenset(), fixed=frozenset())
     ins = [cutter.port(name, value) for name, value in zip(graph.in_names, graph.block.ins, strict=True)]
     outs = []
     for position, (name, out) in enumerate(zip(graph.out_names, graph.block.outs, strict=True)):
@@ -61,18 +73,21 @@ class _Cutter:
         axes = {group: self.placement.natural(value, group) for group in groups}
         return Port(name, value.aval, {group: (self.slot(value, axis), axis) for group, axis in axes.items()})
 
-    def block_steps(self, block: Block, stacked: frozenset[Value]) -> list[Step]:
-        """The steps of a block. `stacked`: its inputs that hold one slice per step of the loop around."""
+    def block_steps(self, block: Block, stacked: frozenset[Value], fixed: frozenset[Value]) -> list[Step]:
+        """The steps of a block.
+
+        `stacked`: its inputs that hold one slice per step of the loop around; `fixed`: what a loop carries unchanged.
+        """
         self.consts.update(block.consts)
         steps: list[Step] = []
         ready: dict[GroupName, set[Value]] = {group: set() for group in self.sites.replicas}
         for value in block.ins:
             home = self.placement.home(value)
             for group in self.needs.groups(value):
-                sent = value in block.carry_ins and home not in (None, group) and not _invariant(block, value)
+                sent = value in block.carry_ins and home not in (None, group) and value not in fixed
                 if not sent:
                     ready[group].add(value)
-        steps += self._transfers([v for v in block.carry_ins if not _invariant(block, v)], ready)
+        steps += self._transfers([v for v in block.carry_ins if v not in fixed], ready)
         rest = [op for op in block.ops if self._live(op)]
         producers = block.producers()
         prepared: dict[GroupName, set[Value]] = {group: set() for group in self.sites.replicas}
@@ -158,7 +173,9 @@ class _Cutter:
                     continue
                 src_axis = self.placement.natural(value, src)
                 for axis in sorted(self.needs.at(value, dst), key=str):
-                    move = Move(value.label, value.aval, self.slot(value, src_axis), src_axis, self.slot(value, axis), axis)
+                    move = Move(
+                        value.label, value.aval, self.slot(value, src_axis), src_axis, self.slot(value, axis), axis
+                    )
                     bundles.setdefault((src, dst), []).append(move)
                 ready[dst].add(value)
         return [Transfer(src, dst, tuple(moves)) for (src, dst), moves in bundles.items()]
@@ -197,13 +214,11 @@ class _Cutter:
         ins: list[Input] = []
         keys: list[tuple[Value, Axis]] = []
         for op in everything:
-            step = needs.step(op, group)
-            pieces = step.demand(needs.wanted(op, group)) if step else [{None}] * len(op.ins)
+            pieces = needs.operands(op, group, needs.wanted(op, group))
             for operand, axes in zip(op.ins, pieces, strict=True):
                 if not isinstance(operand, Value) or operand in made or operand in self.consts:
                     continue
-                held = {None} if self.placement.home(operand) is None else axes
-                for axis in sorted(held, key=str):
+                for axis in sorted(needs.held(operand, group, axes), key=str):
                     if (operand, axis) not in keys:
                         keys.append((operand, axis))
                         ins.append(self._input(operand, axis, size, operand in stacked))
@@ -266,7 +281,8 @@ class _Cutter:
         self.xs_outside.update(zip(body.xs, op.ins[c + k :], strict=True))
         single = {v for inner in body.ops if inner not in self.placement.ops or inner.host for v in inner.values()}
         single |= {v for v in body.outs if isinstance(v, Value)}  # read one slice at a time by others than segments
-        steps = self.block_steps(body, stacked=frozenset(body.xs) - single)
+        fixed = {v for v, out in zip(body.carry_ins, body.carry_outs, strict=True) if v is out}
+        steps = self.block_steps(body, stacked=frozenset(body.xs) - single, fixed=frozenset(fixed))
         stacks = self._stacked_here(op)
         parts = {}
         for group in self.sites.replicas:
@@ -274,7 +290,10 @@ class _Cutter:
             for inner, outer in zip(body.const_ins, op.ins, strict=False):
                 consts += [(self.slot(inner, a), self.ref(outer, a)) for a in self.needs.at(inner, group)]
             for inner, outer in zip(body.xs, op.ins[c + k :], strict=True):
-                pairs = [(self.slot(inner, a), self.ref(outer, a if a is None else a + 1)) for a in self.needs.at(inner, group)]
+                pairs = [
+                    (self.slot(inner, a), self.ref(outer, a if a is None else a + 1))
+                    for a in self.needs.at(inner, group)
+                ]
                 (slices if inner in single else xs).extend(pairs)
             for position, (inner, out) in enumerate(zip(body.carry_ins, body.carry_outs, strict=True)):
                 init, final = op.ins[c + position], op.outs[position]
@@ -289,17 +308,13 @@ class _Cutter:
             for value, at, inner in stacks:
                 if at == group:
                     axes = self.needs.at(value, group)
-                    ys += [(self.ref(inner, a if a is None else a - 1), self.slot(value, a)) for a in axes]
+                    size = self.sites.size(group)
+                    ys += [(self.ref(inner, a if a is None else a - 1), self.slot(value, a), _piece_aval(value.aval, a, size))
+                           for a in axes]  # fmt: skip
             part = LoopPart(tuple(consts), tuple(carry), tuple(xs), tuple(slices), tuple(ys))
             if part != LoopPart() or any(group in groups_of(step) for step in steps):
                 parts[group] = part
         return Loop(body.length, body.reverse, parts, tuple(steps))
-
-
-def _invariant(block: Block, value: Value) -> bool:
-    if value not in block.carry_ins:
-        return False
-    return block.carry_outs[block.carry_ins.index(value)] is value
 
 
 def _fragment_names(ops: Iterable[Op]) -> list[str]:
@@ -308,7 +323,7 @@ def _fragment_names(ops: Iterable[Op]) -> list[str]:
         if op.call:
             names.append(op.call.name)
         elif op.body:
-            names += _fragment_names(op.body.ops)
+            names.append(f"{op.body.length} x ({'+'.join(dict.fromkeys(_fragment_names(op.body.ops)))})")
         elif op.roles:
             names.append(op.name)
     return names
@@ -344,10 +359,13 @@ def _segment_fn(ops, keys, stacked, outs, consts, needs: Needs, group: GroupName
 
         for op in ops:
             step = needs.step(op, group)
+            wanted = needs.wanted(op, group)
             if step is None:
-                results = [{None: r} for r in run(op.eqn, [piece(v, None) for v in op.ins])]
+                pruned = needs.pruned(op, wanted)
+                values = [piece(v, None) for v, used in zip(op.ins, pruned.used, strict=True) if used]
+                results = [{None: result} for result in pruned.run(values)]
             else:
-                results = step.emit(lambda i, axis, op=op: piece(op.ins[i], axis), needs.wanted(op, group), index, size)
+                results = step.emit(lambda i, axis, op=op: piece(op.ins[i], axis), wanted, index, size)
             held.update((v, r) for v, r in zip(op.outs, results, strict=True) if v)
         return [piece(v, axis) for v, axis in outs]
 

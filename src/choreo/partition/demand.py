@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Block, Op, Operand, Value
-from choreo.partition.blocks import Mixed, Step, infer_step
+from choreo.partition.blocks import Mixed, Pruned, Step, infer_step
 from choreo.partition.place import Placement
 from choreo.partition.split import Axis, Mixes
 from choreo.types import GroupName
@@ -20,8 +20,9 @@ class Needs:
         self.placement, self.sites = placement, placement.sites
         self.pieces: dict[Value, dict[GroupName, set[Axis]]] = {}
         self.steps: dict[tuple[Op, GroupName], Step] = {}
+        self._pruned: dict[tuple[Op, tuple[bool, ...]], Pruned] = {}
         self.outside: set[Value] = set()
-        """Inputs without a home (keys, counters): each site holds them whole, and cuts them where they are used."""
+        """What is not made by a segment: inputs, and results of split loops."""
         self._find_inputs(top)
         self.grew = False
 
@@ -43,16 +44,19 @@ class Needs:
         if not isinstance(operand, Value):
             return
         home = self.placement.home(operand)
-        single = not self.sites.size(group)
-        if single or (home is None and operand in self.outside):
-            axes = {None} if set(axes) else set()
-        axes = set(axes)
+        axes = self.held(operand, group, axes)
         have = self.pieces.setdefault(operand, {}).setdefault(group, set())
         if not axes <= have:
             have |= axes
             self.grew = True
         if axes and home not in (None, group):
             self.add(operand, home, {self.placement.natural(operand, home)})
+
+    def held(self, value: Value, group: GroupName, axes: Iterable[Axis]) -> set[Axis]:
+        """The pieces a group holds, for those that are wanted: what it has whole it cuts where it is used."""
+        home_here = self.placement.home(value) in (None, group)
+        whole = not self.sites.size(group) or (value in self.outside and home_here and self.placement.form(value).whole)
+        return ({None} if whole else set(axes)) if axes else set()
 
     def crossings(self, value: Value) -> list[GroupName]:
         """Groups to which a value must be sent."""
@@ -68,6 +72,21 @@ class Needs:
             forms = [self.placement.form(v) for v in op.ins]
             self.steps[op, group] = infer_step(op.eqn, forms, size, op.at)
         return self.steps[op, group]
+
+    def pruned(self, op: Op, wanted: list[set[Axis]]) -> Pruned:
+        """An op where a group sees all environments."""
+        key = (op, tuple(bool(axes) for axes in wanted))
+        if key not in self._pruned:
+            self._pruned[key] = Pruned(op.eqn, key[1])
+        return self._pruned[key]
+
+    def operands(self, op: Op, group: GroupName, wanted: list[set[Axis]]) -> list[set[Axis]]:
+        """The pieces of its operands that an op reads at a group."""
+        if step := self.step(op, group):
+            return step.demand(wanted)
+        if op.call and op.call.host:
+            return [{None}] * len(op.ins)
+        return [{None} if used else set() for used in self.pruned(op, wanted).used]
 
     def wanted(self, op: Op, group: GroupName) -> list[set[Axis]]:
         return [self.at(value, group) if value else set() for value in op.outs]
@@ -104,14 +123,10 @@ def _block_needs(needs: Needs, block: Block) -> None:
 
 
 def _op_needs(needs: Needs, op: Op, group: GroupName, wanted: list[set[Axis]]) -> None:
-    step = needs.step(op, group)
-    if step is None or (op.call and op.call.host):
-        pieces = [{None}] * len(op.ins)
-    else:
-        try:
-            pieces = step.demand(wanted)
-        except Mixes as mixes:
-            raise _refusal(op, group, needs, mixes) from None
+    try:
+        pieces = needs.operands(op, group, wanted)
+    except Mixes as mixes:
+        raise _refusal(op, group, needs, mixes) from None
     for operand, axes in zip(op.ins, pieces, strict=True):
         needs.add(operand, group, axes)
 

@@ -20,9 +20,13 @@ def donate(program: Program, *, num_carry: int) -> Program:
     donated: dict[GroupName, set[Slot]] = {}
     steps = list(program.steps)
     for group in sorted(groups):
-        live = {ref for port in program.outs for g, (ref, _) in port.held.items() if g == group and isinstance(ref, Slot)}
+        live = {
+            ref for port in program.outs for g, (ref, _) in port.held.items() if g == group and isinstance(ref, Slot)
+        }
         never = {ref for port in program.ins[num_carry:] for g, (ref, _) in port.held.items() if g == group}
-        never |= {slot for step in steps if isinstance(step, Loop) for slot in _read(step, group) | _written(step, group)}
+        never |= {
+            slot for step in steps if isinstance(step, Loop) for slot in _read(step, group) | _written(step, group)
+        }
         for i in reversed(range(len(steps))):
             step = steps[i]
             if isinstance(step, Segment) and step.group == group:
@@ -69,4 +73,4 @@ def _written(step: Loop, group: GroupName) -> set[Slot]:
     if group not in step.parts:
         return set()
     part = step.parts[group]
-    return {last for *_, last in part.carry if last is not None} | {slot for _, slot in part.ys}
+    return {last for *_, last in part.carry if last is not None} | {slot for _, slot, _ in part.ys}

@@ -9,7 +9,6 @@ them is Python, or something in it mixes environments and cannot be where the re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-
 from choreo.errors import PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.partition.blocks import WHOLE, Form, infer_step
@@ -68,7 +67,9 @@ class Placement:
         return None if form.whole or not self.sites.size(group) else form.axis
 
 
-def place(graph: Graph, sites: Sites, carry_axes: Iterable[Axis] = (), wanted_at: Mapping[int, GroupName] = {}) -> Placement:
+def place(
+    graph: Graph, sites: Sites, carry_axes: Iterable[Axis] = (), wanted_at: Mapping[int, GroupName] = {}
+) -> Placement:
     """Find homes. `carry_axes`: the proposed env axis of each carried value; `wanted_at`: groups that want an output."""
     placer = _Placer(sites, graph.block, wanted_at)
     placer.place_top(graph.block, list(carry_axes))
@@ -105,7 +106,9 @@ class _Placer:
             if value not in self.result.forms:
                 self._set(value, None, WHOLE)
         for _ in range(12):
-            before = [self.result.values.get(v) for v in block.carry_ins] + [self.result.ops.get(op) for op in block.ops]
+            before = [self.result.values.get(v) for v in block.carry_ins] + [
+                self.result.ops.get(op) for op in block.ops
+            ]
             forms = [self.result.forms[v] for v in block.carry_ins]
             for op in block.ops:
                 self._place_op(op)
@@ -191,7 +194,8 @@ class _Placer:
             sent_on = sum(v.nbytes * len(self._consumer_groups(v) - {group}) for v in op.outs if v)
             return sent_here + sent_on
 
-        return min(allowed, key=cost)
+        # At equal cost, where most of the rest is: what follows then need not come back.
+        return min(allowed, key=lambda group: (cost(group), bool(self.sites.size(group)), group != self.sites.default))
 
     def _fallback(self) -> list[GroupName]:
         single = self.sites.single()
@@ -238,5 +242,3 @@ class _Placer:
 
 def _words(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
-
-

@@ -92,8 +92,8 @@ class LoopPart:
     """Held as they are, one slice per step: segments read the current one."""
     slices: tuple[tuple[Slot, Ref], ...] = ()
     """Of which the current slice is taken out at every step, for readers other than segments."""
-    ys: tuple[tuple[Ref, Slot], ...] = ()
-    """What is stacked, one slice per step."""
+    ys: tuple[tuple[Ref, Slot, Any], ...] = ()
+    """What is stacked, one slice per step: (inside, outside, type of the stack)."""
 
 
 @dataclass(frozen=True, eq=False)

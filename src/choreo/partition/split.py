@@ -12,7 +12,7 @@ that depends on the number of environments keeps the value it has in the full pr
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax.extend.core as jec
 
@@ -251,7 +251,7 @@ def leading(trailing: int) -> Rule:
 
 ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj convert_element_type
 copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite
-le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not or polygamma population_count pow random_fold_in
+le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not one_minus_square or polygamma population_count pow
 random_seed real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
 shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta""".split()
 
@@ -264,8 +264,25 @@ def bitcast_convert_type(eqn, axes, size):
     return _one(axes, _only(axes), eqn.params)
 
 
-def key_axis_first(eqn, axes, size):
+def drawn(eqn, axes, size):
     """`random_bits`, `random_split`: for each key, an array of results."""
+    if not draws_per_key(eqn):
+        raise Mixes(f"`{eqn.primitive.name}` draws for all {_dtype(eqn.invars[0]).name} keys of a batch together")
+    return _one(axes, _only(axes), eqn.params)
+
+
+def random_fold_in(eqn, axes, size):
+    if not draws_per_key(eqn):
+        raise Mixes(f"`random_fold_in` mixes a batch of {_dtype(eqn.invars[0]).name} keys")
+    return elementwise(eqn, axes, size)
+
+
+def draws_per_key(eqn: jec.JaxprEqn) -> bool:
+    """Is what comes of a key independent of the keys beside it? Under `vmap`, rbg generators use the first key for all."""
+    return _dtype(eqn.invars[0]).name == "key<fry>"
+
+
+def random_unwrap(eqn, axes, size):
     return _one(axes, _only(axes), eqn.params)
 
 
@@ -282,7 +299,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), reduce_window),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-sub", "scatter_sub",
                      "scatter-min", "scatter_min", "scatter-max", "scatter_max"), scatter),
-    **dict.fromkeys(("random_bits", "random_split", "random_unwrap"), key_axis_first),
+    **dict.fromkeys(("random_bits", "random_split"), drawn),
     "bitcast_convert_type": bitcast_convert_type,
     "broadcast_in_dim": broadcast_in_dim,
     "cholesky": leading(2),
@@ -294,6 +311,8 @@ RULES: dict[str, Rule] = {
     "gather": gather,
     "optimization_barrier": each_on_its_own,
     "pad": pad,
+    "random_fold_in": random_fold_in,
+    "random_unwrap": random_unwrap,
     "random_wrap": random_wrap,
     "reshape": reshape,
     "rev": rev,
@@ -311,6 +330,10 @@ def _shape(var: Any) -> tuple[int, ...]:
     return var.aval.shape
 
 
+def _dtype(var: Any) -> Any:
+    return var.aval.dtype
+
+
 def _only(axes: Sequence[Axis]) -> int:
     """The one axis along which operands stand in blocks."""
     found = {axis for axis in axes if axis is not None}
@@ -319,22 +342,22 @@ def _only(axes: Sequence[Axis]) -> int:
     return found.pop()
 
 
-def _other_than(taken: int | Sequence[int], axes: Sequence[Axis], why: str) -> int:
+def _other_than(taken: SupportsIndex | Sequence[SupportsIndex], axes: Sequence[Axis], why: str) -> int:
     axis = _only(axes)
     if axis in (taken if isinstance(taken, (tuple, list)) else (taken,)):
         raise Mixes(why)
     return axis
 
 
-def _one(axes: Sequence[Axis], out: Axis, params: dict[str, Any]) -> Split:
-    return Split((_only(axes),) + (None,) * (len(axes) - 1), (out,), params)
+def _one(axes: Sequence[Axis], out: SupportsIndex | None, params: dict[str, Any]) -> Split:
+    return Split((_only(axes),) + (None,) * (len(axes) - 1), (out if out is None else int(out),), params)
 
 
-def _without(axis: int, removed: Sequence[int]) -> int:
-    return axis - sum(d < axis for d in removed)
+def _without(axis: int, removed: Sequence[SupportsIndex]) -> int:
+    return axis - sum(int(d) < axis for d in removed)
 
 
-def _resized(shape: Sequence[int], axis: int, size: Size) -> tuple[int, ...]:
+def _resized(shape: Sequence[int], axis: SupportsIndex, size: Size) -> tuple[int, ...]:
     return tuple(size.block if d == axis else n for d, n in enumerate(shape))
 
 

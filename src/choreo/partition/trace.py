@@ -5,6 +5,7 @@ computes is derived from it. Only the shapes of what `init` returns are looked a
 the env axis of each leaf of the carry; the proof, equation by equation, is in `blocks.py`.
 """
 
+import importlib.util
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +15,20 @@ import equinox as eqx
 import jax
 import jax.extend.core as jec
 import numpy as np
+from jax.extend import source_info_util
 
 from choreo import _compat
 from choreo.errors import AlgorithmError, PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition.split import Axis
-from choreo.roles import find_call
+from choreo.roles import Call, find_call
 from choreo.types import PyTree, Role
+
+for _library in ("brax", "chex", "distrax", "equinox", "flashbax", "flax", "gymnax", "haiku", "mctx", "optax", "rlax"):
+    _found = importlib.util.find_spec(_library)  # in a message, a line of these is not the user's
+    for _folder in (_found.submodule_search_locations or ()) if _found else ():
+        source_info_util.register_exclusion(_folder)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +94,14 @@ def _check_result(algo: Any, result: Any, before: PyTree) -> tuple[PyTree, PyTre
         raise AlgorithmError(f"`{name}.iterate` returned {type(result).__name__}, not (carry, metrics).",
                              fix="End it with `return carry, metrics`.")  # fmt: skip
     after = result[0]
-    for (path, old), (_, new) in zip(*(jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after)), strict=False):
+    for (path, old), (_, new) in zip(
+        *(jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after)), strict=False
+    ):
         if eqx.is_array(old) and not (eqx.is_array(new) and (old.shape, old.dtype) == (new.shape, new.dtype)):
-            here, given = jax.typeof(old).str_short(), jax.typeof(new).str_short() if eqx.is_array(new) else type(new).__name__
+            here, given = (
+                jax.typeof(old).str_short(),
+                jax.typeof(new).str_short() if eqx.is_array(new) else type(new).__name__,
+            )
             raise AlgorithmError(
                 f"`{name}.iterate` must return a carry of the same form: `carry{jax.tree_util.keystr(path)}` goes in as "
                 f"{here} and comes back as {given}.", fix="Make `init` and `iterate` agree on shape and dtype.")  # fmt: skip
@@ -140,7 +152,9 @@ class _Builder:
     def value(self, aval: Any, label: str) -> Value:
         return Value(next(self.numbers), aval, label)
 
-    def block(self, closed: jec.ClosedJaxpr, *, labels: Sequence[str] | None = None, at: str = "", **shape: Any) -> Block:
+    def block(
+        self, closed: jec.ClosedJaxpr, *, labels: Sequence[str] | None = None, at: str = "", **shape: Any
+    ) -> Block:
         labels = labels or [""] * len(closed.jaxpr.invars)
         ins = tuple(self.value(v.aval, label) for v, label in zip(closed.jaxpr.invars, labels, strict=True))
         ops: list[Op] = []
@@ -148,7 +162,9 @@ class _Builder:
         outs = self.inline(closed, ins, ops, consts, at)
         return Block(ins, tuple(ops), tuple(outs), consts, **shape)
 
-    def inline(self, closed: jec.ClosedJaxpr, args: Sequence[Operand], ops: list[Op], consts: dict, at: str) -> list[Operand]:
+    def inline(
+        self, closed: jec.ClosedJaxpr, args: Sequence[Operand], ops: list[Op], consts: dict, at: str
+    ) -> list[Operand]:
         """Append the ops of a jaxpr; return what its outputs are."""
         jaxpr = closed.jaxpr
         known: dict[Any, Operand] = dict(zip(jaxpr.invars, args, strict=True))
@@ -169,27 +185,38 @@ class _Builder:
             body = None
             if roles and eqn.primitive.name == "scan":
                 p = _compat.scan_params(eqn)
-                body = self.block(p.body, at=line, num_consts=p.num_consts, num_carry=p.num_carry,
+                names = [v.label if isinstance(v, Value) else "" for v in operands]
+                body = self.block(p.body, labels=names, at=line, num_consts=p.num_consts, num_carry=p.num_carry,
                                   length=p.length, reverse=p.reverse)  # fmt: skip
+            labels = _out_labels(eqn, call, body)
             forwarded = _forwarded(inner) if inner is not None else {}
             outs: list[Value | None] = []
             for position, var in enumerate(eqn.outvars):
-                if position in forwarded:  # jit does not forward what it leaves alone: parameters would travel for nothing
+                if (
+                    position in forwarded
+                ):  # jit does not forward what it leaves alone: parameters would travel for nothing
                     known[var] = operands[forwarded[position]]
                     outs.append(None)
                 elif isinstance(var, jec.DropVar):
                     outs.append(None)
                 else:
-                    value = self.value(var.aval, call.name if call else eqn.primitive.name)
+                    value = self.value(var.aval, labels[position])
                     known[var] = value
                     outs.append(value)
             ops.append(Op(eqn, operands, tuple(outs), roles, call, body, line))
         return [read(v) for v in jaxpr.outvars]
 
 
+def _out_labels(eqn: jec.JaxprEqn, call: Call | None, body: Block | None) -> list[str]:
+    """For people: `step_one[1].reward` for a fragment's result, and the same name after the scan around it."""
+    if call and len(call.out_names) == len(eqn.outvars):  # else it was differentiated, and returns more
+        return [call.name + name for name in call.out_names]
+    if body:
+        return [v.label if isinstance(v, Value) else "" for v in (*body.carry_ins, *body.ys)]
+    return [call.name if call else eqn.primitive.name] * len(eqn.outvars)
+
+
 def _forwarded(inner: jec.ClosedJaxpr) -> dict[int, int]:
     """Which outputs of a call are just inputs: position of output -> position of input."""
     ins = {var: i for i, var in enumerate(inner.jaxpr.invars)}
     return {o: ins[v] for o, v in enumerate(inner.jaxpr.outvars) if not isinstance(v, jec.Literal) and v in ins}
-
-

@@ -24,7 +24,9 @@ def _verify_steps(steps: tuple[Step, ...], held: Held, where: str) -> None:
     for step in steps:
         if isinstance(step, Segment):
             for given in step.ins:
-                _check(held, step.group, given.slot, f"{where}, segment `{step.name}` of `{step.group}` ({given.label})")
+                _check(
+                    held, step.group, given.slot, f"{where}, segment `{step.name}` of `{step.group}` ({given.label})"
+                )
             for slot in step.outs:
                 _define(held, step.group, slot)
         elif isinstance(step, Transfer):
@@ -54,7 +56,7 @@ def _verify_loop(loop: Loop, held: Held, where: str) -> None:
             _check(inside, group, after, f"{where}, carry of a loop at `{group}`")
             if last is not None:
                 _define(held, group, last)
-        for ref, slot in part.ys:
+        for ref, slot, _ in part.ys:
             _check(inside, group, ref, f"{where}, stacked result of a loop at `{group}`")
             _define(held, group, slot)
 

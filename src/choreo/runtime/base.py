@@ -1,12 +1,13 @@
 """What a runtime is: it executes a plan. All runtimes give the same bits for the same plan."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from choreo.types import Key, PyTree
 
 
+@runtime_checkable
 class Runtime(Protocol):
     """Executes a plan. Between calls everything stands at a boundary: a consistent cut."""
 

@@ -14,8 +14,20 @@ import numpy as np
 from jax import lax
 
 from choreo.errors import LayoutError
-from choreo.partition.program import Constant, HostCall, Loop, LoopPart, Move, Program, Ref, Segment, Slot, Step, Transfer
-from choreo.plan import Plan
+from choreo.partition.program import (
+    Constant,
+    HostCall,
+    Loop,
+    LoopPart,
+    Move,
+    Program,
+    Ref,
+    Segment,
+    Slot,
+    Step,
+    Transfer,
+)
+from choreo.plans import Plan
 from choreo.runtime.base import as_numpy
 from choreo.types import GroupName, Key, PyTree
 
@@ -33,6 +45,8 @@ class InProcess:
         self.leaves: dict[GroupName, list[list[Any]]] = {}
         """The carry at every replica: one list of pieces, None where it is held elsewhere."""
         self.key: Any = None
+        self.capacity = 1
+        """Iterations that the compiled loop of `_run_chunk` has room for."""
 
     def start(self, key: Key) -> None:
         init_key, self.key = jax.random.split(key)
@@ -90,7 +104,9 @@ class InProcess:
 
     def _stores(self, program: Program, values: Sequence[Any]) -> dict[GroupName, list[Store]]:
         """Empty stores, with those inputs that every site gets from outside."""
-        stores: dict[GroupName, list[Store]] = {g: [{} for _ in range(self.plan.replicas(g))] for g in self.plan.sites.replicas}
+        stores: dict[GroupName, list[Store]] = {
+            g: [{} for _ in range(self.plan.replicas(g))] for g in self.plan.sites.replicas
+        }
         for port, value in zip(program.ins, values, strict=True):
             for group, (slot, _) in port.held.items():
                 if value is not None:
@@ -140,8 +156,8 @@ class InProcess:
                 value = _reshard(parts, move, r, len(receivers))
                 if self.devices[step.src] != self.devices[step.dst]:
                     value = jax.device_put(value, self.devices[step.dst])
-                elif move.copied or any(value is part for part in parts):
-                    value = jnp.copy(value) if move.copied else value
+                elif move.copied:
+                    value = jnp.copy(value)
                 store[move.dst] = value
 
     def _loop(self, loop: Loop, stores: dict[GroupName, list[Store]]) -> None:
@@ -160,18 +176,20 @@ class InProcess:
             self._run_steps(loop.body, inside, t)
             for group, part in loop.parts.items():
                 for r, store in enumerate(inside[group]):
-                    for ref, slot in part.ys:
+                    for ref, slot, _ in part.ys:
                         stacks.setdefault((group, r, slot), []).append(_read(store, ref))
                     store.update(_next_carry(store, part))
         for group, part in loop.parts.items():
             for r, (outer, store) in enumerate(zip(stores[group], inside[group], strict=True)):
                 outer.update((last, store[slot]) for slot, _, _, last in part.carry if last is not None)
-                mine = {slot: stacks[group, r, slot] for _, slot in part.ys}
-                stacked = self._stack([x[::-1] if loop.reverse else x for x in mine.values()])
-                outer.update(zip(mine, stacked, strict=True))
-
-    def _stack(self, stacks: list[list[Any]]) -> list[Any]:
-        return [jnp.stack(stack) for stack in stacks]
+                for _, slot, aval in part.ys:
+                    slices = stacks.get((group, r, slot), [])
+                    stacked = (
+                        jnp.stack(slices[::-1] if loop.reverse else slices)
+                        if slices
+                        else jnp.empty(aval.shape, aval.dtype)
+                    )
+                    outer[slot] = stacked
 
     def _run_chunk(self, segment: Segment, first: int, stop: int) -> dict[str, np.ndarray]:
         """Several iterations in one compiled loop: possible where everything is one segment."""
@@ -187,16 +205,25 @@ class InProcess:
             results = [jnp.asarray(_read(store, ref)) for ref in out_refs]
             return results[:num_carry], results[num_carry:]
 
-        def chunk(key, start, *carry):
-            steps = start + jnp.arange(stop - first, dtype=np.int32)
-            return lax.scan(lambda carry, i: iteration(carry, i, key), list(carry), steps)
+        def chunk(key, first, stop, *carry):
+            shapes = jax.eval_shape(lambda: iteration(carry, first, key)[1])
+            rows = [jnp.zeros((capacity, *shape.shape), shape.dtype) for shape in shapes]
 
-        args = [self.key, np.int32(first), *self.leaves[group][0]]
+            def body(i, state):
+                carry, rows = state
+                carry, metrics = iteration(carry, i, key)
+                return carry, [row.at[i - first].set(metric) for row, metric in zip(rows, metrics, strict=True)]
+
+            return lax.fori_loop(first, stop, body, (list(carry), rows))
+
+        # The number of rounds is an argument: chunks of different lengths share one compiled loop.
+        capacity = self.capacity = max(self.capacity, stop - first)
+        args = [self.key, np.int32(first), np.int32(stop), *self.leaves[group][0]]
         self.leaves = {}
-        donated = list(range(2, len(args)))
-        carry, metrics = self._compile((segment, stop - first), chunk, args, donated, group)(*args)
+        carry, metrics = self._compile((segment, capacity), chunk, args, list(range(3, len(args))), group)(*args)
         self.leaves = {group: [list(carry)]}
-        return {name: np.asarray(values) for name, values in zip(self.plan.metric_names, metrics, strict=True)}
+        names = self.plan.metric_names
+        return {name: np.asarray(rows)[: stop - first] for name, rows in zip(names, metrics, strict=True)}
 
     def _compile(self, what: Any, fn: Callable[..., Any], args: list[Any], donated: list[int], group: GroupName):
         if what not in self.compiled:

@@ -1,0 +1,72 @@
+# make setup          .venv with the `choreo` command, versions pinned in constraints.txt
+# make demo           trains PPO on CartPole in seconds; look into runs/demo
+# make test           every check: ruff, pyright, imports, tests, and the graph tests on the newest JAX
+# make test-learning  trains to the stated returns, over several seeds
+# make bench          one question per script in benchmarks/; writes benchmarks/results/*.json
+# make constraints    takes the newest versions that fit pyproject.toml; commit the result
+
+.PHONY: setup demo test lint test-main test-next test-learning bench constraints clean
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell bash .ci/find-python 3.11 3.12 3.13)
+BIN := .venv/bin
+NEXT := 3.13
+WORKERS ?= 2
+
+setup: .venv/.stamp
+
+.venv/.stamp: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Choreo needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	rm -rf runs/demo
+	$(BIN)/choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/demo
+
+test: lint test-main test-next
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+test-main: setup
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
+
+# What we use of JAX beyond its documented API, and the graph code that stands on it, against the newest release.
+test-next:
+	@python=$$(bash .ci/find-python $(NEXT)); \
+	if [ -z "$$python" ]; then \
+	  echo "skipped: the graph tests on the newest JAX, because there is no Python $(NEXT) here"; \
+	elif ! $(MAKE) --no-print-directory .venv-next/.stamp NEXT_PYTHON=$$python; then \
+	  echo "skipped: the graph tests on the newest JAX, because pip found no set of packages for Python $(NEXT)"; \
+	else \
+	  .venv-next/bin/python -c 'import jax, sys; print("graph tests: JAX", jax.__version__, "on Python", sys.version.split()[0])' \
+	  && .venv-next/bin/pytest tests/test_compat.py tests/graph tests/partition; \
+	fi
+
+.venv-next/.stamp: pyproject.toml
+	$(NEXT_PYTHON) -m venv .venv-next
+	.venv-next/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[test]'
+	@touch $@
+
+test-learning: setup
+	$(BIN)/pytest -m learning tests/learning
+
+bench: setup
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+constraints:
+	@test -n "$(PYTHON)" || { echo "Choreo needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python."; exit 1; }
+	rm -rf build/constraints
+	$(PYTHON) -m venv build/constraints
+	build/constraints/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	{ echo '# Every version `make` installs, on Linux with Python 3.11. Made by `make constraints`.'; \
+	  build/constraints/bin/python -m pip freeze --exclude-editable; } > constraints.txt
+	rm -rf build/constraints
+
+clean:
+	rm -rf .venv .venv-next build runs/demo .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,346 @@
+"""The command `choreo`.
+
+Options of a run are parsed here; whatever is left are hyper-parameters, the fields of the algorithm's dataclass,
+parsed by tyro. Nothing heavy is imported before it is known that it is needed: `choreo --help` answers at once.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from choreo.errors import ChoreoError, LayoutError, UnknownNameError
+
+HELP = """\
+An RL algorithm is written once, as plain JAX; a layout decides where it runs.
+
+  choreo train ALGORITHM ENVIRONMENT [options]    train, with progress, table and run folder
+  choreo graph ALGORITHM ENVIRONMENT [options]    the fragmented dataflow graph; with --layout the plan
+  choreo evaluate RUN [--episodes 100]            greedy episodes with what was trained
+  choreo resume RUN [--steps N]                   go on from the last checkpoint
+  choreo list algos|envs|layouts                  what there is
+
+An ALGORITHM is a name (ppo) or a class in a file (my_ppo.py:MyPPO), a RUN is a run folder. For example:
+
+  choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/x
+
+`choreo train --help` lists the options of a run, `choreo train ppo --help` also those of the algorithm.
+CHOREO_TRACEBACK=1 shows where in Choreo an error was raised; CHOREO_CACHE=off keeps no compiled programs.
+"""
+
+Main = Callable[[list[str]], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0, 1 if it failed, 2 if it was misused, 130 if it was interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0 if args else 2
+    if args[0] == "--version":
+        import importlib.metadata
+
+        print(f"choreo {importlib.metadata.version('choreo')}")
+        return 0
+    try:
+        if args[0] not in COMMANDS:
+            raise UsageError(f"There is no command `{args[0]}`.", fix=_near(args[0], COMMANDS))
+        return COMMANDS[args[0]](args[1:])
+    except ChoreoError as error:
+        if os.environ.get("CHOREO_TRACEBACK") == "1":
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError | UnknownNameError | LayoutError) else 1
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+
+
+class UsageError(ChoreoError):
+    """The command line makes no sense."""
+
+
+def train(args: list[str]) -> int:
+    """Train an algorithm."""
+    parser = _parser("train", "choreo train ALGORITHM ENVIRONMENT [options] [hyper-parameters]")
+    _add_layout(parser, default="fused")
+    add = parser.add_argument
+    add("--num-envs", type=_count, default=8, help="environments stepped together (8)")
+    add("--steps", type=_count, default=300_000, help="environment steps, rounded up to whole iterations (300000)")
+    add("--seed", type=_count, default=0, help="the run's only source of randomness (0)")
+    add("--out", type=Path, help="the run folder (runs/ALGORITHM-ENVIRONMENT-SEED, numbered)")
+    add("--overwrite", action="store_true", help="replace an earlier run in --out")
+    add("--runtime", default="inprocess", help="who executes the plan (inprocess)")
+    add("--eval-every", type=_count, help="iterations between evaluations (none)")
+    add("--eval-episodes", type=_count, default=20, help="episodes per evaluation during training (20)")
+    add("--stop-at-return", type=float, help="end once this return is reached, by evaluation if there is --eval-every")
+    add("--checkpoint-every", type=_count, help="iterations between checkpoints (ten per run)")
+    add("--logger", action="append", default=[], help="also log to: tensorboard")
+    _add_output(parser)
+    names, options, algo = _parse_named(parser, args)
+
+    from choreo import registry
+    from choreo.training import train as run_training
+
+    out = options.out or _free_folder(names[0], names[1], options.seed)
+    layout = registry.layout(options.layout, workers=options.workers, exact=options.exact or None)
+    env = registry.environment(names[1], options.num_envs)
+    if options.overwrite:
+        _remove_run(out)
+    return _report(
+        out,
+        options,
+        lambda: run_training(
+            algo,
+            env,
+            steps=options.steps,
+            layout=layout,
+            seed=options.seed,
+            out=out,
+            runtime=options.runtime,
+            eval_every=options.eval_every,
+            eval_episodes=options.eval_episodes,
+            stop_at_return=options.stop_at_return,
+            checkpoint_every=options.checkpoint_every,
+            loggers=options.logger,
+            progress=not options.quiet,
+        ),
+    )
+
+
+def resume(args: list[str]) -> int:
+    """Go on from the last checkpoint."""
+    parser = _parser("resume", "choreo resume RUN [options]")
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--steps", type=_count, help="environment steps in all (those the run was started with)")
+    parser.add_argument("--logger", action="append", default=[], help="also log to: tensorboard")
+    _add_output(parser)
+    options = _parse(parser, args)
+
+    from choreo.training import resume as go_on
+
+    run = lambda: go_on(options.run, steps=options.steps, loggers=options.logger, progress=not options.quiet)  # noqa: E731
+    return _report(options.run, options, run)
+
+
+def evaluate(args: list[str]) -> int:
+    """Play greedy episodes with what was trained."""
+    parser = _parser("evaluate", "choreo evaluate RUN [options]")
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--episodes", type=_count, default=100, help="complete episodes to play (100)")
+    parser.add_argument("--seed", type=_count, default=0, help="other episodes for another seed (0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = _parse(parser, args)
+
+    from choreo.folder import to_json
+    from choreo.training import load
+
+    run = load(options.run)
+    result = run.evaluate(options.episodes, seed=options.seed)
+    if options.json:
+        length = float(result.lengths.mean())
+        print(to_json({"return": result.mean, "std": result.std, "episodes": len(result.returns), "length": length}))
+    else:
+        print(f"{run.recipe.title}  {result}")
+    return 0
+
+
+def graph(args: list[str]) -> int:
+    """Print or draw the fragmented dataflow graph, or the plan."""
+    parser = _parser("graph", "choreo graph ALGORITHM ENVIRONMENT [options] [hyper-parameters]")
+    _add_layout(parser, default=None)
+    parser.add_argument("--num-envs", type=_count, default=8, help="environments stepped together (8)")
+    parser.add_argument("-o", "--out", type=Path, help="write a picture (SVG) instead of printing")
+    names, options, algo = _parse_named(parser, args)
+    if options.layout is None and (options.workers is not None or options.exact):
+        raise UsageError("--workers and --exact belong to a layout.", fix="Add --layout coarse.")
+
+    from choreo import registry
+    from choreo.checkpoint import write_atomic
+    from choreo.plans import graph as make_graph
+    from choreo.plans import plan
+
+    env = registry.environment(names[1], options.num_envs)
+    if options.layout is None:
+        shown = make_graph(algo, env)
+    else:
+        layout = registry.layout(options.layout, workers=options.workers, exact=options.exact or None)
+        shown = plan(algo, env, layout)
+    if options.out is None:
+        print(shown)
+    else:
+        if not options.out.parent.is_dir():
+            raise UsageError(f"There is no folder {options.out.parent}.", fix="Make it first, or choose another -o.")
+        write_atomic(options.out, shown.draw().encode())
+        print(f"Wrote {options.out}.")
+    return 0
+
+
+def show_list(args: list[str]) -> int:
+    """Print what there is of a kind."""
+    parser = _parser("list", "choreo list algos|envs|layouts")
+    parser.add_argument("kind", choices=("algos", "envs", "layouts"))
+    options = _parse(parser, args)
+
+    from choreo import algos, envs, registry
+    from choreo.layouts import PRESETS
+
+    known = {"algos": algos.ALGOS, "envs": dict.fromkeys(envs.names()), "layouts": PRESETS}[options.kind]
+    width = max(len(name) for name in known)
+    for name, value in known.items():
+        print(f"{name:<{width}}  {registry.summary_line(value)}".rstrip() if value else name)
+    return 0
+
+
+COMMANDS: dict[str, Main] = {
+    "train": train,
+    "graph": graph,
+    "evaluate": evaluate,
+    "resume": resume,
+    "list": show_list,
+}
+
+
+def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], Any]) -> int:
+    """Train, then print the table, or with --json one line; on Ctrl-C, say what is left."""
+    from rich.console import Console
+
+    from choreo import report
+    from choreo.folder import RunFolder, to_json
+
+    try:
+        run = run_training()
+    except KeyboardInterrupt:
+        from choreo.checkpoint import iteration
+
+        file = RunFolder(out).checkpoint
+        if file.is_file():
+            print(f"Interrupted. Last checkpoint: {file} (iteration {iteration(file)}).", file=sys.stderr)
+            print(f"Go on with `choreo resume {out}`.", file=sys.stderr)
+        else:
+            print("Interrupted before the first checkpoint.", file=sys.stderr)
+        return 130
+    summary = run.summary
+    table = report.summary_table(summary, title=run.recipe.title, folder=run.path)
+    Console(stderr=options.json, highlight=False).print(table)
+    if options.json:
+        print(to_json(summary | {"path": str(run.path)}))
+    return 0
+
+
+def _parser(command: str, usage: str) -> argparse.ArgumentParser:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(f"{message[0].upper()}{message[1:]}.", fix=f"See `choreo {command} --help`.")
+
+    parser = Parser(prog=f"choreo {command}", usage=usage, add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this")
+    return parser
+
+
+def _add_layout(parser: argparse.ArgumentParser, *, default: str | None) -> None:
+    parser.add_argument(
+        "--layout", default=default, help=f"where it runs; see `choreo list layouts` ({default or 'none'})"
+    )
+    parser.add_argument("--workers", type=_count, help="replicas of the layout's replicated group")
+    parser.add_argument("--exact", action="store_true", help="the same result, bit for bit, for any number of workers")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="last line of stdout: one JSON object; the rest to stderr")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _parse(parser: argparse.ArgumentParser, args: list[str]) -> argparse.Namespace:
+    if "-h" in args or "--help" in args:
+        parser.print_help()
+        raise SystemExit(0)
+    options, left = parser.parse_known_args(args)
+    if left:
+        raise _unknown_option(left[0], _flags(parser))
+    return options
+
+
+def _parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[list[str], argparse.Namespace, Any]:
+    """Algorithm and environment by name, the options of the command, and the algorithm with its hyper-parameters."""
+    names = []
+    while args and len(names) < 2 and not args[0].startswith("-"):
+        names.append(args.pop(0))
+    if "-h" in args or "--help" in args:
+        parser.print_help()
+        if names:
+            print(f"\nhyper-parameters of {names[0]}:\n")
+            _hyperparameters(names[0], ["--help"], parser)
+        raise SystemExit(0)
+    if len(names) < 2:
+        raise UsageError(
+            f"`{parser.prog}` needs an algorithm and an environment, in this order, before any option.",
+            fix=f"For example: {parser.prog} ppo jax:CartPole-v1",
+        )
+    options, left = parser.parse_known_args(args)
+    return names, options, _hyperparameters(names[0], left, parser)
+
+
+def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser) -> Any:
+    import tyro
+
+    from choreo import registry
+
+    cls = registry.algorithm_class(name)
+    fields = {f"--{field.name.replace('_', '-')}": field for field in dataclasses.fields(cls)}
+    known = {*fields, *(f"--no-{flag[2:]}" for flag, field in fields.items() if field.type in (bool, "bool"))}
+    for arg in args:
+        flag = arg.split("=", 1)[0].replace("_", "-")
+        if flag.startswith("--") and flag not in {*known, "--help"}:
+            raise _unknown_option(flag, known | _flags(parser))
+    algo = tyro.cli(cls, args=args, prog=f"{parser.prog} {name} ENVIRONMENT")
+    return registry.algorithm(algo)
+
+
+def _flags(parser: argparse.ArgumentParser) -> set[str]:
+    return {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+
+
+def _unknown_option(flag: str, known: set[str]) -> UsageError:
+    what = f"There is no option `{flag}`." if flag.startswith("-") else f"`{flag}` is one argument too many."
+    return UsageError(what, fix=_near(flag, known))
+
+
+def _near(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    return f"Did you mean {' or '.join(f'`{c}`' for c in close)}?" if close else "See `choreo --help`."
+
+
+def _count(text: str) -> int:
+    """A whole number; 300_000 and 3e5 are welcome."""
+    try:
+        value = float(text) if "e" in text.lower() else int(text)
+        if value != int(value):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"`{text}` is no whole number") from None
+    return int(value)
+
+
+def _free_folder(algo: str, env: str, seed: int) -> Path:
+    """`runs/ppo-CartPole-v1-0`, or with the next free number behind it."""
+    name = "-".join([algo.split(":")[-1].lower(), env.split(":")[-1].replace("/", "-"), str(seed)])
+    folder, number = Path("runs") / name, 2
+    while folder.exists():
+        folder, number = Path("runs") / f"{name}.{number}", number + 1
+    return folder
+
+
+def _remove_run(folder: Path) -> None:
+    """Remove an earlier run; anything else in its place is left for `train` to refuse."""
+    import shutil
+
+    from choreo.folder import RunFolder
+
+    if RunFolder(folder).recipe.is_file():
+        RunFolder(folder).check_not_in_use()
+        shutil.rmtree(folder)

@@ -1,0 +1,39 @@
+"""Environments by name: `make("jax:CartPole-v1", num_envs=8)`."""
+
+import dataclasses
+from typing import Any
+
+from choreo.envs.base import Env as Env
+from choreo.envs.base import TimeStep as TimeStep
+from choreo.envs.cartpole import CartPole
+from choreo.envs.pendulum import Pendulum
+from choreo.envs.vmap import JaxEnv as JaxEnv
+from choreo.envs.vmap import Step as Step
+from choreo.envs.vmap import VmapEnv as VmapEnv
+from choreo.errors import EnvError, unknown_name
+
+BUILT_IN = {"jax:CartPole-v1": CartPole, "jax:Pendulum-v1": Pendulum}
+
+
+def make(name: str, num_envs: int, **kwargs: Any) -> Env:
+    """The environment of that name, `num_envs` times; `kwargs` are its own settings.
+
+    >>> make("jax:CartPole-v1", num_envs=8).action_space
+    Discrete(2)
+    """
+    if name.startswith("gymnax:"):
+        from choreo.envs.gymnax import make_gymnax  # an extra, and 3.5 s to import
+
+        return VmapEnv(env=make_gymnax(name, **kwargs), num_envs=num_envs)
+    if name not in BUILT_IN:
+        raise unknown_name("environment", name, names(), fix="Environments of gymnax are called `gymnax:<name>`.")
+    settings = [field.name for field in dataclasses.fields(BUILT_IN[name])]
+    for setting in kwargs:
+        if setting not in settings:
+            raise EnvError(f"`{name}` has no setting `{setting}`.", fix=f"It has: {', '.join(settings)}.")
+    return VmapEnv(env=BUILT_IN[name](**kwargs), num_envs=num_envs)
+
+
+def names() -> list[str]:
+    """The names of what is built in."""
+    return sorted(BUILT_IN)

@@ -1,0 +1,114 @@
+"""Environments of gymnax: `gymnax:Breakout-MinAtar`. An extra: `pip install 'choreo[gymnax]'`.
+
+gymnax's own automatic reset is not used: ours keeps the true successor of the last step. Its time limit truncates, also
+where the limit is part of the task (a bandit of 100 pulls).
+"""
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo.envs.vmap import Step
+from choreo.errors import EnvError, unknown_name
+from choreo.types import Key, PyTree
+
+
+def make_gymnax(name: str, **params: Any) -> "GymnaxEnv":
+    """One environment of gymnax, by its name here (`gymnax:CartPole-v1`); `params` replace its default parameters."""
+    gymnax = _import_gymnax()
+    env_id = name.removeprefix("gymnax:")
+    if env_id not in gymnax.registered_envs:
+        raise unknown_name("environment", name, [f"gymnax:{known}" for known in gymnax.registered_envs])
+    _, defaults = _build(env_id)
+    for param in params:
+        if not hasattr(defaults, param):
+            raise EnvError(f"`{name}` has no parameter `{param}`.", fix=f"It has: {', '.join(vars(defaults))}.")
+    return GymnaxEnv(env_id=env_id, params=tuple(sorted(params.items())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymnaxEnv:
+    """One environment of gymnax, as a `JaxEnv`."""
+
+    env_id: str
+    """Its name in gymnax."""
+    params: tuple[tuple[str, Any], ...] = ()
+    """Parameters that differ from gymnax's defaults."""
+
+    @property
+    def name(self) -> str:
+        return f"gymnax:{self.env_id}"
+
+    @property
+    def time_limit(self) -> None:
+        """None: gymnax counts by itself."""
+
+    @property
+    def observation_space(self) -> gymnasium.Space:
+        return _spaces(self)[0]
+
+    @property
+    def action_space(self) -> gymnasium.Space:
+        return _spaces(self)[1]
+
+    def reset(self, key: Key) -> tuple[PyTree, jax.Array]:
+        env, params = self._build()
+        obs, state = env.reset_env(key, params)
+        return _strong(state), self._observation(obs)
+
+    def step(self, state: PyTree, action: jax.Array, key: Key) -> tuple[PyTree, Step]:
+        env, params = self._build()
+        obs, state, reward, terminated, _ = env.step_env(key, state, action, params)
+        terminated = jnp.asarray(terminated, bool)
+        step = Step(self._observation(obs), jnp.asarray(reward), terminated, env.is_truncated(state, params))
+        return _strong(state), step
+
+    def _observation(self, obs: jax.Array) -> jax.Array:
+        dtype = np.dtype(self.observation_space.dtype)
+        return obs.astype(jnp.result_type(float) if np.issubdtype(dtype, np.floating) else dtype)
+
+    def _build(self) -> tuple[Any, Any]:
+        env, params = _build(self.env_id)
+        return env, params.replace(**dict(self.params))
+
+
+@functools.cache
+def _build(env_id: str) -> tuple[Any, Any]:
+    return _import_gymnax().make(env_id)
+
+
+@functools.cache
+def _spaces(one: GymnaxEnv) -> tuple[gymnasium.Space, gymnasium.Space]:
+    env, params = one._build()
+    # gymnax writes bounds as JAX arrays, which inside a trace would be tracers.
+    with jax.ensure_compile_time_eval():
+        return _space(one.name, env.observation_space(params)), _space(one.name, env.action_space(params))
+
+
+def _import_gymnax() -> Any:
+    try:
+        return importlib.import_module("gymnax")
+    except ImportError as error:
+        raise EnvError(f"gymnax cannot be imported: {error}.", fix="Run: pip install 'choreo[gymnax]'") from error
+
+
+def _space(name: str, space: Any) -> gymnasium.Space:
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return gymnasium.spaces.Discrete(int(space.n))
+    if kind == "Box":
+        dtype = np.dtype(space.dtype)
+        low, high = (np.broadcast_to(np.asarray(x, dtype), space.shape) for x in (space.low, space.high))
+        return gymnasium.spaces.Box(low, high, space.shape, dtype.type)
+    raise EnvError(f"`{name}` has a {kind} space; Choreo reads Discrete and Box spaces of gymnax.")
+
+
+def _strong(state: PyTree) -> PyTree:
+    """gymnax mixes Python numbers and arrays in its states; a loop needs arrays of one type."""
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.asarray(x).dtype), state)

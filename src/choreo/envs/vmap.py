@@ -1,0 +1,155 @@
+"""From one environment written in JAX to a batch of them.
+
+`JaxEnv` is what an author writes: dynamics for one environment, no resets, no time limit, no counting. `VmapEnv` adds
+those and maps over environments. The mapped functions are fragments *under* `vmap`, never around it: that one
+environment cannot read another is then plain from the program.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+
+from choreo.envs.base import TimeStep
+from choreo.errors import EnvError
+from choreo.roles import fragment
+from choreo.types import Key, PyTree
+
+source_info_util.register_exclusion(__file__)
+
+
+class Step(NamedTuple):
+    """What the dynamics of one environment give."""
+
+    obs: jax.Array
+    """The successor, also at the end of an episode."""
+    reward: jax.Array
+    """Scalar."""
+    terminated: jax.Array
+    """True if the task itself ended: there is no future reward."""
+    truncated: jax.Array | bool = False
+    """True if the environment cut the episode for another reason; `time_limit` is counted elsewhere."""
+
+
+@runtime_checkable
+class JaxEnv(Protocol):
+    """One environment, written in JAX: a frozen, hashable value."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def observation_space(self) -> gymnasium.Space: ...
+
+    @property
+    def action_space(self) -> gymnasium.Space: ...
+
+    @property
+    def time_limit(self) -> int | None:
+        """Steps after which an episode is truncated; None: never."""
+        ...
+
+    def reset(self, key: Key) -> tuple[PyTree, jax.Array]: ...
+
+    def step(self, state: PyTree, action: jax.Array, key: Key) -> tuple[PyTree, Step]: ...
+
+
+class VmapState(NamedTuple):
+    """State of each environment, with what the adapter counts."""
+
+    inner: PyTree
+    """The environment's own state."""
+    key: Key
+    """Where its randomness comes from: its own stream, whatever the other environments do."""
+    episode_return: jax.Array
+    """Sum of rewards of the running episode."""
+    episode_length: jax.Array
+    """Steps of the running episode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VmapEnv:
+    """`num_envs` copies of a `JaxEnv`."""
+
+    env: JaxEnv
+    """The dynamics of one environment."""
+    num_envs: int
+    """How many environments step together."""
+
+    def __post_init__(self):
+        if self.num_envs < 1:
+            raise EnvError(
+                f"`{self.name}` needs at least one environment, not num_envs={self.num_envs}.",
+                fix="Pass num_envs=1 or more.",
+            )
+
+    @property
+    def name(self) -> str:
+        return self.env.name
+
+    @property
+    def observation_space(self) -> gymnasium.Space:
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> gymnasium.Space:
+        return self.env.action_space
+
+    def keys(self, key: Key) -> Key:
+        return jax.random.split(key, self.num_envs)
+
+    def reset(self, keys: Key) -> tuple[VmapState, jax.Array]:
+        return jax.vmap(functools.partial(reset_one, self.env))(keys)
+
+    def step(self, state: VmapState, action: jax.Array) -> tuple[VmapState, TimeStep]:
+        return jax.vmap(functools.partial(step_one, self.env))(state, action)
+
+    def with_num_envs(self, num_envs: int) -> "VmapEnv":
+        return dataclasses.replace(self, num_envs=num_envs)
+
+
+@fragment("env")
+def reset_one(env: JaxEnv, key: Key) -> tuple[VmapState, jax.Array]:
+    """Begin the first episode of one environment."""
+    key, key_reset = jax.random.split(key)
+    inner, obs = env.reset(key_reset)
+    return VmapState(inner, key, jnp.zeros((), _float()), jnp.zeros((), jnp.int32)), obs
+
+
+@fragment("env")
+def step_one(env: JaxEnv, state: VmapState, action: jax.Array) -> tuple[VmapState, TimeStep]:
+    """Step one environment, and begin its next episode if this one ended."""
+    key, key_step, key_reset = jax.random.split(state.key, 3)
+    inner, step = env.step(state.inner, clip_to(env.action_space, action), key_step)
+    reward = step.reward.astype(_float())
+    episode_return, episode_length = state.episode_return + reward, state.episode_length + 1
+    out_of_time = episode_length >= env.time_limit if env.time_limit else False
+    last = step.terminated | step.truncated | out_of_time
+    info = {"episode_return": episode_return, "episode_length": episode_length}
+
+    # Both branches are computed: under vmap a `cond` would be this select anyway.
+    fresh, first_obs = env.reset(key_reset)
+    inner, obs, episode_return, episode_length = jax.tree.map(
+        lambda new, old: jnp.where(last, new, old),
+        (fresh, first_obs, jnp.zeros_like(episode_return), jnp.zeros_like(episode_length)),
+        (inner, step.obs, episode_return, episode_length),
+    )
+    discount = 1 - step.terminated.astype(_float())
+    state = VmapState(inner, key, episode_return, episode_length)
+    return state, TimeStep(obs, reward, discount, last, step.obs, info)
+
+
+def clip_to(space: gymnasium.Space, action: jax.Array) -> jax.Array:
+    """An action within its space; discrete ones are left as they are."""
+    if not isinstance(space, gymnasium.spaces.Box):
+        return action
+    return jnp.clip(action, jnp.asarray(space.low, action.dtype), jnp.asarray(space.high, action.dtype))
+
+
+def _float() -> Any:
+    return jnp.result_type(float)  # float64 where the user enabled it

@@ -1,0 +1,162 @@
+"""How good are these parameters? Fresh, complete episodes, acted greedily, and exactly as many as asked for.
+
+Each environment plays a number of episodes fixed beforehand, its first ones. Taking whichever episodes end first would
+favour the short ones.
+
+    100 episodes on 64 environments:   environments 0..35 play two, environments 36..63 play one
+"""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo.errors import AlgorithmError, RunError
+from choreo.types import Key, PyTree
+
+MAX_ENVS = 128
+"""Environments played side by side; more episodes than that are played one after another."""
+STEPS_PER_CALL = 1024
+"""Steps per compiled call: between calls, Ctrl-C is heard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What came out of evaluating; as a number, the mean return."""
+
+    returns: np.ndarray
+    """Undiscounted return of each episode."""
+    lengths: np.ndarray
+    """Steps of each episode."""
+
+    @property
+    def mean(self) -> float:
+        return float(self.returns.mean(dtype=np.float64))
+
+    @property
+    def std(self) -> float:
+        return float(self.returns.std(dtype=np.float64))
+
+    def __float__(self) -> float:
+        return self.mean
+
+    def __str__(self) -> str:
+        length = float(self.lengths.mean(dtype=np.float64))
+        return f"return {self.mean:.1f} ± {self.std:.1f} over {len(self.returns)} episodes of {length:.0f} steps"
+
+
+def evaluate(
+    algo: Any,
+    env: Any,
+    params: PyTree,
+    *,
+    key: Key,
+    episodes: int = 100,
+    greedy: bool = True,
+    max_episode_steps: int = 100_000,
+) -> Evaluation:
+    """Play `episodes` complete episodes from fresh resets.
+
+    The number of environments `env` has for training does not matter. Raises RunError if episodes are longer than
+    `max_episode_steps` on average: an environment without an end would be played for ever.
+    """
+    if episodes < 1:
+        raise RunError(f"evaluate(episodes={episodes}) needs at least one episode.", fix="Give --episodes 100.")
+    check_act(algo)
+    num_envs = min(episodes, MAX_ENVS)
+    env = env.with_num_envs(num_envs)
+    quota = episodes // num_envs + (np.arange(num_envs) < episodes % num_envs)
+    most = int(quota.max())
+
+    game = _reset(algo, env, params, key, most)
+    for _ in range(-(-most * max_episode_steps // STEPS_PER_CALL)):
+        game = _advance(algo, env, params, game, jnp.asarray(quota, jnp.int32), greedy)
+        if (np.asarray(game.ended) >= quota).all():
+            played = np.arange(most) < quota[:, None]
+            return Evaluation(returns=np.asarray(game.returns)[played], lengths=np.asarray(game.lengths)[played])
+    raise RunError(
+        f"Evaluation of {env.name} gave up: episodes are longer than {max_episode_steps:,} steps.",
+        fix="Give the environment a time limit, or evaluate with a larger max_episode_steps.",
+    )
+
+
+def check_act(algo: Any) -> None:
+    """Refuse an algorithm that evaluation could not use; called before training, not after it."""
+    if "greedy" not in inspect.signature(type(algo).act).parameters:
+        raise AlgorithmError(
+            f"`{type(algo).__name__}.act` takes no `greedy`, so it cannot be evaluated.",
+            fix="Write it as `act(self, params, obs, key, *, greedy=False)`; greedy=True asks for its best action.",
+        )
+
+
+def initial_state(algo: Any, params: PyTree) -> PyTree:
+    """The memory of one environment at the start of an episode; None for algorithms without any."""
+    first = getattr(algo, "initial_state", None)  # the one optional part of an algorithm
+    return None if first is None else first(params)
+
+
+def act(algo: Any, params: PyTree, obs: PyTree, key: Key, state: PyTree, *, greedy: bool) -> tuple[PyTree, PyTree]:
+    """One environment: the action, and the memory after it."""
+    if state is None:
+        action, _ = algo.act(params, obs, key, greedy=greedy)
+        return action, None
+    action, _, state = algo.act(params, obs, key, state, greedy=greedy)
+    return action, state
+
+
+class Game(NamedTuple):
+    """All environments in the middle of their episodes."""
+
+    env_state: PyTree
+    obs: PyTree
+    state: PyTree
+    key: Key
+    ended: jax.Array
+    """Episodes each environment has played to the end."""
+    returns: jax.Array
+    """Of these episodes, [env, episode]."""
+    lengths: jax.Array
+    """Likewise."""
+
+
+@eqx.filter_jit
+def _reset(algo: Any, env: Any, params: PyTree, key: Key, most: int) -> Game:
+    key, key_env = jax.random.split(key)
+    env_state, obs = env.reset(env.keys(key_env))
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (env.num_envs, *x.shape)), initial_state(algo, params))
+    returns = jnp.zeros((env.num_envs, most), jnp.float32)
+    ended = jnp.zeros(env.num_envs, jnp.int32)
+    return Game(env_state, obs, state, key, ended, returns, returns.astype(jnp.int32))
+
+
+@eqx.filter_jit
+def _advance(algo: Any, env: Any, params: PyTree, game: Game, quota: jax.Array, greedy: bool) -> Game:
+    first = initial_state(algo, params)
+
+    def unfinished(loop: tuple[jax.Array, Game]) -> jax.Array:
+        return (loop[0] < STEPS_PER_CALL) & jnp.any(loop[1].ended < quota)
+
+    def step(loop: tuple[jax.Array, Game]) -> tuple[jax.Array, Game]:
+        time, game = loop
+        key, key_act = jax.random.split(game.key)
+        action, state = jax.vmap(lambda obs, key, state: act(algo, params, obs, key, state, greedy=greedy))(
+            game.obs, env.keys(key_act), game.state
+        )
+        env_state, ts = env.step(game.env_state, action)
+        # Beyond an environment's last column nothing matches: what it plays while others finish is not counted.
+        ends = ts.last[:, None] & (jnp.arange(game.returns.shape[1])[None] == game.ended[:, None])
+        returns = jnp.where(ends, ts.info["episode_return"].astype(jnp.float32)[:, None], game.returns)
+        lengths = jnp.where(ends, ts.info["episode_length"].astype(jnp.int32)[:, None], game.lengths)
+        state = jax.tree.map(lambda x, x0: jnp.where(_like(ts.last, x), x0[None], x), state, first)
+        ended = game.ended + ts.last.astype(jnp.int32)
+        return time + 1, Game(env_state, ts.obs, state, key, ended, returns, lengths)
+
+    return jax.lax.while_loop(unfinished, step, (jnp.int32(0), game))[1]
+
+
+def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
+    return mask.reshape(mask.shape + (1,) * (x.ndim - 1))

@@ -1,0 +1,88 @@
+"""Where metrics go besides the run folder's JSONL, which is always written.
+
+A logger is any object with `log(row)` and `close()`; `row` maps names to numbers and always has `iteration` and
+`env_steps`. Loggers known by name: "tensorboard".
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from choreo.errors import RunError, unknown_name
+
+Metrics = Mapping[str, float | int]
+"""What is known of one iteration."""
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Takes one row per iteration, in order."""
+
+    def log(self, row: Metrics) -> None:
+        """Record one iteration; values may be NaN (no episode ended, no evaluation was due)."""
+        ...
+
+    def close(self) -> None:
+        """Called once, also when the run failed."""
+        ...
+
+
+def make_loggers(loggers: Sequence[str | Logger], folder: Path | None) -> list[Logger]:
+    """The loggers themselves; those given by name write into the run folder."""
+    if isinstance(loggers, str):
+        loggers = [loggers]
+    return [_make(logger, folder) for logger in loggers]
+
+
+def check_loggers(loggers: Sequence[Any], folder: Path | None) -> None:
+    """Refuse what `make_loggers` would refuse, before anything is compiled or written."""
+    for logger in [loggers] if isinstance(loggers, str) else loggers:
+        if isinstance(logger, str):
+            if logger not in NAMED:
+                raise unknown_name("logger", logger, NAMED, fix="Or pass an object with `log(row)` and `close()`.")
+            if folder is None:
+                raise RunError(f'loggers=["{logger}"] needs a run folder to write into.', fix='Pass out="runs/x".')
+            NAMED[logger].check()
+            continue
+        missing = [name for name in ("log", "close") if not callable(getattr(logger, name, None))]
+        if missing:
+            raise RunError(
+                f"`{type(logger).__name__}` is no logger: it has no `{missing[0]}`.",
+                fix="A logger has `log(row)` and `close()`.",
+            )
+
+
+def _make(logger: str | Logger, folder: Path | None) -> Logger:
+    if not isinstance(logger, str):
+        return logger
+    assert folder is not None  # checked before
+    return NAMED[logger](folder)
+
+
+class TensorBoard:
+    """Event files for TensorBoard, written by tensorboardX: no TensorFlow."""
+
+    def __init__(self, folder: Path):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    @staticmethod
+    def check() -> None:
+        try:
+            import tensorboardX  # noqa: F401
+        except ImportError as error:
+            raise RunError(
+                'loggers=["tensorboard"] needs the package tensorboardX.', fix="pip install 'choreo[tensorboard]'"
+            ) from error
+
+    def log(self, row: Metrics) -> None:
+        for name, value in row.items():
+            if name not in ("iteration", "env_steps") and value == value:  # a NaN is a gap, not a point
+                self._writer.add_scalar(name, value, int(row["env_steps"]))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+NAMED: dict[str, Any] = {"tensorboard": TensorBoard}

@@ -1,0 +1,117 @@
+"""The usual loops of an algorithm, as plain functions: collect a trajectory, cut it into minibatches, sum up episodes.
+
+They carry no role and know no layout; a `lax.scan` written by hand in their place works just as well.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+
+from choreo.envs.base import Env, TimeStep
+from choreo.types import Key, PyTree
+
+source_info_util.register_exclusion(__file__)
+
+
+class Transition(NamedTuple):
+    """One step of every environment; a trajectory has a time axis in front: [time, env, ...]."""
+
+    obs: jax.Array
+    """What was acted on."""
+    action: jax.Array
+    """What was done."""
+    extras: PyTree
+    """What `act` returned beside the action."""
+    reward: jax.Array
+    """What it gave."""
+    discount: jax.Array
+    """0 where the episode terminated, else 1."""
+    last: jax.Array
+    """True where the episode ended, for either reason."""
+    next_obs: jax.Array
+    """The true successor of `obs`."""
+
+
+class Position(NamedTuple):
+    """Where the environments stand between two iterations."""
+
+    env_state: PyTree
+    """State of the environments."""
+    obs: jax.Array
+    """What to act on next."""
+    memory: PyTree = None
+    """The network's recurrent state in each environment; None if it has none."""
+
+
+def rollout(
+    env: Env, act: Callable[..., Any], params: PyTree, start: Position, key: Key, unroll: int, *, fresh: PyTree = None
+) -> tuple[Position, Transition, dict[str, jax.Array]]:
+    """Act for `unroll` steps in every environment.
+
+    `act(params, obs, key) -> (action, extras)` is for one environment. If the network has memory, `start.memory` [env],
+    it is `act(params, obs, key, memory) -> (action, extras, memory)`, and `fresh` is the memory an episode begins with.
+    Returns where the environments stand now, the trajectory [time, env, ...], and the metrics of episodes that ended.
+    """
+
+    def step(now: Position, key: Key):
+        keys = env.keys(key)
+        if now.memory is None:
+            action, extras = jax.vmap(act, (None, 0, 0))(params, now.obs, keys)
+            memory = None
+        else:
+            action, extras, memory = jax.vmap(act, (None, 0, 0, 0))(params, now.obs, keys, now.memory)
+        env_state, ts = env.step(now.env_state, action)
+        memory = jax.tree.map(lambda old, new: select(ts.last, new, old), memory, fresh)
+        transition = Transition(now.obs, action, extras, ts.reward, ts.discount, ts.last, ts.next_obs)
+        return Position(env_state, ts.obs, memory), (transition, ended_episodes(ts))
+
+    end, (trajectory, episodes) = jax.lax.scan(step, start, jax.random.split(key, unroll))
+    return end, trajectory, episode_metrics(episodes)
+
+
+def select(last: jax.Array, fresh: jax.Array, memory: jax.Array) -> jax.Array:
+    """`memory` [env, ...], but `fresh` [...] where `last` [env]."""
+    last = last.reshape(last.shape + (1,) * fresh.ndim)
+    return jnp.where(last, jnp.broadcast_to(fresh, memory.shape), memory)
+
+
+def ended_episodes(ts: TimeStep) -> dict[str, jax.Array]:
+    """Return and length where an episode ended, else 0; to be summed by `episode_metrics`."""
+    dtype = ts.reward.dtype
+    return {
+        "episodes": ts.last.astype(dtype),
+        "episode_return": jnp.where(ts.last, ts.info["episode_return"], 0),
+        "episode_length": jnp.where(ts.last, ts.info["episode_length"], 0).astype(dtype),
+    }
+
+
+def episode_metrics(ended: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Mean return and length of the episodes that ended, NaN if none did; from `ended_episodes` [time, env]."""
+    # Time first: what then has to leave an environment's site is one number per environment.
+    total = {name: jnp.sum(jnp.sum(x, axis=0)) for name, x in ended.items()}
+    count = total["episodes"]
+    per_episode = jnp.where(count > 0, 1 / jnp.maximum(count, 1), jnp.nan)
+    return {
+        "episode_return": total["episode_return"] * per_episode,
+        "episode_length": total["episode_length"] * per_episode,
+        "episodes": count,
+    }
+
+
+def minibatches(batch: PyTree, key: Key, size: int) -> PyTree:
+    """A batch [n, ...] in random order, as [n / size, size, ...]; `size` must divide n."""
+    num = len(jax.tree.leaves(batch)[0])
+    order = permutation(key, num)
+    return jax.tree.map(lambda x: x[order].reshape(num // size, size, *x.shape[1:]), batch)
+
+
+def permutation(key: Key, num: int) -> jax.Array:
+    """0 .. num - 1 in random order.
+
+    By one sort, whatever `num` is: `jax.random.permutation` sorts twice from 1,626 elements on, and the program would
+    change with the number of environments. Equal sort keys are rare (num^2 / 2^33) and merely keep their order.
+    """
+    return jnp.argsort(jax.random.bits(key, (num,), jnp.uint32))

@@ -1,0 +1,12 @@
+"""Pure functions, a paper equation each."""
+
+from choreo.ops.distributions import Categorical as Categorical
+from choreo.ops.distributions import Distribution as Distribution
+from choreo.ops.distributions import Gaussian as Gaussian
+from choreo.ops.losses import clipped_surrogate as clipped_surrogate
+from choreo.ops.normalise import Moments as Moments
+from choreo.ops.normalise import normalise as normalise
+from choreo.ops.normalise import update_moments as update_moments
+from choreo.ops.returns import discounted_return as discounted_return
+from choreo.ops.returns import gae as gae
+from choreo.ops.returns import lambda_return as lambda_return

@@ -1,0 +1,83 @@
+"""What a user sees while a run goes on: one live line in a terminal, a plain line now and then elsewhere.
+
+PPO  jax:CartPole-v1  62%  184,320 steps  211,000 steps/s  return 318.2  loss 0.041  0:01 left
+"""
+
+import math
+import sys
+from typing import IO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from choreo.loggers import Metrics
+
+PLAIN_LINES = 10
+"""Lines per run where there is no terminal."""
+
+
+class Progress:
+    """A line on how far a run is; silent if `show` is False. Starts no thread."""
+
+    def __init__(self, title: str, *, total_steps: int, show: bool, file: IO[str] | None = None):
+        self._title, self._total, self._show = title, total_steps, show
+        self._console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._printed = 0
+
+    def __enter__(self) -> "Progress":
+        if self._show and self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        self.say(f"{self._title}: compiling ...")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(self, row: Metrics, *, steps_per_second: float) -> None:
+        """Called at each boundary with the metrics of the newest iteration."""
+        steps = int(row["env_steps"])
+        line = progress_line(self._title, row, total_steps=self._total, steps_per_second=steps_per_second)
+        if self._live is not None:
+            self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
+        elif self._show and steps * PLAIN_LINES >= (self._printed + 1) * self._total:
+            self._printed = steps * PLAIN_LINES // self._total
+            self._console.print(line)
+
+    def say(self, text: str) -> None:
+        """Show something that is not a number."""
+        if self._live is not None:
+            self._live.update(Text(text), refresh=True)
+        elif self._show:
+            self._console.print(text)
+
+
+def progress_line(title: str, row: Metrics, *, total_steps: int, steps_per_second: float) -> str:
+    """The line itself; fits into 80 columns."""
+    steps = int(row["env_steps"])
+    parts = [f"{title} {100 * steps // total_steps:>3}%", f"{short(steps)} steps", f"{short(steps_per_second)} steps/s"]
+    loss = next((name for name in row if "loss" in name), None)
+    for label, name in (("return", "train_return"), ("eval", "eval_return"), ("loss", loss)):
+        value = row.get(name, math.nan) if name else math.nan
+        if math.isfinite(value):
+            parts.append(f"{label} {value:.3g}")
+    if steps_per_second > 0:
+        left = int((total_steps - steps) / steps_per_second)
+        parts.append(f"{left // 60}:{left % 60:02} left")
+    return "  ".join(parts)
+
+
+def short(number: float | int) -> str:
+    """Three digits and a unit.
+
+    >>> [short(n) for n in (512, 32_768, 1_250_000)]
+    ['512', '32.8k', '1.25M']
+    """
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,269 @@
+"""From what a user names to what it is, and back.
+
+    "ppo", "my_ppo.py:MyPPO", PPO, PPO(...)     -> an algorithm
+    "jax:CartPole-v1", an environment           -> an environment
+    "coarse", coarse(workers=2)                 -> a layout
+
+`describe` goes the other way: a value as TOML data from which `rebuild` makes an equal one. Numbers, strings, lists,
+frozen dataclasses, and functions that can be imported are described; a lambda is not, and `rebuild` says so.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from choreo.errors import AlgorithmError, ChoreoError, LayoutError, RunError, UnknownNameError, unknown_name
+
+PARTS = {
+    "unroll": "the number of steps per environment and iteration",
+    "init": "`init(env, key) -> carry`",
+    "iterate": "`iterate(env, carry, key) -> (carry, metrics)`",
+    "policy": "`policy(train) -> params`",
+    "act": "`act(params, obs, key, *, greedy=False) -> (action, extras)`",
+}
+"""What an algorithm must have."""
+
+
+def algorithm(algo: Any) -> Any:
+    """The algorithm itself, from its name, its class, or itself."""
+    if isinstance(algo, str):
+        algo = algorithm_class(algo)
+    if isinstance(algo, type):
+        algo = _with_defaults(algo)
+    name = type(algo).__name__
+    for part, form in PARTS.items():
+        if not hasattr(algo, part):
+            raise AlgorithmError(f"`{name}` lacks `{part}`.", fix=f"Add {form}; see docs/your-own-algorithm.md.")
+    if not dataclasses.is_dataclass(algo):
+        raise AlgorithmError(
+            f"`{name}` is no dataclass.", fix="Put @dataclass(frozen=True, kw_only=True) above the class."
+        )
+    return algo
+
+
+def _with_defaults(cls: type) -> Any:
+    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise AlgorithmError(
+                f"`{cls.__name__}.{field.name}` has no default.", fix=f"Pass {cls.__name__}({field.name}=...)."
+            )
+    return cls()
+
+
+def algorithm_class(name: str) -> type:
+    """The class behind `ppo`, `my_ppo.py:MyPPO` or `package.module:MyPPO`."""
+    if ":" in name:
+        cls = load(name)
+        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+            raise AlgorithmError(
+                f"`{name}` is no algorithm, but a {type(cls).__name__}.",
+                fix="An algorithm is a class with @dataclass(frozen=True, kw_only=True).",
+            )
+        return cls
+    from choreo import algos
+
+    return algos.find(name)
+
+
+def environment(env: Any, num_envs: int | None = None) -> Any:
+    """The environment itself, `num_envs` times; 8 times if nothing is said."""
+    from choreo import envs
+
+    if isinstance(env, str):
+        return envs.make(env, num_envs if num_envs is not None else 8)
+    return env if num_envs is None else env.with_num_envs(num_envs)
+
+
+def layout(value: Any, **options: Any) -> Any:
+    """The layout itself, from its name; `options` (`workers=2`) go to the preset."""
+    from choreo.layouts import PRESETS
+
+    options = {name: option for name, option in options.items() if option is not None}
+    if not isinstance(value, str):
+        if options:
+            raise LayoutError(
+                f"`{min(options)}` belongs to a layout given by name.", fix="Put it into the layout itself."
+            )
+        return value
+    if value not in PRESETS:
+        raise unknown_name("layout", value, PRESETS)
+    takes = inspect.signature(PRESETS[value]).parameters
+    for option in options:
+        if option not in takes:
+            able = [name for name, preset in PRESETS.items() if option in inspect.signature(preset).parameters]
+            raise LayoutError(f"Layout `{value}` takes no `{option}`.", fix=f"Layouts that do: {', '.join(able)}.")
+    return PRESETS[value](**options)
+
+
+def load(target: str) -> Any:
+    """What `file.py:name` or `package.module:name` stands for."""
+    where, _, name = target.rpartition(":")
+    module = _load_file(Path(where), target) if where.endswith(".py") else _import(where, target)
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            defined = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+            raise (
+                unknown_name(f"name in {where}", name, defined)
+                if defined
+                else UnknownNameError(f"There is no name in {where} `{name}`.")
+            )
+        value = getattr(value, part)
+    return value
+
+
+def _import(module: str, target: str) -> ModuleType:
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise UnknownNameError(f"There is no module `{module}` for `{target}`.",
+                               fix="Write `path/to/file.py:Name` for a file.")  # fmt: skip
+    return importlib.import_module(module)
+
+
+def _load_file(path: Path, target: str) -> ModuleType:
+    if not path.is_file():
+        near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        if near:
+            raise unknown_name("file", str(path), near)
+        raise UnknownNameError(f"There is no file `{path}` for `{target}`.", fix="Give a path from this folder.")
+    path = path.resolve()
+    # A file that is loaded already is not run again: not the user's script from within itself, and the class a run was
+    # trained with and the class it is loaded with are one.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    name = f"choreo_user_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a .py file has a loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up while it is being executed
+    sys.path.insert(0, str(path.parent))  # as `python my_ppo.py` would
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def describe(value: Any) -> Any:
+    """`value` as TOML data; what cannot be described becomes a note that `rebuild` refuses."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return {"tuple": [describe(v) for v in value]} if isinstance(value, tuple) else [describe(v) for v in value]
+    if value is None:
+        return {"none": True}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_importable(type(value)):
+        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"class": _target(type(value)), **({"fields": fields} if fields else {})}
+    if isinstance(value, functools.partial):
+        args, kwargs = [describe(v) for v in value.args], {k: describe(v) for k, v in value.keywords.items()}
+        return {"partial": describe(value.func), "args": args, "kwargs": kwargs}
+    if _is_importable(value):
+        return {"name": _target(value)}
+    return {"unknown": repr(value)}
+
+
+def rebuild(data: Any, *, at: str) -> Any:
+    """The value `describe` described; `at` names it in errors."""
+    if isinstance(data, list):
+        return [rebuild(v, at=f"{at}[{i}]") for i, v in enumerate(data)]
+    if not isinstance(data, dict):
+        return data
+    match data:
+        case {"none": True}:
+            return None
+        case {"tuple": list(items)}:
+            return tuple(rebuild(v, at=f"{at}[{i}]") for i, v in enumerate(items))
+        case {"name": str(target)}:
+            return _reload(target, at)
+        case {"class": str(target)}:
+            fields = {k: rebuild(v, at=f"{at}.{k}") for k, v in data.get("fields", {}).items()}
+            return _construct(_reload(target, at), fields)
+        case {"partial": func, "args": args, "kwargs": kwargs}:
+            positional = [rebuild(v, at=f"{at}.args[{i}]") for i, v in enumerate(args)]
+            return functools.partial(
+                rebuild(func, at=at), *positional, **{k: rebuild(v, at=f"{at}.{k}") for k, v in kwargs.items()}
+            )
+        case _:
+            raise RunError(
+                f"`{at}` of this run cannot be made again from its run.toml: it was {data.get('unknown', data)}.",
+                fix="Pass it yourself, as in choreo.load(path, algo=...) or choreo.load(path, env=...); or give the "
+                "run a function that can be imported instead of a lambda.",
+            )
+
+
+def describe_environment(env: Any) -> dict[str, Any]:
+    """An environment as TOML data: its name and count if these are all there is to it."""
+    from choreo import envs
+
+    try:
+        named = envs.make(env.name, env.num_envs)
+    except ChoreoError:
+        named = None  # not one of ours: described field by field
+    return {"name": env.name, "num_envs": env.num_envs} if named == env else describe(env)
+
+
+def rebuild_environment(data: dict[str, Any]) -> Any:
+    """The environment `describe_environment` described."""
+    if "num_envs" in data:
+        return environment(data["name"], data["num_envs"])
+    return rebuild(data, at="environment")
+
+
+def _construct(cls: type, fields: dict[str, Any]) -> Any:
+    parameters = inspect.signature(cls).parameters.values()
+    star = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    return cls(*fields.pop(star, ()), **fields) if star else cls(**fields)
+
+
+def _reload(target: str, at: str) -> Any:
+    try:
+        return load(target)
+    except UnknownNameError as error:
+        raise RunError(
+            f"`{at}` of this run is `{target}`, which is gone. {error.what}",
+            fix="Put the file back, or pass the value yourself: choreo.load(path, algo=...).",
+        ) from error
+
+
+def _target(value: Any) -> str:
+    """`package.module:Name`, or `/path/file.py:Name` for a file that belongs to no package."""
+    module = sys.modules[value.__module__]
+    if module.__package__ or value.__module__ in sys.stdlib_module_names:
+        return f"{value.__module__}:{value.__qualname__}"
+    return f"{Path(module.__file__ or '').resolve()}:{value.__qualname__}"
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether the module a function or class says it is from holds it under its name, and can be loaded again."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    qualname = getattr(value, "__qualname__", None)
+    if module is None or qualname is None or not getattr(module, "__file__", None):
+        return False
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def summary_line(value: Any) -> str:
+    """The first line of a docstring, for lists."""
+    return (inspect.getdoc(value) or "").split("\n", 1)[0]

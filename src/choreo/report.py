@@ -1,0 +1,72 @@
+"""A run as a picture and as a table."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+LABELS = {
+    "return": "return (greedy, 100 fresh episodes)",
+    "train_return": "return (last 100 training episodes)",
+    "env_steps": "environment steps",
+    "seconds": "seconds",
+    "steps_per_second": "steps per second",
+    "compile_seconds": "seconds compiling",
+    "params_hash": "parameters (SHA-256)",
+}
+
+
+def learning_curve(metrics: Mapping[str, np.ndarray], *, title: str) -> Figure:
+    """Return over environment steps: each iteration, their running mean, and evaluations."""
+    # Not pyplot: it keeps figures alive and picks a backend by what display there is.
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(title=title, xlabel="environment steps", ylabel="episode return")
+    steps, returns = metrics["env_steps"], metrics["episode_return"]
+    axes.plot(steps, returns, color="C0", alpha=0.3, linewidth=1)
+    axes.plot(steps, metrics["train_return"], color="C0", label="training (last 100 episodes)")
+    if "eval_return" in metrics:
+        due = np.isfinite(metrics["eval_return"])
+        axes.plot(steps[due], metrics["eval_return"][due], "o-", color="C1", markersize=4, label="evaluation (greedy)")
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    return figure
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure whole, or not at all."""
+    import io
+
+    from choreo.checkpoint import write_atomic
+
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=120)
+    write_atomic(path, data.getvalue())
+
+
+def summary_table(summary: Mapping[str, Any], *, title: str, folder: Path | None) -> Table:
+    """The numbers of a run, for a terminal."""
+    table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in summary.items():
+        if name in LABELS:
+            table.add_row(LABELS[name], _shown(name, value))
+    if folder is not None:
+        table.add_row("run folder", str(folder))
+    return table
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value[:16]
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if name in ("env_steps", "steps_per_second") else f"{value:,.1f}"

@@ -1,0 +1,137 @@
+"""What a training run gave: metrics, parameters, and what to do with them."""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo import checkpoint
+from choreo.errors import EnvError, RunError
+from choreo.evaluate import Evaluation, act, evaluate, initial_state
+from choreo.folder import Row
+from choreo.recipe import Recipe
+from choreo.types import Key, PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Where the wall time went."""
+
+    seconds: float = math.nan
+    """From the call of `train` to the last iteration."""
+    compile_seconds: float = math.nan
+    """Of these, compiling."""
+    steps_per_second: float = math.nan
+    """Environment steps per second of running, without compiling and evaluating."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """What a training run gave."""
+
+    recipe: Recipe
+    """Everything the run depended on."""
+    train_state: PyTree
+    """Everything learned."""
+    rows: list[Row]
+    """Metrics, one row per iteration."""
+    timing: Timing
+    """Where the wall time went."""
+    path: Path | None
+    """The run folder, if there is one."""
+
+    @property
+    def algo(self) -> Any:
+        return self.recipe.algo_with_horizon
+
+    @property
+    def env(self) -> Any:
+        return self.recipe.env
+
+    @property
+    def layout(self) -> Any:
+        return self.recipe.layout
+
+    @functools.cached_property
+    def params(self) -> PyTree:
+        """What acting needs."""
+        return self.algo.policy(self.train_state)
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, np.ndarray]:
+        """Each metric over iterations; NaN where it was not measured."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        return {name: np.array([row.get(name, math.nan) for row in self.rows]) for name in names}
+
+    @property
+    def train_return(self) -> float:
+        """Mean return of the last 100 training episodes."""
+        return self.rows[-1]["train_return"] if self.rows else math.nan
+
+    def evaluate(self, episodes: int = 100, *, seed: int = 0, greedy: bool = True) -> Evaluation:
+        """Fresh, complete episodes with the final parameters; another `seed` gives other episodes."""
+        key = jax.random.fold_in(jax.random.fold_in(self.recipe.key_evaluate, 2**31), seed)
+        return evaluate(self.algo, self.env, self.params, key=key, episodes=episodes, greedy=greedy)
+
+    def act(self, obs: Any, state: PyTree = None, *, greedy: bool = True, key: Key | None = None) -> Any:
+        """The action for one observation, as NumPy.
+
+        With a recurrent network, returns `(action, state)`: give the state back with the next observation, and None
+        at the start of an episode. `key` is needed only for greedy=False.
+        """
+        space = self.env.observation_space
+        if np.shape(obs) != space.shape:
+            raise EnvError(
+                f"An observation of {self.env.name} has shape {list(space.shape)}, not {list(np.shape(obs))}.",
+                fix="Pass one observation of one environment; for a batch, call it for each.",
+            )
+        if key is None:
+            if not greedy:
+                raise RunError("act(greedy=False) samples, and needs a key.", fix="Pass key=jax.random.key(0).")
+            key = self.recipe.key
+        first = initial_state(self.algo, self.params)
+        state = first if state is None else state
+        action, state = _act(self.algo, self.params, jnp.asarray(np.asarray(obs, space.dtype)), key, state, greedy)
+        action = jax.tree.map(np.asarray, action)
+        return action if first is None else (action, state)
+
+    @functools.cached_property
+    def summary(self) -> dict[str, Any]:
+        """The numbers of the final table; plays 100 evaluation episodes the first time."""
+        return {"return": self.evaluate(episodes=100).mean} | self.training_summary
+
+    @property
+    def training_summary(self) -> dict[str, Any]:
+        """The same without an evaluation."""
+        return {
+            "train_return": self.train_return,
+            "iterations": len(self.rows),
+            "env_steps": len(self.rows) * self.recipe.steps_per_iteration,
+            **dataclasses.asdict(self.timing),
+            "params_hash": checkpoint.sha256(self.params),
+        }
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The learning curve as a Matplotlib figure; written as PNG if `path` is given."""
+        from choreo import report
+
+        figure = report.learning_curve(self.metrics, title=self.recipe.title)
+        if path is not None:
+            report.save_png(figure, Path(path))
+        return figure
+
+    def __repr__(self) -> str:
+        folder = f", {self.path}" if self.path else ""
+        return f"<Run {self.recipe.title}: {len(self.rows)} iterations, return {self.train_return:.1f}{folder}>"
+
+
+@eqx.filter_jit
+def _act(algo: Any, params: PyTree, obs: jax.Array, key: Key, state: PyTree, greedy: bool) -> tuple[PyTree, PyTree]:
+    return act(algo, params, obs, key, state, greedy=greedy)

@@ -1,0 +1,4 @@
+"""Laws for our code and for users' code: each adapter passes `check_env`, each algorithm `check_algorithm`."""
+
+from choreo.testing.algorithms import check_algorithm as check_algorithm
+from choreo.testing.envs import check_env as check_env

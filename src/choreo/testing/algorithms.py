@@ -1,0 +1,200 @@
+"""`check_algorithm`: which part of an algorithm is missing or has the wrong form.
+
+    from choreo.testing import check_algorithm
+    check_algorithm(MyPPO())            # silent, or an AlgorithmError that names the part
+
+An algorithm is a protocol, not a base class: a frozen dataclass of hyper-parameters with these parts.
+
+    unroll                                        steps per environment and iteration
+    init(env, key) -> carry                       `carry.train` is everything learned
+    iterate(env, carry, key) -> carry, metrics    one iteration, with functions marked by @choreo.fragment
+    policy(train) -> params                       what acting needs
+    act(params, obs, key, *, greedy) -> action, extras
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+import jax
+import jax.extend.core as jec
+import numpy as np
+
+from choreo import envs
+from choreo._compat import call_name, inner_jaxprs
+from choreo.errors import AlgorithmError
+from choreo.roles import find_call, is_array
+from choreo.types import PyTree
+
+PARTS = {
+    "unroll": "a field: steps per environment and iteration",
+    "init": "init(env, key) -> carry, with `carry.train`",
+    "iterate": "iterate(env, carry, key) -> (carry, metrics)",
+    "policy": "policy(train) -> params",
+    "act": "act(params, obs, key, *, greedy=False) -> (action, extras)",
+}
+METRICS = ("episode_return", "episode_length", "episodes")
+
+
+def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
+    """Try every part of `algo` on `env` (8 x CartPole if none is given), one iteration long; raises AlgorithmError."""
+    env = envs.make("jax:CartPole-v1", num_envs=8) if env is None else env
+    require_parts(algo)
+    key_init, key = jax.random.split(jax.random.key(0))
+    check_init(algo, env, key_init)
+    carry = jax.jit(algo.init, static_argnums=0)(env, key_init)
+    check_roles(algo, env, carry, key)
+    check_iterate(algo, env, carry, key)
+    check_act(algo, env, carry)
+
+
+def require_parts(algo: Any) -> None:
+    """Every part is there and takes the right number of arguments; calls nothing."""
+    name = type(algo).__name__
+    missing = [f"`{part}`: {what}" for part, what in PARTS.items() if not hasattr(algo, part)]
+    if missing:
+        raise AlgorithmError(
+            f"`{name}` lacks {len(missing)} of the parts of an algorithm.",
+            fix="\n".join(["Add", *(f"  {line}" for line in missing)]),
+        )
+    for part, arguments in (("init", 2), ("iterate", 3), ("policy", 1), ("act", 3)):
+        try:
+            inspect.signature(getattr(algo, part)).bind(*range(arguments))
+        except TypeError as error:
+            raise AlgorithmError(
+                f"`{name}.{part}` does not take {arguments} arguments: {error}.", fix=f"Write it as {PARTS[part]}."
+            ) from error
+    try:
+        hash(algo)
+    except TypeError as error:
+        raise AlgorithmError(
+            f"`{name}` cannot be hashed.", fix="Make it a @dataclass(frozen=True) of hashable fields."
+        ) from error
+
+
+def check_init(algo: Any, env: envs.Env, key: jax.Array) -> None:
+    """`carry.train` exists, and every leaf of the carry is an array: a function could not cross a `jit`."""
+    traced = []
+    jax.eval_shape(lambda key: traced.append(algo.init(env, key)), key)  # returns nothing, so that any leaf will do
+    (carry,) = traced
+    if not hasattr(carry, "train"):
+        raise AlgorithmError(
+            f"`{type(algo).__name__}.init` returns a {type(carry).__name__} without `.train`.",
+            fix="Return a NamedTuple (or another pytree) with a field `train`.",
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
+        if not is_array(leaf):
+            raise AlgorithmError(
+                f"`{type(algo).__name__}.init` returns a {type(leaf).__name__} at `carry{jax.tree_util.keystr(path)}`; "
+                "a carry holds arrays.",
+                fix="Mark it eqx.field(static=True) in its module, or pass the module through choreo.networks.freeze.",
+            )
+
+
+def check_roles(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> None:
+    """Something in `iterate` is marked: else there is nothing to lay out."""
+    jaxpr = jax.make_jaxpr(lambda carry, key: algo.iterate(env, carry, key))(carry, key)
+    roles = set(_roles(jaxpr)) - {"env"}
+    if not roles:
+        raise AlgorithmError(
+            f"No function called by `{type(algo).__name__}.iterate` carries a role.",
+            fix='Mark them: @choreo.fragment("actor") on act, @choreo.fragment("learner") on learn.',
+        )
+
+
+def check_iterate(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> None:
+    """An iteration returns a carry of the same form, and the metrics everybody reads."""
+    name = type(algo).__name__
+    out = jax.eval_shape(lambda carry, key: algo.iterate(env, carry, key), carry, key)
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise AlgorithmError(f"`{name}.iterate` returns a {type(out).__name__}, not (carry, metrics).")
+    _same_form(name, carry, out[0])
+    _check_metrics(name, out[1])
+    carry, _ = jax.jit(lambda carry, key: algo.iterate(env, carry, key))(carry, key)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(carry.train):
+        numeric = not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if numeric and not np.isfinite(np.asarray(leaf, np.float64)).all():
+            raise AlgorithmError(
+                f"After one iteration `carry.train{jax.tree_util.keystr(path)}` is not finite.",
+                fix="Lower the learning rate, or look for a division by zero in the loss.",
+            )
+
+
+def check_act(algo: Any, env: envs.Env, carry: PyTree) -> None:
+    """Acting for one environment gives an action of the action space, greedy or not, with or without memory."""
+    name, space = type(algo).__name__, env.action_space
+    params = algo.policy(carry.train)
+    obs = jax.tree.map(lambda x: x[0], env.reset(env.keys(jax.random.key(1)))[1])
+    memory = algo.initial_state(params) if hasattr(algo, "initial_state") else None
+    args = (params, obs, jax.random.key(2), *(() if memory is None else (memory,)))
+    for greedy in (False, True):
+        try:
+            out = algo.act(*args, greedy=greedy)
+        except TypeError as error:
+            raise AlgorithmError(
+                f"`{name}.act` cannot be called: {error}.", fix=f"Write it as {PARTS['act']}."
+            ) from error
+        expected = 2 if memory is None else 3
+        if not isinstance(out, tuple) or len(out) != expected:
+            what = "(action, extras)" if memory is None else "(action, extras, memory)"
+            raise AlgorithmError(f"`{name}.act` does not return {what}.", fix=f"Write it as {PARTS['act']}.")
+        _check_action(name, out[0], space)
+        if memory is not None:
+            _same_form(name, memory, out[2], what="the memory `act` returns")
+    again = algo.act(*args[:2], jax.random.key(3), *args[3:], greedy=True)[0]
+    if not np.array_equal(again, out[0]):
+        raise AlgorithmError(f"`{name}.act(greedy=True)` depends on the key.", fix="Return the likeliest action.")
+
+
+def _check_metrics(name: str, metrics: Any) -> None:
+    if not isinstance(metrics, dict):
+        raise AlgorithmError(f"`{name}.iterate` returns metrics as a {type(metrics).__name__}, not a dict.")
+    for key, value in metrics.items():
+        if not isinstance(key, str) or getattr(value, "shape", None) != ():
+            raise AlgorithmError(
+                f"The metric `{key}` of `{name}` is not a scalar array.",
+                fix="Metrics are a flat dict from names to scalars; take a mean.",
+            )
+    missing = [metric for metric in METRICS if metric not in metrics]
+    if missing:
+        raise AlgorithmError(
+            f"The metrics of `{name}` lack {', '.join(f'`{m}`' for m in missing)}.",
+            fix="choreo.rollout returns them; merge them into your own.",
+        )
+
+
+def _check_action(name: str, action: Any, space: gymnasium.Space) -> None:
+    expected = space.shape or ()
+    discrete = isinstance(space, gymnasium.spaces.Discrete)
+    kind = np.integer if discrete else np.floating
+    if action.shape != expected or not np.issubdtype(action.dtype, kind):
+        raise AlgorithmError(
+            f"`{name}.act` returns an action {action.dtype}{list(action.shape)} for one environment, "
+            f"but actions are {space}.",
+            fix="`act` is for one environment; `iterate` vmaps it.",
+        )
+
+
+def _same_form(name: str, before: PyTree, after: PyTree, *, what: str = "the carry `iterate` returns") -> None:
+    one, other = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise AlgorithmError(
+            f"`{name}`: {what} has another structure than the one it was given.",
+            fix=f"Given {jax.tree.structure(before)}, returned {jax.tree.structure(after)}.",
+        )
+    for (path, x), (_, y) in zip(one, other, strict=True):
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            raise AlgorithmError(
+                f"`{name}`: {what} differs from the one it was given at `{jax.tree_util.keystr(path)}`: "
+                f"{x.dtype}{list(x.shape)} became {y.dtype}{list(y.shape)}.",
+                fix="Keep shapes and types; write jnp.zeros((), jnp.int32) rather than 0.",
+            )
+
+
+def _roles(jaxpr: jec.ClosedJaxpr) -> Iterator[str]:
+    for eqn in jaxpr.jaxpr.eqns:
+        if call := find_call(call_name(eqn)):
+            yield call.role
+        for inner in inner_jaxprs(eqn):
+            yield from _roles(inner)

@@ -1,0 +1,175 @@
+"""`check_env`: what every environment promises, tried out.
+
+from choreo.testing import check_env
+check_env(MyEnv(num_envs=4))        # silent, or an EnvError that says which promise is broken
+"""
+
+import functools
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo.envs.base import Env, TimeStep
+from choreo.errors import EnvError
+from choreo.types import Key, PyTree
+
+PARTS = ("name", "num_envs", "observation_space", "action_space", "keys", "reset", "step", "with_num_envs")
+
+
+def check_env(env: Any, *, steps: int = 300, seed: int = 0) -> None:
+    """Step `env` with random actions and compare what it does with what it promises; raises EnvError.
+
+    Give it 3 environments or more and enough steps for some episodes to end. Everything is run twice.
+    """
+    check_parts(env)
+    key_reset, key_action = jax.random.split(jax.random.key(seed))
+    keys = env.keys(key_reset)
+    _require(keys.shape == (env.num_envs,), env, f"`keys` gives {keys.shape}, not one key per environment.")
+    state, obs = env.reset(keys)
+    _check_obs(env, "reset", obs)
+
+    actions = sample_actions(env, key_action, steps)
+    # Collected once; every law below reads it.
+    _, steps_taken = play(env, state, actions)
+    check_types(env, steps_taken)
+    check_episodes(env, steps_taken)
+    check_determinism(env, keys, actions, steps_taken)
+    check_independence(env, keys, actions, steps_taken)
+
+
+def check_parts(env: Any) -> None:
+    """It has every part, spaces are Gymnasium's, and it is a hashable value."""
+    missing = [part for part in PARTS if not hasattr(env, part)]
+    if missing:
+        raise EnvError(
+            f"`{type(env).__name__}` lacks {', '.join(f'`{part}`' for part in missing)}.",
+            fix="See choreo.envs.base.Env for what each one is.",
+        )
+    for part in ("observation_space", "action_space"):
+        _require(isinstance(getattr(env, part), gymnasium.Space), env, f"`{part}` is not a Gymnasium space.")
+    try:
+        hash(env)
+    except TypeError as error:
+        raise EnvError(
+            f"`{env.name}` cannot be hashed.", fix="Make it a frozen dataclass of hashable fields."
+        ) from error
+    other = env.with_num_envs(env.num_envs + 1)
+    _require(other.num_envs == env.num_envs + 1, env, "`with_num_envs(n)` does not have n environments.")
+    _require(env.with_num_envs(env.num_envs) == env, env, "`with_num_envs(num_envs)` is not equal to the environment.")
+
+
+def sample_actions(env: Env, key: Key, steps: int) -> jax.Array:
+    """Random actions [time, env, ...] within the action space."""
+    space, shape = env.action_space, (steps, env.num_envs)
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return space.start.item() + jax.random.randint(key, shape, 0, int(space.n), jnp.int32)
+    if isinstance(space, gymnasium.spaces.Box):
+        low, high = (jnp.asarray(np.clip(x, -1e3, 1e3), jnp.result_type(float)) for x in (space.low, space.high))
+        unit = jax.random.uniform(key, (*shape, *space.shape))
+        return jax.vmap(jax.vmap(lambda u: low + u * (high - low)))(unit)
+    raise EnvError(f"check_env samples Discrete and Box actions; `{env.name}` has {space}.")
+
+
+def play(env: Env, state: PyTree, actions: jax.Array) -> tuple[PyTree, TimeStep]:
+    """All steps as one compiled program: -> state, TimeStep [time, env, ...]."""
+    try:
+        return _play(env, state, actions)
+    except TypeError as error:
+        raise EnvError(
+            f"`{env.name}` does not return the same type of state that it was given, so it cannot be looped over.",
+            fix=str(error).split("\n\n")[0],
+        ) from error
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _play(env: Env, state: PyTree, actions: jax.Array) -> tuple[PyTree, TimeStep]:
+    return jax.lax.scan(env.step, state, actions)
+
+
+def check_types(env: Env, ts: TimeStep) -> None:
+    """Shapes and types of every leaf, and observations within their space."""
+    _require(isinstance(ts, tuple) and ts._fields == TimeStep._fields, env, "`step` does not return a TimeStep.")
+    shape, floating = ts.last.shape, jnp.result_type(float)
+    _check_obs(env, "step", ts.obs, time=True)
+    _check_obs(env, "step", ts.next_obs, time=True)
+    for name, dtype in (("reward", floating), ("discount", floating), ("last", np.dtype(bool))):
+        leaf = getattr(ts, name)
+        ok = leaf.shape == shape and leaf.dtype == dtype
+        _require(ok, env, f"`{name}` is {leaf.dtype}{list(leaf.shape[1:])}, not {dtype}[{env.num_envs}].")
+    for name, dtype in (("episode_return", floating), ("episode_length", np.dtype(np.int32))):
+        _require(name in ts.info, env, f"`info` lacks `{name}`.")
+        ok = ts.info[name].shape == shape and ts.info[name].dtype == dtype
+        _require(ok, env, f"`info[{name!r}]` is {ts.info[name].dtype}, not {dtype}[{env.num_envs}].")
+
+
+def check_episodes(env: Env, ts: TimeStep) -> None:
+    """`next_obs`, `discount`, `last` and the running totals agree with one another."""
+    ts = jax.tree.map(np.asarray, ts)
+    same = (ts.obs == ts.next_obs).reshape(*ts.last.shape, -1).all(-1)
+    _require(bool((same | ts.last).all()), env, "`next_obs` differs from `obs` in a step that is not `last`.")
+    _require(bool(np.isin(ts.discount, (0, 1)).all()), env, "`discount` is neither 0 nor 1.")
+    _require(bool(((ts.discount == 1) | ts.last).all()), env, "`discount` is 0 in a step that is not `last`.")
+    total, length = np.zeros(env.num_envs, ts.reward.dtype), np.zeros(env.num_envs, np.int32)
+    for t in range(len(ts.last)):
+        total, length = total + ts.reward[t], length + 1
+        ok = np.allclose(ts.info["episode_return"][t], total, rtol=1e-4, atol=1e-4)
+        _require(ok, env, f"`episode_return` is not the sum of rewards of the episode (step {t}).")
+        ok = (ts.info["episode_length"][t] == length).all()
+        _require(bool(ok), env, f"`episode_length` does not count the steps of the episode (step {t}).")
+        total, length = np.where(ts.last[t], 0, total), np.where(ts.last[t], 0, length)
+
+
+def check_determinism(env: Env, keys: Key, actions: jax.Array, ts: TimeStep) -> None:
+    """The same keys and actions give the same episode; other keys another one."""
+    _require(_equal(ts, play(env, env.reset(keys)[0], actions)[1]), env, "the same keys and actions give two results.")
+    many = env.with_num_envs(64)  # enough to see another start, where there are two
+    (_, one), (_, two) = (many.reset(many.keys(jax.random.key(seed))) for seed in (1, 2))
+    alike = len(np.unique(np.asarray(one).reshape(64, -1), axis=0)) == 1
+    _require(not alike or _equal(one, two), env, "all environments begin alike although their keys differ.")
+
+
+def check_independence(env: Env, keys: Key, actions: jax.Array, ts: TimeStep) -> None:
+    """What environment 0 sees does not depend on what the others are given, nor on how many there are."""
+    # Roll the others: environment 0 keeps its key and its actions, its neighbours get each other's.
+    order = np.r_[0, np.roll(np.arange(1, env.num_envs), 1)]
+    _, rolled = play(env, env.reset(keys[order])[0], actions[:, order])
+    ok = _close(rolled, jax.tree.map(lambda x: x[:, order], ts))
+    _require(ok, env, "an environment's steps depend on the other environments.")
+    one = env.with_num_envs(1)
+    _, alone = play(one, one.reset(keys[:1])[0], actions[:, :1])
+    ok = _close(alone, jax.tree.map(lambda x: x[:, :1], ts))
+    _require(ok, env, "an environment's steps depend on the number of environments.")
+
+
+def _check_obs(env: Env, part: str, obs: jax.Array, *, time: bool = False) -> None:
+    space = env.observation_space
+    expected = (env.num_envs, *(space.shape or ()))
+    shape = obs.shape[1:] if time else obs.shape
+    _require(shape == expected, env, f"`{part}` gives observations {list(shape)}, not {list(expected)}.")
+    # Under jax_enable_x64 a float32 space may be computed in float64.
+    wide = jnp.result_type(float) if np.issubdtype(np.dtype(space.dtype), np.floating) else space.dtype
+    _require(
+        obs.dtype in (space.dtype, wide), env, f"`{part}` gives observations of type {obs.dtype}, not {space.dtype}."
+    )
+    if isinstance(space, gymnasium.spaces.Box):
+        tolerance = 1e-5 * (1 + np.abs(np.where(np.isfinite(space.high), space.high, 0))).astype(np.float64)
+        inside = (np.asarray(obs) >= space.low - tolerance) & (np.asarray(obs) <= space.high + tolerance)
+        _require(bool(inside.all()), env, f"`{part}` gives observations outside {space}.")
+
+
+def _equal(a: PyTree, b: PyTree) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def _close(a: TimeStep, b: TimeStep, *, steps: int = 50) -> bool:
+    """Equal but for rounding, in the first steps: other shapes round otherwise, and unstable dynamics let that grow."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.allclose(np.asarray(x[:steps]), np.asarray(y[:steps]), rtol=1e-3, atol=1e-3) for x, y in pairs)
+
+
+def _require(ok: bool, env: Env, broken: str) -> None:
+    if not ok:
+        raise EnvError(f"`{env.name}` breaks its contract: {broken}", fix="See choreo.envs.base for the contract.")

@@ -1,0 +1,332 @@
+"""Train an algorithm, keep what came out, and go on later.
+
+    train ──► Recipe ──► plan ──► runtime.run(0, 32), run(32, 64), ... ──► Run
+                                        │ at each boundary: metrics, evaluation, checkpoint, stop?
+
+Boundaries are iteration numbers chosen before the run starts, never times. Everything that looks at a run or ends it
+(evaluation, checkpoints, `stop_at_return`, a metric that is no longer finite, `on_iteration`) does so there, so a
+resumed run does the same as one that was never interrupted, bit for bit.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from choreo import checkpoint, registry
+from choreo.cache import use_compilation_cache
+from choreo.errors import AlgorithmError, DivergedError, RunError
+from choreo.evaluate import evaluate
+from choreo.folder import Row, RunFolder, to_json
+from choreo.loggers import Logger, Metrics, check_loggers, make_loggers
+from choreo.partition.trace import trace
+from choreo.plans import plan_traced
+from choreo.progress import Progress
+from choreo.recipe import RUNTIMES, Recipe
+from choreo.runs import Run, Timing
+from choreo.types import PyTree
+
+EPISODES_PER_RETURN = 100
+"""`train_return` is the mean over at least this many episodes, once there are so many."""
+
+OnIteration = Callable[[int, Metrics], bool | None]
+"""Called with each iteration's number and metrics; True ends the run at the boundary."""
+
+
+def train(
+    algo: Any,
+    env: Any,
+    *,
+    steps: int,
+    layout: Any = "fused",
+    num_envs: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    runtime: str = "inprocess",
+    eval_every: int | None = None,
+    eval_episodes: int = 20,
+    stop_at_return: float | int | None = None,
+    checkpoint_every: int | None = None,
+    loggers: Sequence[str | Logger] = (),
+    on_iteration: OnIteration | None = None,
+    progress: bool | None = None,
+) -> "Run":
+    """Train `algo` on `env` for at least `steps` environment steps (whole iterations).
+
+    `algo`, `env` and `layout` are values or names ("ppo", "my_ppo.py:MyPPO"; "jax:CartPole-v1"; "coarse"). An
+    environment given by name is made 8 times unless `num_envs` says otherwise. With `out`, everything is kept in that
+    folder, which must be new or empty. `eval_every` and `checkpoint_every` count iterations. `stop_at_return` ends the
+    run once the evaluation reaches it; without `eval_every`, once the mean of the last 100 training episodes does.
+    `progress`: None shows it in a terminal only.
+
+    Refuses (ChoreoError) before anything is compiled whatever can be refused then.
+    """
+    algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
+    recipe = Recipe(
+        algo=algo,
+        env=env,
+        layout=registry.layout(layout),
+        steps=steps,
+        seed=seed,
+        runtime=runtime,
+        eval_every=eval_every,
+        eval_episodes=eval_episodes,
+        stop_at_return=stop_at_return,
+        checkpoint_every=checkpoint_every,
+    )
+    folder = None if out is None else RunFolder(out)
+    if folder is not None:
+        folder.check_new()
+    check_loggers(loggers, folder and folder.path)
+    start = Start(done=0, rows=[], carry=None)
+    return _drive(recipe, folder, start, loggers=loggers, on_iteration=on_iteration, progress=progress)
+
+
+def resume(
+    path: str | Path,
+    *,
+    steps: int | None = None,
+    algo: Any = None,
+    env: Any = None,
+    loggers: Sequence[str | Logger] = (),
+    on_iteration: OnIteration | None = None,
+    progress: bool | None = None,
+) -> "Run":
+    """Go on from the last checkpoint of a run folder, to its own number of steps or to `steps`.
+
+    The result is that of a run that was never interrupted, bit for bit. With other `steps` than the run began with,
+    schedules stretch to the new end, unless the algorithm was given its `total_steps` at the start. Only for layouts
+    with one site.
+    """
+    folder = RunFolder(path)
+    folder.check_not_in_use()
+    recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+    if steps is not None:
+        recipe = dataclasses.replace(recipe, steps=steps)
+    check_loggers(loggers, folder.path)
+    done = checkpoint.iteration(folder.checkpoint)
+    if done >= recipe.iterations:
+        raise RunError(
+            f"{folder.path} is finished: {done} iterations, {done * recipe.steps_per_iteration:,} steps.",
+            fix=f"Go on with `choreo resume {folder.path} --steps {2 * done * recipe.steps_per_iteration}`.",
+        )
+    start = Start(
+        done=done,
+        rows=folder.read_metrics(before=done),
+        carry=checkpoint.load(folder.checkpoint, recipe.carry_structure()),
+    )
+    return _drive(recipe, folder, start, loggers=loggers, on_iteration=on_iteration, progress=progress)
+
+
+def load(path: str | Path, *, algo: Any = None, env: Any = None) -> "Run":
+    """The run in a folder, as of its last checkpoint. `algo` or `env` are needed only if run.toml cannot name them."""
+    use_compilation_cache()
+    folder = RunFolder(path)
+    recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+    done = checkpoint.iteration(folder.checkpoint)
+    carry = checkpoint.load(folder.checkpoint, recipe.carry_structure())
+    rows = folder.read_metrics(before=done)
+    return Run(recipe=recipe, train_state=carry.train, rows=rows, timing=_read_timing(folder), path=folder.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where `_drive` begins."""
+
+    done: int
+    """Iterations already run."""
+    rows: list[Row]
+    """Their metrics."""
+    carry: PyTree | None
+    """The state after them; None: run `init`."""
+
+
+def _drive(
+    recipe: Recipe,
+    folder: RunFolder | None,
+    start: Start,
+    *,
+    loggers: Sequence[str | Logger],
+    on_iteration: OnIteration | None,
+    progress: bool | None,
+) -> Run:
+    """Run iterations from `start` to the end, doing at each boundary what is due."""
+    began, algo, env = time.perf_counter(), recipe.algo_with_horizon, recipe.env
+    use_compilation_cache()
+    recipe.carry_structure()  # the cheapest way to hear that the algorithm and the counts do not fit
+    traced = trace(algo, env)
+    the_plan = plan_traced(traced, recipe.layout, title=recipe.title)
+    if start.done and the_plan.num_sites > 1:
+        raise RunError(
+            f"This run has {the_plan.num_sites} sites; only runs with one site can be resumed.",
+            fix="Train with --layout fused to be able to resume, or train this one again from the start.",
+        )
+    rows, returns, clock = list(start.rows), EpisodeReturns(start.rows), Clock()
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            folder.open()
+            stack.callback(folder.close)
+            folder.write_recipe(recipe.to_toml())
+            folder.write_text("graph.svg", traced.iterate.draw())
+            if start.done:
+                folder.rewrite_metrics(start.rows)  # rows beyond the checkpoint are about to be run again
+        sinks = make_loggers(loggers, folder and folder.path)
+        for sink in sinks:
+            stack.callback(sink.close)
+        show = sys.stderr.isatty() if progress is None else progress
+        line = stack.enter_context(Progress(type(algo).__name__, total_steps=recipe.total_steps, show=show))
+        runtime = RUNTIMES[recipe.runtime](the_plan)
+        stack.callback(runtime.close)
+        if start.carry is None:
+            runtime.start(recipe.key)
+        else:
+            runtime.restore(start.carry, recipe.key)
+
+        first, stopping = start.done, False
+        while first < recipe.iterations and not stopping:
+            stop = recipe.next_boundary(first)
+            with clock.running(runtime):
+                stacked = runtime.run(first, stop)
+            new = _rows(recipe, stacked, first, stop, returns, seconds=time.perf_counter() - began)
+            bad = _first_not_finite(new)
+            new = new if bad is None else new[: bad[0] - first + 1]
+            if bad is None and recipe.eval_every and stop % recipe.eval_every == 0:
+                params = algo.policy(runtime.carry().train)
+                key = jax.random.fold_in(recipe.key_evaluate, stop)
+                score = evaluate(algo, env, params, key=key, episodes=recipe.eval_episodes)
+                new[-1]["eval_return"] = score.mean
+            rows += new
+            if folder is not None:
+                folder.append_metrics(new)
+            for row in new:
+                for sink in sinks:
+                    sink.log(row)
+                if on_iteration is not None and on_iteration(int(row["iteration"]), row):
+                    stopping = True
+            if bad is not None:
+                raise _diverged(recipe, folder, *bad)
+            line.update(new[-1], steps_per_second=clock.steps_per_second(recipe, start.done, stop))
+            stopping = stopping or _good_enough(recipe, new[-1])
+            if folder is not None and (stop % recipe.checkpoint_period == 0 or stopping or stop == recipe.iterations):
+                checkpoint.save(folder.checkpoint, runtime.carry(), iteration=stop)
+            first = stop
+
+        run = Run(
+            recipe=recipe,
+            train_state=runtime.carry().train,
+            rows=rows,
+            timing=Timing(
+                seconds=time.perf_counter() - began,
+                compile_seconds=float(runtime.compile_seconds),
+                steps_per_second=clock.steps_per_second(recipe, start.done, first),
+            ),
+            path=folder and folder.path,
+        )
+        if folder is not None:
+            run.plot(folder.path / "curve.png")
+            folder.write_text("summary.json", to_json(run.training_summary))
+        return run
+
+
+class EpisodeReturns:
+    """The mean return of the last 100 training episodes, iteration by iteration."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self._parts: collections.deque[tuple[float, float]] = collections.deque()
+        self._episodes = 0.0
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> float:
+        """Take one iteration's episodes; the mean over the newest iterations that together have 100, if there are."""
+        if row["episodes"] > 0:
+            self._parts.append((row["episodes"], row["episode_return"]))
+            self._episodes += row["episodes"]
+        while self._parts and self._episodes - self._parts[0][0] >= EPISODES_PER_RETURN:
+            self._episodes -= self._parts.popleft()[0]
+        return sum(n * mean for n, mean in self._parts) / self._episodes if self._parts else math.nan
+
+
+class Clock:
+    """Time spent running iterations, without what was spent compiling them."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def running(self, runtime: Any):
+        began, compiled = time.perf_counter(), runtime.compile_seconds
+        yield
+        self.seconds += time.perf_counter() - began - (runtime.compile_seconds - compiled)
+
+    def steps_per_second(self, recipe: Recipe, first: int, stop: int) -> float:
+        return (stop - first) * recipe.steps_per_iteration / self.seconds if self.seconds > 0 else math.nan
+
+
+def _rows(
+    recipe: Recipe, stacked: Mapping[str, Any], first: int, stop: int, returns: EpisodeReturns, *, seconds: float
+) -> list[Row]:
+    for name, values in stacked.items():
+        if np.ndim(values) != 1:
+            raise AlgorithmError(
+                f"The metric `{name}` of `{type(recipe.algo).__name__}` has shape {list(np.shape(values)[1:])}.",
+                fix="A metric is one number per iteration: take its mean, or give each part a name.",
+            )
+    columns = {name: np.asarray(values).tolist() for name, values in stacked.items()}
+    for name in ("episode_return", "episodes"):
+        if name not in columns:
+            raise AlgorithmError(
+                f"`{type(recipe.algo).__name__}.iterate` returns no metric `{name}`.",
+                fix="Add it: choreo.rollout returns the metrics of episodes, or see docs/your-own-algorithm.md.",
+            )
+    rows = []
+    for i in range(first, stop):
+        row = {"iteration": i, "env_steps": (i + 1) * recipe.steps_per_iteration, "seconds": round(seconds, 3)}
+        row |= {name: values[i - first] for name, values in columns.items()}
+        row["train_return"] = returns.add(row)
+        rows.append(row)
+    return rows
+
+
+def _first_not_finite(rows: Sequence[Row]) -> tuple[int, str, float] | None:
+    """Iteration, metric and value; metrics of episodes may be NaN, when none ended."""
+    for row in rows:
+        for name, value in row.items():
+            if not name.startswith(("episode", "train_return")) and not math.isfinite(value):
+                return int(row["iteration"]), name, value
+    return None
+
+
+def _diverged(recipe: Recipe, folder: RunFolder | None, iteration: int, metric: str, value: float) -> DivergedError:
+    places = {}
+    if folder is not None and folder.checkpoint.exists():
+        places["last_checkpoint"] = f"{folder.checkpoint} (iteration {checkpoint.iteration(folder.checkpoint)})"
+    return DivergedError(
+        f"The run diverged: `{metric}` is {value} at iteration {iteration} of {recipe.iterations}.",
+        fix="Lower the learning rate, clip gradients, or look at metrics.jsonl for what grew before.",
+        **places,
+    )
+
+
+def _good_enough(recipe: Recipe, row: Row) -> bool:
+    if recipe.stop_at_return is None:
+        return False
+    score = row.get("eval_return" if recipe.eval_every else "train_return", math.nan)
+    return score >= recipe.stop_at_return
+
+
+def _read_timing(folder: RunFolder) -> Timing:
+    """What the last finished training of this folder took; nothing is known if it was interrupted."""
+    file = folder.path / "summary.json"
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    return Timing(**{f.name: known[f.name] for f in dataclasses.fields(Timing) if known.get(f.name) is not None})

@@ -1,0 +1,314 @@
+"""PPO on tasks whose best return is known, and each of its parts against a direct computation."""
+
+import dataclasses
+import functools
+import runpy
+from pathlib import Path
+
+import equinox as eqx
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from algos.toys import Aim, Income, Match, Recall, TwoStep, batch
+from choreo import envs, networks, ops
+from choreo._compat import inner_jaxprs
+from choreo.algos.ppo import PPO
+from choreo.errors import AlgorithmError
+from choreo.loops import rollout
+from choreo.roles import SHARD_AXIS
+from choreo.testing import check_algorithm
+
+SMALL = functools.partial(networks.mlp, hidden=(16,))
+TOY = PPO(unroll=8, minibatch_size=64, learning_rate=1e-2, entropy_coef=0.0, network=SMALL)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def learn(algo, env, iterations, seed):
+    key_init, key = jax.random.split(jax.random.key(seed))
+    carry = algo.init(env, key_init)
+    return jax.lax.scan(lambda c, k: algo.iterate(env, c, k), carry, jax.random.split(key, iterations))
+
+
+@pytest.mark.parametrize(
+    ("env", "algo", "iterations", "best"),
+    [
+        (Match(), TOY, 40, 0.99),
+        (TwoStep(), TOY, 40, 0.99),
+        (Aim(), TOY, 80, -0.01),
+        (
+            Recall(),
+            dataclasses.replace(TOY, network=functools.partial(networks.lstm, hidden=(16,), width=16)),
+            60,
+            0.99,
+        ),
+    ],
+    ids=["match", "two_step", "aim", "recall"],
+)
+def test_finds_the_best_return(env, algo, iterations, best):
+    _, metrics = learn(algo, batch(env, 16), iterations, 0)
+    assert metrics["episode_return"][-5:].mean() >= best
+
+
+def test_without_memory_recall_is_a_coin_flip():
+    _, metrics = learn(TOY, batch(Recall(), 16), 60, 0)
+    assert abs(metrics["episode_return"][-20:].mean() - 0.5) < 0.1
+
+
+def test_a_time_limit_is_bootstrapped():
+    """The value of an endless income is 1 / (1 - gamma) = 5; cut off after 5 steps it would be 3.4 at most."""
+    algo = dataclasses.replace(TOY, gamma=0.8, max_grad_norm=10.0)
+    carry, _ = learn(algo, batch(Income(), 16), 80, 0)
+    value = algo.apply(carry.train.params, jnp.ones(1), None)[1]
+    np.testing.assert_allclose(value, 5.0, rtol=0.02)
+
+
+NETWORKS = {"mlp": SMALL, "lstm": functools.partial(networks.lstm, hidden=(16,), width=8)}
+
+
+@pytest.mark.parametrize(("network", "env"), [("mlp", "jax:CartPole-v1"), ("lstm", "jax:Pendulum-v1")])
+def test_keeps_the_protocol(network, env):
+    algo = PPO(unroll=8, minibatch_size=16, network=NETWORKS[network], normalise_obs=True, total_steps=10_000)
+    check_algorithm(algo, envs.make(env, num_envs=4))
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("x64", [False, True])
+def test_every_number_has_the_precision_asked_for(network, x64):
+    with jax.enable_x64(x64):
+        algo = PPO(unroll=8, minibatch_size=16, network=NETWORKS[network], normalise_obs=True, total_steps=10_000)
+        env = envs.make("jax:Pendulum-v1", num_envs=4)
+        out = jax.eval_shape(functools.partial(learn, algo, env, 2), 0)
+        leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert {x.dtype.name for x in leaves} == {"float64" if x64 else "float32"}
+
+
+def test_the_learner_recomputes_what_the_actor_did():
+    """With memory, along whole sequences and across episode ends: the first ratio pi / pi_old is 1."""
+    algo = PPO(unroll=11, minibatch_size=22, network=NETWORKS["lstm"])
+    env = batch(Recall(), 4)
+    carry, _ = learn(algo, env, 3, 0)  # ends in the middle of an episode: 33 steps, 2 each
+    params, start = carry.train.params, carry.position
+    fresh = algo.initial_state(params)
+    _, trajectory, _ = rollout(env, algo.act, params, start, jax.random.key(1), 11, fresh=fresh)
+    sequences = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
+    assert trajectory.last.any() and jnp.abs(start.memory[0]).sum() > 0
+    pi, _, _ = jax.vmap(algo.unfold, (None, 0, 0, 0))(params, sequences.obs, sequences.last, start.memory)
+    np.testing.assert_allclose(pi.log_prob(sequences.action), sequences.extras, rtol=1e-4, atol=1e-5)
+
+
+def test_one_step_of_gradient_descent_by_hand():
+    """One epoch, one minibatch, plain SGD: new parameters are old ones less the gradient of the textbook loss."""
+    with jax.enable_x64(True):
+        algo = PPO(unroll=16, minibatch_size=64, epochs=1, learning_rate=0.1, network=SMALL, optimizer=optax.sgd)
+        env = envs.make("jax:CartPole-v1", num_envs=4)
+        carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
+        _, trajectory, _ = rollout(env, algo.act, carry.train.params, carry.position, jax.random.key(1), 16)
+        train, _ = algo.learn(carry.train, trajectory, None, jax.random.key(2))
+        old = carry.train.params.network
+        network = jax.vmap(jax.vmap(old))
+        advantage = _gae_by_hand(algo, trajectory, network(trajectory.obs)[1], network(trajectory.next_obs)[1])
+        target = advantage + np.asarray(network(trajectory.obs)[1])
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+
+        def textbook(module):
+            pi, value = jax.vmap(jax.vmap(module))(trajectory.obs)
+            ratio = jnp.exp(pi.log_prob(trajectory.action) - trajectory.extras)
+            gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+            probs = jax.nn.softmax(pi.logits)
+            entropy = -jnp.sum(probs * jnp.log(probs), axis=-1)
+            return jnp.mean(-gain + 0.5 * 0.5 * (value - target) ** 2 - 0.01 * entropy)
+
+        expected = jax.tree.map(lambda p, g: p - 0.1 * g, old, jax.grad(textbook)(old))
+        for new, want in zip(jax.tree.leaves(train.params.network), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(new, want, rtol=1e-9, atol=1e-12)
+
+
+def _gae_by_hand(algo, trajectory, value_tm1, value_t):
+    reward, discount, last, value_tm1, value_t = map(
+        np.asarray, (trajectory.reward, trajectory.discount, trajectory.last, value_tm1, value_t)
+    )
+    advantage = np.zeros_like(reward)
+    for e in range(reward.shape[1]):
+        running = 0.0
+        for t in reversed(range(len(reward))):
+            delta = reward[t, e] + algo.gamma * discount[t, e] * value_t[t, e] - value_tm1[t, e]
+            running = delta + (0.0 if last[t, e] else algo.gamma * algo.gae_lambda * running)
+            advantage[t, e] = running
+    return advantage
+
+
+def test_the_learning_rate_falls_to_zero():
+    algo = dataclasses.replace(TOY, total_steps=10 * 8 * 16)
+    _, metrics = learn(algo, batch(Match(), 16), 12, 0)
+    expected = 1e-2 * np.maximum(1 - np.arange(12) / 10, 0)
+    np.testing.assert_allclose(metrics["learning_rate"], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_and_stays_where_the_horizon_is_unknown():
+    _, metrics = learn(TOY, batch(Match(), 16), 3, 0)
+    np.testing.assert_allclose(metrics["learning_rate"], 1e-2)
+
+
+def test_statistics_of_observations_are_those_of_all_of_them():
+    algo = dataclasses.replace(TOY, normalise_obs=True)
+    env = batch(Aim(), 16)
+    carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
+    assert algo.policy(carry.train).moments.num == 0
+
+    @jax.jit
+    def iterate(carry, key):
+        key_rollout, _ = jax.random.split(key)
+        _, trajectory, _ = rollout(env, algo.act, carry.train.params, carry.position, key_rollout, algo.unroll)
+        return algo.iterate(env, carry, key)[0], trajectory.obs
+
+    seen = []
+    for i in range(3):
+        carry, obs = iterate(carry, jax.random.key(i))
+        seen.append(obs)
+    moments, seen = algo.policy(carry.train).moments, np.concatenate(seen).reshape(-1, 1)
+    np.testing.assert_allclose(moments.mean, seen.mean(0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(moments.var, seen.var(0), rtol=1e-4)
+    assert moments.num == len(seen) == 3 * 8 * 16
+
+
+def test_greedy_takes_the_likeliest_action():
+    carry, _ = learn(TOY, batch(Match(), 16), 40, 0)
+    params = TOY.policy(carry.train)
+    for sign in range(3):
+        action, _ = TOY.act(params, jax.nn.one_hot(sign, 3), jax.random.key(0), greedy=True)
+        assert action == sign
+
+
+def test_a_network_with_functions_among_its_leaves():
+    class Plain(eqx.Module):
+        """As Equinox's own networks are written: the activation is a leaf."""
+
+        body: eqx.nn.MLP
+
+        def __call__(self, obs):
+            out = self.body(obs)
+            return ops.Categorical(out[:-1]), out[-1]
+
+    def plain(observation_space, action_space, key):
+        num_out = int(action_space.n) + 1
+        return Plain(eqx.nn.MLP(observation_space.shape[0], num_out, 16, 1, activation=jax.nn.gelu, key=key))
+
+    algo = dataclasses.replace(TOY, network=plain)
+    check_algorithm(algo, batch(Match(), 16))
+    _, metrics = learn(algo, batch(Match(), 16), 40, 0)
+    assert metrics["episode_return"][-5:].mean() >= 0.99
+
+
+def test_images():
+    space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    build = functools.partial(networks.atari_cnn, space, gymnasium.spaces.Discrete(6), width=32)
+    module = jax.eval_shape(build, jax.random.key(0))
+    assert [x.weight.shape for x in module.convolutions] == [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3)]
+    assert module.torso.weight.shape == (32, 7 * 7 * 64)  # Mnih et al. 2015
+    act = jax.jit(lambda key, obs: build(key)(obs))
+    pi, value = act(jax.random.key(0), jnp.full((84, 84, 4), 255, jnp.uint8))
+    assert pi.logits.shape == (6,) and value.shape == ()
+    np.testing.assert_allclose(jax.nn.softmax(pi.logits), 1 / 6, rtol=0.1)  # nearly uniform at first
+
+
+RECURRENT = PPO(unroll=128, network=networks.lstm)
+REFUSED = [
+    (PPO(minibatch_size=100), r"=100 does not divide the 1024 steps .* \(unroll=128 x 8", "one of 1024, 512, 256"),
+    (dataclasses.replace(RECURRENT, minibatch_size=64), "unroll=128 must divide minibatch_size=64", "multiple of 128"),
+    (
+        dataclasses.replace(RECURRENT, minibatch_size=384),
+        "minibatch_size=384 does not divide",
+        "one of 1024, 512, 256, 128;",
+    ),
+    (PPO(network=networks.atari_cnn), "atari_cnn needs images", "networks.mlp"),
+]
+
+
+@pytest.mark.parametrize(("algo", "what", "fix"), REFUSED, ids=range(len(REFUSED)))
+def test_is_refused_before_anything_runs(algo, what, fix):
+    env = envs.make("jax:CartPole-v1", num_envs=8)
+    with pytest.raises(AlgorithmError, match=what) as error:
+        jax.eval_shape(functools.partial(algo.init, env), jax.random.key(0))
+    assert fix in error.value.fix
+
+
+def test_impossible_counts():
+    with pytest.raises(AlgorithmError, match=r"PPO\(unroll=0\) must be at least 1"):
+        PPO(unroll=0)
+
+
+def test_spaces_no_built_in_network_knows():
+    vector, signs = gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.MultiBinary(3)
+    small, two = gymnasium.spaces.Box(0, 255, (20, 20, 4), np.uint8), gymnasium.spaces.Discrete(2)
+    for build, spaces, what in [
+        (networks.mlp, (vector, signs), "MultiBinary"),
+        (networks.mlp, (signs, two), "MultiBinary"),
+        (networks.lstm, (vector, gymnasium.spaces.Discrete(3, start=1)), "Discrete"),
+        (networks.atari_cnn, (small, two), "at least 36 x 36"),
+    ]:
+        with pytest.raises(AlgorithmError, match=what):
+            jax.eval_shape(functools.partial(build, *spaces), jax.random.key(0))
+
+
+def test_signs_as_numbers_become_one_hot():
+    encode = networks.encoder(gymnasium.spaces.Discrete(5))
+    assert encode(jnp.int32(3)).tolist() == [0, 0, 0, 1, 0] and encode.size == 5
+    with pytest.raises(AlgorithmError, match="normalise_obs needs observations in a Box"):
+        env = _WithDiscreteSigns(env=Match(), num_envs=8)
+        jax.eval_shape(functools.partial(PPO(normalise_obs=True).init, env), jax.random.key(0))
+
+
+class _WithDiscreteSigns(envs.VmapEnv):
+    observation_space = property(lambda self: gymnasium.spaces.Discrete(3))
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_program_is_the_same_for_any_number_of_environments(network):
+    """The graph is cut by comparing traces at two counts; 2,048 steps is where `jax.random.permutation` sorts twice."""
+    algo = PPO(unroll=128, minibatch_size=256, network=NETWORKS[network], normalise_obs=True, total_steps=10_000)
+    assert _primitives(algo, num_envs=8) == _primitives(algo, num_envs=16)
+
+
+def _primitives(algo, num_envs):
+    env = envs.make("jax:Pendulum-v1", num_envs=num_envs)
+    carry = jax.eval_shape(functools.partial(algo.init, env), jax.random.key(0))
+    jaxpr = jax.make_jaxpr(functools.partial(algo.iterate, env))(carry, jax.random.key(0))
+    return [eqn.primitive.name for eqn in _equations(jaxpr)]
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _equations(inner)
+
+
+def test_shards_stay_equal_and_average_their_gradients():
+    """Two learner shards, by the reference meaning: a vmap with a named axis and a key for each."""
+    algo = dataclasses.replace(TOY, unroll=4, minibatch_size=32, normalise_obs=True, epochs=2)
+    env = batch(Aim(), 8)
+    carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
+    both = carry._replace(position=jax.tree.map(lambda x: jnp.stack([x, x]), carry.position))
+    keys = jax.random.split(jax.random.key(1), 2)
+    axes = carry._replace(train=None, position=0)
+    iterate = functools.partial(algo.iterate, env)
+    after, metrics = jax.jit(jax.vmap(iterate, in_axes=(axes, 0), axis_name=SHARD_AXIS))(both, keys)
+    for leaf in jax.tree.leaves(after.train):
+        np.testing.assert_array_equal(leaf[0], leaf[1])
+    assert metrics["value_loss"][0] != metrics["value_loss"][1]  # each saw its own data
+    assert after.train.params.moments.num[0] == 2 * 4 * 8
+
+
+def test_a_flax_network():
+    """examples/flax_network.py, on a task that takes seconds."""
+    path = Path(__file__).parents[2] / "examples" / "flax_network.py"
+    pytest.importorskip("flax", reason="the extra choreo[flax] is not installed")
+    flax_network = runpy.run_path(str(path))["flax_network"]
+    algo = dataclasses.replace(TOY, network=flax_network)
+    check_algorithm(algo, batch(Match(), 16))
+    _, metrics = learn(algo, batch(Match(), 16), 40, 0)
+    assert metrics["episode_return"][-5:].mean() >= 0.99

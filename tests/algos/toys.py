@@ -1,0 +1,117 @@
+"""Environments small enough to know the best return by thought. All are `JaxEnv`s: one environment."""
+
+from dataclasses import dataclass
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo.envs import Step, VmapEnv
+
+
+def box(num: int) -> gymnasium.spaces.Box:
+    return gymnasium.spaces.Box(-1.0, 1.0, (num,), np.float32)
+
+
+def one_hot(i: jax.Array, num: int) -> jax.Array:
+    return jax.nn.one_hot(i, num, dtype=jnp.result_type(float))
+
+
+def number(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.result_type(float))
+
+
+@dataclass(frozen=True)
+class Match:
+    """One step: see one of three signs, name it. Best: 1; blind: 1/3."""
+
+    name: str = "toy:Match"
+    time_limit: int | None = None
+    observation_space = property(lambda self: box(3))
+    action_space = property(lambda self: gymnasium.spaces.Discrete(3))
+
+    def reset(self, key):
+        sign = jax.random.randint(key, (), 0, 3)
+        return sign, one_hot(sign, 3)
+
+    def step(self, sign, action, key):
+        return sign, Step(one_hot(sign, 3), number(action == sign), jnp.ones((), bool))
+
+
+@dataclass(frozen=True)
+class TwoStep:
+    """The first action leads left (0) or right (1); only then does the second pay. Best: 1, right then 0; left: 0.5."""
+
+    name: str = "toy:TwoStep"
+    time_limit: int | None = None
+    observation_space = property(lambda self: box(3))
+    action_space = property(lambda self: gymnasium.spaces.Discrete(2))
+
+    def reset(self, key):
+        return jnp.int32(0), one_hot(jnp.int32(0), 3)
+
+    def step(self, place, action, key):
+        start, right = place == 0, place == 2
+        paid = jnp.where(right, number(action == 0), 0.5)
+        reward = jnp.where(start, 0.0, paid)
+        place = jnp.where(start, 1 + action, place)
+        return place, Step(one_hot(place, 3), reward, ~start)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """One step, continuous: hit half of what you see. Best: 0."""
+
+    name: str = "toy:Aim"
+    time_limit: int | None = None
+    observation_space = property(lambda self: box(1))
+    action_space = property(lambda self: box(1))
+
+    def reset(self, key):
+        target = jax.random.uniform(key, (1,), minval=-1.0, maxval=1.0)
+        return target, target
+
+    def step(self, target, action, key):
+        return target, Step(target, -((action[0] - target[0] / 2) ** 2), jnp.ones((), bool))
+
+
+@dataclass(frozen=True)
+class Recall:
+    """See a sign, then nothing, then name the sign. Best: 1; without memory: 1/2."""
+
+    name: str = "toy:Recall"
+    time_limit: int | None = None
+    observation_space = property(lambda self: box(2))
+    action_space = property(lambda self: gymnasium.spaces.Discrete(2))
+
+    def reset(self, key):
+        sign = jax.random.randint(key, (), 0, 2)
+        return (sign, jnp.int32(0)), one_hot(sign, 2)
+
+    def step(self, state, action, key):
+        sign, t = state
+        over = t == 1
+        return (sign, t + 1), Step(jnp.zeros(2, jnp.result_type(float)), number(over & (action == sign)), over)
+
+
+@dataclass(frozen=True)
+class Income:
+    """Reward 1 in every step, whatever one does; never ends but by its time limit. The value is 1 / (1 - gamma)."""
+
+    name: str = "toy:Income"
+    time_limit: int | None = 5
+    observation_space = property(lambda self: box(1))
+    action_space = property(lambda self: gymnasium.spaces.Discrete(2))
+
+    def reset(self, key):
+        return jnp.int32(0), jnp.ones(1, jnp.result_type(float))
+
+    def step(self, state, action, key):
+        return state, Step(
+            jnp.ones(1, jnp.result_type(float)), jnp.ones((), jnp.result_type(float)), jnp.zeros((), bool)
+        )
+
+
+def batch(env, num_envs: int) -> VmapEnv:
+    return VmapEnv(env=env, num_envs=num_envs)

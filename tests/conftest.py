@@ -1,0 +1,80 @@
+"""The strict world every test lives in.
+
+Warnings are errors (pyproject.toml), types do not promote silently, shapes do not broadcast across ranks, annotated
+shapes are checked at run time, and a test that leaves a thread or a process behind fails.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["CHOREO_CACHE"] = "off"  # a program found in a user's cache is a program this test did not compile
+os.environ["MPLBACKEND"] = "agg"
+
+import threading
+import time
+from pathlib import Path
+
+import hypothesis
+import jax
+import jaxtyping
+import optax
+import psutil
+import pytest
+from jax.extend import source_info_util
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The wrappers that check annotations are no lines of a user's.
+source_info_util.register_exclusion("<@beartype(")
+source_info_util.register_exclusion(str(Path(jaxtyping.__file__).parent))
+
+hypothesis.settings.register_profile(
+    "choreo",
+    deadline=None,  # the first example compiles
+    derandomize=True,  # the same examples for everybody: a change that fails here fails in CI
+    print_blob=True,
+)
+hypothesis.settings.load_profile("choreo")
+
+
+def _promoting(fn):
+    def call(*args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+# Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses. The values are those
+# of standard promotion; everything else in optax, equinox and flax that we use is strict already.
+optax.tree.bias_correction = _promoting(optax.tree.bias_correction)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_or_process_is_left():
+    """Whatever a test starts, it also joins."""
+    threads, processes = set(threading.enumerate()), _children()
+    yield
+    deadline = time.monotonic() + 2.0
+    while (left := _left(threads, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"the test left running: {', '.join(left)}"
+
+
+def _left(threads: set[threading.Thread], processes: set[psutil.Process]) -> list[str]:
+    return [f"thread {t.name}" for t in threading.enumerate() if t not in threads] + [
+        f"process {p.pid} ({p.name()})" for p in _children() - processes
+    ]
+
+
+def _children() -> set[psutil.Process]:
+    # Python starts one resource tracker with the first shared-memory block and keeps it until it exits itself.
+    return {p for p in psutil.Process().children(recursive=True) if not _is_resource_tracker(p)}
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return True  # it ended while we looked

@@ -1,0 +1,148 @@
+"""Every code block in README.md and docs/ runs: what does not run is wrong.
+
+A document is one test. Its blocks run from top to bottom in an empty folder and share their names:
+
+    ```python                      is executed
+    ```python title="my_ppo.py"    is also written to that file, for the commands below it
+    ```console                     each `$ choreo ...` is run; below it stands what it prints, `...` for anything
+    ```text, ```sh                 are only read
+
+Not sybil: it knows neither titles nor commands, and what is left of its work is the twenty lines of `blocks_in`.
+"""
+
+import doctest
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    title: str | None
+    text: str
+    line: int
+    """Of its first line of text, counted from 1."""
+
+
+def blocks_in(document: str) -> list[Block]:
+    """The fenced blocks, in order."""
+    if document.count("\n```") % 2:
+        raise ValueError("a fence is not closed")
+    return [
+        Block(m["language"], m["title"], m["text"], document.count("\n", 0, m.start("text")) + 1)
+        for m in FENCE.finditer(document)
+    ]
+
+
+def commands_in(block: Block) -> list[tuple[str, str]]:
+    """(command, what it prints) of a console block; a command goes on after a backslash."""
+    found: list[tuple[str, str]] = []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], ""))
+        elif line.strip():
+            assert found, f"line {block.line}: a console block begins with `$ `"
+            found[-1] = (found[-1][0], found[-1][1] + line + "\n")
+    return found
+
+
+@pytest.fixture
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """On, as for a user, but new: documents train the same thing in many layouts, and most of that is compiling."""
+    monkeypatch.setenv("CHOREO_CACHE", str(tmp_path_factory.getbasetemp() / "compiled"))
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()  # or the next test would still read it
+
+
+@pytest.mark.usefixtures("compilation_cache")
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_document(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    # A user's world is not the strict one of our own tests.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        run_blocks(path)
+
+
+def run_blocks(path: Path) -> None:
+    names: dict[str, object] = {"__name__": "__doc__"}
+    for block in blocks_in(path.read_text()):
+        if block.language == "python":
+            if block.title:
+                Path(block.title).write_text(block.text)
+            # Padded, so that a traceback shows the line in the document.
+            exec(compile("\n" * (block.line - 1) + block.text, path, "exec"), names)
+        elif block.language == "console":
+            for command, expected in commands_in(block):
+                run_command(command, expected, f"{path.name}:{block.line}")
+
+
+def run_command(command: str, expected: str, place: str) -> None:
+    """Run `choreo ...` as its user would; other commands (make, pip) are for people."""
+    program, *args = shlex.split(command, comments=True)
+    if program != "choreo":
+        return
+    environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "choreo", *args], capture_output=True, text=True, timeout=300, env=environment
+    )
+    printed = done.stdout + done.stderr
+    # A document may show a mistake; then it must also show what is said about it.
+    assert done.returncode == 0 or expected, f"{place}: `{command}` failed:\n{printed}"
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert not expected or doctest.OutputChecker().check_output(expected, printed, options), (
+        f"{place}: `{command}` is said to print\n{expected}but prints\n{printed}"
+    )
+
+
+def test_documents_are_found():
+    names = {p.name for p in DOCUMENTS}
+    assert {"README.md", "index.md", "your-own-algorithm.md", "layouts.md", "law.md", "cli.md"} <= names
+
+
+def test_links_lead_somewhere():
+    lost = [
+        f"{path.name}: {target}"
+        for path in DOCUMENTS
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text())
+        if not (path.parent / target).exists()
+    ]
+    assert not lost
+
+
+class TestCollector:
+    """It must not skip in silence."""
+
+    def test_blocks(self):
+        text = 'a\n```python title="x.py"\nassert 1\n```\n```console\n$ choreo list \\\n  algos\nppo\n```\n'
+        code, console = blocks_in(text)
+        assert (code.language, code.title, code.text, code.line) == ("python", "x.py", "assert 1\n", 3)
+        assert commands_in(console) == [("choreo list    algos", "ppo\n")]
+
+    def test_an_open_fence_is_an_error(self):
+        with pytest.raises(ValueError, match="not closed"):
+            blocks_in("\n```python\nassert 1\n")
+
+    def test_a_failing_command_fails(self):
+        with pytest.raises(AssertionError, match="failed"):
+            run_command("choreo no-such-command", "", "here:1")
+
+    def test_a_wrong_output_fails(self):
+        with pytest.raises(AssertionError, match="is said to print"):
+            run_command("choreo --help", "something else\n", "here:1")

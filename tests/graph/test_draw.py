@@ -1,0 +1,51 @@
+"""Pictures of graphs: valid, complete, and no words on top of others. A person judges the rest."""
+
+import pytest
+
+from choreo.algos.ppo import PPO
+from choreo.envs import make
+from choreo.graph.edges import find_edges
+from choreo.graph.printer import end_names, format_bytes
+from choreo.graph.svg import OTHER_COLOURS, ROLE_COLOURS, Arrow, Box, Lane, draw_lanes, fold, role_colour
+from choreo.plans import graph
+from graph.programs import Line, Nested
+from pictures import arrows, check_legible, texts
+
+
+@pytest.mark.parametrize(
+    "algo, env",
+    [(PPO(unroll=16, minibatch_size=32), make("jax:CartPole-v1", 8)), (Nested(), Line())],
+    ids=["ppo", "nested"],
+)
+def test_everything_is_in_the_picture(algo, env):
+    shown = graph(algo, env)
+    svg, edges, names = shown.draw(), find_edges(shown), end_names(shown)
+    check_legible(svg)
+    words = texts(svg)
+    assert {names[op] for op in shown.fragments()} | set(shown.roles) <= set(words)
+    assert "× 5" in words or "× 16" in words
+    between = [edge for edge in edges if edge.src is not edge.dst]  # what a fragment keeps stands in its box
+    assert len(arrows(svg)) == len(between)
+    assert all(any(word.startswith(format_bytes(edge.nbytes)) for word in words) for edge in between)
+    assert sum(word.startswith("keeps") for word in words) == len(edges) - len(between)
+
+
+def test_roles_keep_their_colours():
+    assert role_colour("actor") == ROLE_COLOURS["actor"] and role_colour("planner") in OTHER_COLOURS
+    svg = graph(Nested(), Line()).draw()
+    assert all(role_colour(role) in svg for role in ("env", "planner", "learner"))
+
+
+def test_names_are_escaped_and_long_ones_cut():
+    lanes = [Lane("<script>&", ("a line " * 20,), ("env",), copies=9), *(Lane(f"role{i}" * 9) for i in range(5))]
+    boxes = [Box(0, "name" * 40, ("words " * 30,), ("env", "actor"))]
+    svg = draw_lanes(
+        "T" * 300, "s" * 300, lanes, [*boxes, Arrow(0, 1, "what " * 50, "size"), Arrow(5, 5, "self " * 9, "1 B")]
+    )
+    check_legible(svg)
+    assert "<script>&" in texts(svg) and "<script>" not in svg
+
+
+def test_fold_keeps_all_words():
+    assert fold("one two three", 10, 30) == ["one", "two", "three"]
+    assert fold("one two three four", 10, 30) == ["one", "two", "three four"]

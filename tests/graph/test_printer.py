@@ -1,0 +1,124 @@
+"""Graphs as text: whole prints, and edges that are known by looking at the program."""
+
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from choreo.algos.ppo import PPO
+from choreo.envs import make
+from choreo.graph.edges import find_edges, runs
+from choreo.graph.printer import WIDTH, end_names, format_bytes, format_type, table, wrap
+from choreo.graph.verify import verify
+from choreo.plans import graph
+from goldens import check_golden
+from graph.programs import Line, Nested
+
+
+@pytest.fixture(scope="module")
+def nested():
+    return graph(Nested(), Line())
+
+
+@pytest.fixture(scope="module")
+def ppo():
+    return graph(PPO(unroll=16, minibatch_size=32), make("jax:CartPole-v1", 8))
+
+
+def test_print_of_ppo(ppo):
+    check_golden("graph_ppo", str(ppo))
+
+
+def test_print_of_nested_loops(nested):
+    check_golden("graph_nested", str(nested))
+
+
+def test_print_is_for_a_person(ppo, nested):
+    for text in (str(ppo), str(nested)):
+        assert max(map(len, text.splitlines())) <= WIDTH
+        assert 15 <= len(text.splitlines()) <= 45
+        assert not re.search(r"/\w+\.py", text), "a folder of somebody's machine"
+
+
+def test_runs_per_iteration(nested):
+    assert {op.name: n for op, n in runs(nested).items()} == {"think": 15, "move": 5, "learn": 1, "shrink": 1}
+
+
+def test_edges_are_those_of_the_program(nested):
+    names = end_names(nested)
+    when = {e: "next" if e.next_of else "first" if e.first_only else "" for e in find_edges(nested)}
+    found = {(names[e.src], names[e.dst], when[e]): (e.times, e.nbytes) for e in when}
+    assert found == {
+        ("carry", "think", ""): (15, 12),  # the parameters
+        ("carry", "think", "first"): (1, 8),  # the place a step begins with is the first thought of 3 ...
+        ("think", "think", "next"): (10, 8),  # ... and then each thought leads to the next
+        ("move", "think", "next"): (4, 8),
+        ("carry", "move", "first"): (1, 8),
+        ("think", "move", ""): (5, 8),  # through the minus
+        ("move", "move", "next"): (4, 8),
+        ("carry", "learn", ""): (1, 12),
+        ("move", "learn", ""): (1, 40),  # stacked, 5 x 2 numbers
+        ("learn", "shrink", ""): (1, 12),
+        ("shrink", "carry", ""): (1, 12),
+        ("move", "carry", ""): (1, 8),
+        ("move", "metrics", ""): (1, 4),
+    }
+
+
+def test_broken_graph_still_prints(nested):
+    """`verify` shows what it refuses."""
+    broken = replace(nested, in_names=nested.in_names[1:], out_names=nested.out_names[:-1])
+    with pytest.raises(AssertionError, match="an input without a name\\n.*4 fragments of planner, env, learner"):
+        verify(broken, after="my_pass")
+
+
+def test_second_call_of_a_fragment_gets_a_number():
+    class Twice(Nested):
+        def iterate(self, env, carry, key):
+            carry, metrics = super().iterate(env, carry, key)
+            return super().iterate(env, carry, key)[0], metrics
+
+    names = end_names(graph(Twice(), Line())).values()
+    assert {"move", "move#2", "learn", "learn#2"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (36_613, "36.6 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (2.5e9, "2.5 GB"),
+    ],
+)
+def test_bytes(number, text):
+    assert format_bytes(int(number)) == text
+
+
+@pytest.mark.parametrize(
+    "dtype, text",
+    [("float32", "f32[2,3]"), ("int8", "i8[2,3]"), ("uint32", "u32[2,3]"), ("bool", "bool[2,3]"),
+     ("bfloat16", "bf16[2,3]"), ("complex64", "c64[2,3]")],
+)  # fmt: skip
+def test_types_are_written_as_jax_does(dtype, text):
+    aval = jax.ShapeDtypeStruct((2, 3), jax.numpy.dtype(dtype))
+    assert format_type(aval) == text == jax.core.ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
+
+
+def test_type_of_keys():
+    assert format_type(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4))) == "key[4]"
+
+
+def test_table_wraps_the_flexible_column():
+    lines = table(["a", "what"], [["1", "word " * 40]], align="<<", flexible=1)
+    assert max(map(len, lines)) <= WIDTH and " ".join(lines).count("word") == 40
+
+
+def test_wrap_loses_no_word():
+    words = [str(n) for n in np.arange(300)]
+    assert " ".join(wrap(" ".join(words), 30)).split() == words

@@ -1,0 +1,122 @@
+"""Never silently wrong: a program under a layout is refused with the user's line, or equals the reference.
+
+Segments are evaluated op by op: what is under test is which program a site is given, not XLA, and equations of the same
+shape compile once for all tests. `compiled=True` runs segments as they run in earnest, with donation.
+"""
+
+import functools
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import choreo
+from choreo.errors import LayoutError, PartitionError
+from choreo.layouts import Group, Layout, coarse, fine
+from choreo.partition.trace import trace
+from choreo.plan import Plan, plan_traced
+from choreo.runtime.inprocess import InProcess
+from laws.reference import Run, _named, assert_close, reference_run
+
+LAYOUTS = {
+    "coarse x2": coarse(2),
+    "fine x2": fine(2),
+    "env x2, actor x3": Layout(Group("env", replicas=2), Group("actor", replicas=3), Group("buffer", "learner")),
+}
+"""Those of the issue."""
+EVERYTHING_REPLICATED = Layout(Group("env", "actor", "buffer", "learner", replicas=2))
+ACTOR_DIVIDED = Layout(Group("actor", replicas=3), Group("env", "buffer", "learner"))
+EXACT = coarse(3, exact=True)
+MORE_LAYOUTS = LAYOUTS | {
+    "everything x2": EVERYTHING_REPLICATED,
+    "actor x3": ACTOR_DIVIDED,
+    "coarse x3 exact": EXACT,
+    "three sites": Layout(Group("env"), Group("actor"), Group("learner")),
+}
+KEY = 7
+
+
+@dataclass(frozen=True)
+class Pond:
+    """The smallest environment: a state of `width` numbers each, moved by an action of the same shape."""
+
+    num_envs: int = 6
+    width: int = 3
+
+    def with_num_envs(self, n: int) -> "Pond":
+        return replace(self, num_envs=n)
+
+    def keys(self, key):
+        return jax.random.split(key, self.num_envs)
+
+    @choreo.fragment("env")
+    def reset(self, keys):
+        return jax.vmap(lambda key: jax.random.normal(key, (self.width,)))(keys)
+
+    @choreo.fragment("env")
+    def step(self, state, action):
+        return 0.6 * state + 0.4 * jnp.tanh(0.2 * action)  # contracts: rounding must not grow into a difference
+
+
+class OpByOp(InProcess):
+    """The serial runtime, without compiling segments."""
+
+    def _compile(self, what, fn, args, donated, group):
+        return fn
+
+
+def refuse_or_equal(
+    algo: Any,
+    env: Any,
+    file: str,
+    layouts: dict[str, Layout] = LAYOUTS,
+    *,
+    tolerance: float = 1e-5,
+    compiled: bool = False,
+) -> dict[str, PartitionError | None]:
+    """Run under each layout; return the refusals. `file`: the user's file, whose line a refusal must name."""
+    traced = trace(algo, env)
+    reference = functools.cache(
+        lambda: (reference_run if compiled else _reference_op_by_op)(algo, env, jax.random.key(KEY))
+    )
+    refusals: dict[str, PartitionError | None] = {}
+    for name, layout in layouts.items():
+        try:
+            planned = plan_traced(traced, layout, title=name)
+        except (PartitionError, LayoutError) as refusal:
+            names_the_users_line(refusal, file)
+            refusals[name] = refusal
+            continue
+        run = planned_run(planned, InProcess if compiled else OpByOp)
+        try:
+            assert_close(run, reference(), tolerance)
+        except AssertionError as wrong:
+            raise AssertionError(f"silently wrong under {name}: {wrong}") from wrong
+        refusals[name] = None
+    return refusals
+
+
+def _reference_op_by_op(algo: Any, env: Any, key: jax.Array) -> Run:
+    """The reference meaning without compiling it as one: what a user gets who calls `iterate`."""
+    init_key, run_key = jax.random.split(key)
+    carry, rows = algo.init(env, init_key), []
+    for i in range(3):
+        carry, metrics = algo.iterate(env, carry, jax.random.fold_in(run_key, i))
+        rows.append(metrics)
+    return _named(carry, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]})
+
+
+def planned_run(planned: Plan, runtime: type[InProcess]) -> Run:
+    running = runtime(planned)
+    running.start(jax.random.key(KEY))
+    metrics = running.run(0, 3)
+    return _named(running.carry(), metrics)
+
+
+def names_the_users_line(refusal: Exception, file: str) -> None:
+    line = re.search(rf"{re.escape(Path(file).name)}:\d+", str(refusal))
+    assert line, f"the refusal does not name a line of {Path(file).name}: {refusal}"

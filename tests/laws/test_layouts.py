@@ -1,0 +1,117 @@
+"""The law: layout and placement change nothing but time. Every algorithm, every layout, against `jax.jit(iterate)`.
+
+Level 2: the same compiled shapes give the same bits. Level 3: replicas compute in other shapes, so they round differently;
+in float64 with plain SGD (Adam hides a wrong factor) to 1e-10, in float32 with the real optimiser to 1e-5.
+"""
+
+import functools
+import pickle
+
+import jax
+import optax
+import pytest
+
+from choreo import networks
+from choreo.algos.ppo import PPO
+from choreo.envs import make
+from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.plans import plan
+from laws.other import Other
+from laws.reference import assert_close, assert_same_bits, planned_run, reference_run
+
+NUM_ENVS = 12
+SMALL = {"unroll": 4, "epochs": 2, "minibatch_size": 24, "total_steps": 480}
+SMALL_MLP = functools.partial(networks.mlp, hidden=(16,))
+
+ALGORITHMS = {
+    "ppo": (functools.partial(PPO, network=SMALL_MLP, **SMALL), "jax:CartPole-v1"),
+    "ppo-lstm": (functools.partial(PPO, network=functools.partial(networks.lstm, hidden=(8,), width=8), **SMALL), "jax:CartPole-v1"),
+    "ppo-continuous": (functools.partial(PPO, network=SMALL_MLP, normalise_obs=True, **SMALL), "jax:Pendulum-v1"),
+    "other": (Other, "jax:CartPole-v1"),
+}  # fmt: skip
+
+ONE_SITE_PER_GROUP = {
+    "fused": fused(),
+    "coarse x1": coarse(1),
+    "fine x1": fine(1),
+    "three sites": Layout(Group("env"), Group("actor"), Group("learner")),
+}
+REPLICAS = {
+    "coarse x2": coarse(2),
+    "coarse x4": coarse(4),
+    "fine x2": fine(2),
+    "env x2, actor x3": Layout(Group("env", replicas=2), Group("actor", replicas=3), Group("learner")),
+    "env x6, actor x4": Layout(Group("env", replicas=6), Group("actor", replicas=4), Group("learner")),
+}
+MANY_SITES = Layout(Group("env", replicas=3), Group("actor"), Group("critic"), Group("learner"))
+"""For the other program, whose gradient flows through `actor`: an actor that is replicated would have to add up gradients."""
+
+
+def cells(layouts):
+    return [
+        pytest.param(algorithm, layout, id=f"{algorithm}-{name}")
+        for algorithm in ALGORITHMS
+        for name, layout in layouts.items()
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def reference_of(algorithm, x64=False):
+    build, env_name = ALGORITHMS[algorithm]
+    algo = build(optimizer=optax.sgd) if x64 else build()
+    env = make(env_name, NUM_ENVS)
+    return algo, env, reference_run(algo, env, jax.random.key(3))
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), cells(ONE_SITE_PER_GROUP))
+def test_same_shapes_give_the_same_bits(algorithm, layout):
+    algo, env, reference = reference_of(algorithm)
+    assert_same_bits(planned_run(algo, env, layout, jax.random.key(3)), reference)
+
+
+def replicated_cells():
+    found = [cell for cell in cells(REPLICAS) if cell.values[0] != "other"]
+    return [
+        *found,
+        pytest.param("other", fine(2), id="other-fine x2"),
+        pytest.param("other", MANY_SITES, id="other-many sites"),
+    ]
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), replicated_cells())
+def test_replicas_agree_in_float32(algorithm, layout):
+    algo, env, reference = reference_of(algorithm)
+    assert_close(planned_run(algo, env, layout, jax.random.key(3)), reference, 1e-5)
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), replicated_cells())
+def test_replicas_agree_in_float64(algorithm, layout):
+    with jax.enable_x64(True):
+        algo, env, reference = reference_of(algorithm, x64=True)
+        assert_close(planned_run(algo, env, layout, jax.random.key(3)), reference, 1e-10)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "ppo-lstm", "ppo-continuous"])
+def test_exact_gives_the_same_bits_for_any_number_of_workers(algorithm):
+    algo, env, reference = reference_of(algorithm)
+    one = planned_run(algo, env, coarse(1, exact=True), jax.random.key(3))
+    for workers in (2, 3, 6):
+        assert_same_bits(planned_run(algo, env, coarse(workers, exact=True), jax.random.key(3)), one)
+    assert_close(one, reference, 1e-5)
+
+
+def test_a_plan_back_from_a_pickle_gives_the_same_bits():
+    algo, env, reference = reference_of("ppo")
+    for layout in (fused(), fine(2)):
+        here = plan(algo, env, layout)
+        there = pickle.loads(pickle.dumps(here))
+        assert there == here and hash(there) == hash(here)
+        assert there != plan(algo, env, coarse(3))
+        direct, sent = (planned_run(algo, env, p, jax.random.key(3)) for p in (here, _with_carry(there, here)))
+        assert_same_bits(sent, direct)
+        assert_close(sent, reference, 1e-5)
+
+
+def _with_carry(there, here):
+    object.__setattr__(there, "carry", here.carry)  # the coordinator keeps the form of the carry to itself
+    return there

@@ -1,0 +1,297 @@
+"""Programs that mix environments, each in every disguise: refused with the user's line, or the reference result.
+
+    mixer  x  around it (nothing, scan, cond, while, custom_vjp, remat)  x  what it is (glue, fragment, mapped fragment)
+
+A mixer takes what each environment holds, `[env, 3]`, and gives the same shape back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import choreo
+from laws import odd_programs
+from laws.odd_programs import PROGRAMS, Program
+from laws.refuse_or_equal import EVERYTHING_REPLICATED, LAYOUTS, MORE_LAYOUTS, Pond, refuse_or_equal
+
+E = 6
+
+
+def rows(values):
+    """One number per environment, beside each of its three."""
+    return jnp.broadcast_to(values[:, None], (len(values), 3))
+
+
+def every(values):
+    """The same three numbers for every environment."""
+    return jnp.broadcast_to(values, (E, 3))
+
+
+def merged(x):
+    """Time x env in one axis, as minibatches are made."""
+    return jnp.stack([x, 2.0 * x]).reshape(2 * E, 3)
+
+
+def structure(x):
+    for i in range(len(x)):
+        x = x.at[i].set(jnp.sin(x[i] + i))
+    return x if len(x) > 4 else -x
+
+
+MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "mean": lambda x: x - jnp.mean(x, axis=0, keepdims=True),
+    "sort": lambda x: jnp.sort(x, axis=0),
+    "roll": lambda x: jnp.roll(x, 1, axis=0),
+    "cumulative sum": lambda x: jnp.cumsum(x, axis=0),
+    "index of another": lambda x: x[jnp.argmax(x[:, 0]) + jnp.zeros(E, jnp.int32)] + x,
+    "contraction": lambda x: x @ (x.T @ x),
+    "time x env merged": lambda x: jnp.cumsum(merged(x), axis=0).reshape(2, E, 3)[1],
+    "factor num_envs": lambda x: x / len(x),
+    "literal of E": lambda x: x + rows(jnp.arange(E, dtype=x.dtype) * (2.0 * len(x))),
+    "structure": structure,
+}
+"""The ten of the issue."""
+
+ROTATION = jnp.roll(jnp.eye(E), 1, axis=0)
+LINE = jnp.linspace(-1.0, 1.0, E)
+SQUARE = jnp.linspace(-1.0, 1.0, E * E).reshape(E, E)
+
+MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "max": lambda x: x - jnp.max(x, axis=0, keepdims=True),
+    "norm of all": lambda x: x / (1.0 + jnp.linalg.norm(x)),
+    "flip": lambda x: x[::-1],
+    "first environment": lambda x: x - every(x[0]),
+    "all but the last": lambda x: jnp.concatenate([x[:-1], 2.0 * x[-1:]]),
+    "halves swapped": lambda x: jnp.concatenate([x[E // 2 :], x[: E // 2]]),
+    "every second": lambda x: jnp.repeat(x[::2], 2, axis=0),
+    "shift with pad": lambda x: jnp.pad(x, ((1, 0), (0, 0)))[:-1],
+    "order": lambda x: x[jnp.argsort(x[:, 0])],
+    "rank": lambda x: rows(jnp.argsort(jnp.argsort(x[:, 0])).astype(x.dtype)),
+    "top": lambda x: every(lax.top_k(x.T, 2)[0][:, 0]),
+    "constant rotation": lambda x: ROTATION @ x,
+    "constant line": lambda x: x * rows(LINE),
+    "constant square, contracted": lambda x: jnp.tanh(x @ x.T @ SQUARE @ x),
+    "constant square, taken by row": lambda x: SQUARE[:, :3] * x,
+    "constant square, taken by column": lambda x: SQUARE[:3].T * x,
+    "all pairs": lambda x: jnp.sum(x[:, None, :] - x[None, :, :], axis=1),
+    "diagonal of all pairs": lambda x: rows(jnp.diagonal(x @ x.T)),
+    "softmax over environments": lambda x: jax.nn.softmax(x, axis=0),
+    "whitened": lambda x: (x - every(jnp.mean(x, axis=0))) / every(jnp.std(x, axis=0) + 1e-3),
+    "transposed twice": lambda x: jnp.cumsum(x.T, axis=1).T,
+    "transposed, harmless": lambda x: jnp.cumsum(x.T, axis=0).T,
+    "flattened": lambda x: jnp.cumsum(x.reshape(-1)).reshape(E, 3),
+    "flattened, harmless": lambda x: jnp.sin(x.reshape(-1)).reshape(E, 3),
+    "halved by reshape": lambda x: x.reshape(2, E // 2, 3)[::-1].reshape(E, 3),
+    "merged, harmless": lambda x: jnp.cos(merged(x)).reshape(2, E, 3).sum(axis=0),
+    "merged the other way": lambda x: jnp.roll(jnp.stack([x, -x], axis=1).reshape(2 * E, 3), 1, axis=0)[::2],
+    "scan over environments": lambda x: lax.scan(lambda c, row: (c + row, c), x[0], x)[1],
+    "map over environments": lambda x: lax.map(jnp.sin, x),
+    "scan with a table": lambda x: lax.scan(lambda c, i: (c.at[i].set(c[i - 1] + 1.0), ()), x, jnp.arange(1, E))[0],
+    "associative scan": lambda x: lax.associative_scan(jnp.multiply, x),
+    "named mean": lambda x: jax.vmap(lambda row: row - lax.pmean(row, "envs"), axis_name="envs")(x),
+    "named index": lambda x: jax.vmap(lambda row: row * lax.axis_index("envs").astype(row.dtype), axis_name="envs")(x),
+    "named permutation": lambda x: jax.vmap(
+        lambda row: lax.ppermute(row, "envs", [(i, (i + 1) % E) for i in range(E)]), axis_name="envs"
+    )(x),
+    "named size": lambda x: jax.vmap(lambda row: row / lax.psum(1, "envs"), axis_name="envs")(x),
+    "branch on any": lambda x: lax.cond(jnp.any(x > 0.5), lambda x: -x, jnp.sin, x),
+    "branch on each": lambda x: jax.vmap(lambda row: lax.cond(row[0] > 0, jnp.sin, jnp.negative, row))(x),
+    "loop until all": lambda x: lax.while_loop(lambda x: jnp.any(jnp.abs(x) > 0.1), lambda x: 0.7 * x, x),
+    "loop until each": lambda x: jax.vmap(
+        lambda r: lax.while_loop(lambda r: jnp.abs(r[0]) > 0.1, lambda r: 0.7 * r, r)
+    )(x),
+    "scatter by data": lambda x: jnp.zeros_like(x).at[jnp.argsort(x[:, 1])].add(x),
+    "scatter to one": lambda x: x.at[0].add(jnp.sum(x, axis=0)),
+    "histogram": lambda x: x + every(jnp.zeros(3).at[jnp.abs(x[:, 0] * 10).astype(jnp.int32) % 3].add(1.0)),
+    "segment sum": lambda x: jax.ops.segment_sum(x, jnp.array([0, 0, 1, 1, 5, 5]), E),
+    "window over environments": lambda x: lax.reduce_window(x, 0.0, lax.add, (3, 1), (1, 1), "SAME"),
+    "window over features": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME"),
+    "convolution over environments": lambda x: (
+        lax.conv_general_dilated(x.T[None], jnp.ones((3, 3, 3)), (1,), "SAME", dimension_numbers=("NCH", "OIH", "NCH"))[
+            0
+        ].T
+    ),
+    "convolution, environments as channels": lambda x: lax.conv_general_dilated(
+        x[None],
+        jnp.linspace(0.0, 1.0, E * E * 3).reshape(E, E, 3),
+        (1,),
+        "SAME",
+        dimension_numbers=("NCH", "OIH", "NCH"),
+    )[0],
+    "dynamic slice by data": lambda x: every(
+        lax.dynamic_slice(x, (jnp.argmax(x[:, 0]).astype(jnp.int32), 0), (1, 3))[0]
+    ),
+    "dynamic slice of each": lambda x: rows(jax.vmap(lambda r: lax.dynamic_slice(r, (jnp.argmax(r),), (1,))[0])(x)),
+    "dynamic update by data": lambda x: lax.dynamic_update_slice(x, x[:1], (jnp.argmax(x[:, 0]).astype(jnp.int32), 0)),
+    "fft": lambda x: jnp.real(jnp.fft.fft(x, axis=0)),
+    "covariance inverse": lambda x: x @ jnp.linalg.inv(x.T @ x + jnp.eye(3)),
+    "tiled": lambda x: jnp.tile(x, (2, 1))[1 : E + 1],
+    "clipped by the mean": lambda x: jnp.clip(x, -jnp.mean(jnp.abs(x)), jnp.mean(jnp.abs(x))),
+    "where all": lambda x: jnp.where(jnp.all(x > 0, axis=1, keepdims=True), x, -x),
+    "permutation": lambda x: jax.random.permutation(jax.random.key(3), x),
+    "permuted index": lambda x: x[jax.random.permutation(jax.random.key(3), E)],
+    "random per environment": lambda x: x + jax.random.normal(jax.random.key(1), (E, 3)),
+    "random from data": lambda x: x + jax.random.normal(jax.random.key(jnp.sum(x > 0)), (E, 3)),
+    "random by env key": lambda x: (
+        x + jax.vmap(lambda k: jax.random.normal(k, (3,)))(jax.random.split(jax.random.key(1), E))
+    ),
+    "random by fold_in": lambda x: (
+        x + jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(jax.random.key(1), i), (3,)))(jnp.arange(E))
+    ),
+    "random by gamma": lambda x: x + jax.random.gamma(jax.random.key(1), jnp.abs(x) + 1.0),
+    "random by rbg": lambda x: (
+        x + jax.vmap(lambda k: jax.random.normal(k, (3,)))(jax.random.split(jax.random.key(1, impl="rbg"), E))
+    ),
+    "keys rolled": lambda x: (
+        x + jax.vmap(lambda k: jax.random.normal(k, (3,)))(jnp.roll(jax.random.split(jax.random.key(1), E), 1))
+    ),
+    "dtype": lambda x: (jnp.round(8 * x).astype(jnp.bfloat16) * E).astype(x.dtype),
+    "bits": lambda x: lax.bitcast_convert_type(
+        lax.bitcast_convert_type(x, jnp.uint8).reshape(-1, 4), jnp.float32
+    ).reshape(E, 3),
+    "gradient of a sum": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 2))(x),
+    "gradient of a mean": lambda x: jax.grad(lambda x: jnp.mean(x) ** 2)(x),
+    "gradient, sorted": lambda x: jax.grad(lambda x: jnp.sum(jnp.sort(x, axis=0) * rows(LINE)))(x),
+    "jacobian": lambda x: jax.jacfwd(lambda x: jnp.sum(x**2, axis=1))(x).sum(axis=1),
+    "custom rule of vmap": lambda x: jax.vmap(meet)(x),
+    "unrolled by jit": jax.jit(lambda x: x - jnp.mean(x, axis=0, keepdims=True)),
+}
+
+
+@jax.custom_batching.custom_vmap
+def meet(row):
+    return row
+
+
+@meet.def_vmap
+def _meet_all(axis_size, in_batched, x):
+    return x - jnp.mean(x, axis=0, keepdims=True), True
+
+
+def in_scan(mix):
+    return lambda x: lax.scan(lambda x, t: (mix(x) + 0.1 * x, ()), x, jnp.arange(2))[0]
+
+
+def in_cond(mix):
+    return lambda x: lax.cond(jnp.arange(3)[2] > 1, mix, jnp.negative, x)
+
+
+def in_while(mix):
+    return lambda x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, mix(c[1])), (0, x))[1]
+
+
+def in_custom_vjp(mix):
+    """Its derivative mixes as well."""
+
+    @jax.custom_vjp
+    def f(x):
+        return mix(x)
+
+    f.defvjp(lambda x: (mix(x), x), lambda x, g: (mix(g) + x,))
+    return lambda x: f(x) + jax.grad(lambda x: jnp.sum(f(x) * x))(x)
+
+
+def in_remat(mix):
+    return lambda x: x + jax.grad(lambda x: jnp.sum(jax.checkpoint(mix)(jnp.sin(x)) ** 2))(x)
+
+
+AROUND = {
+    "alone": lambda mix: mix,
+    "scan": in_scan,
+    "cond": in_cond,
+    "while": in_while,
+    "custom_vjp": in_custom_vjp,
+    "remat": in_remat,
+}
+
+
+def glue(mix):
+    return mix
+
+
+def batched(role):
+    return lambda mix: choreo.fragment(role)(mix)
+
+
+def mapped(role):
+    """Called once per environment, with all of them in hand."""
+    return lambda mix: lambda x: jax.vmap(choreo.fragment(role)(lambda x, i: mix(x)[i]), (None, 0))(x, jnp.arange(E))
+
+
+KINDS = {"glue": glue, "batched": batched("actor"), "batched env": batched("env"), "mapped": mapped("actor")}
+
+
+@choreo.fragment("actor")
+def act(weights, state):
+    return weights * jnp.tanh(state)
+
+
+@choreo.fragment("learner")
+def learn(weights, action):
+    return weights - 0.1 * jnp.mean(jnp.tanh(0.1 * action) ** 2, axis=tuple(range(action.ndim - 1)))
+
+
+@dataclass(frozen=True)
+class Algo:
+    """Acts, mixes, steps, learns. Where: "action" (between act and step), "state" (what is carried) or "step" (in a scan)."""
+
+    mix: Callable[[jax.Array], jax.Array]
+    where: str = "action"
+
+    def init(self, env, key):
+        return {"state": env.reset(env.keys(key)), "weights": jnp.linspace(0.5, 1.5, env.width)}
+
+    def iterate(self, env, carry, key):
+        def step(state, _):
+            action = jax.vmap(act, (None, 0))(carry["weights"], state)
+            if self.where in ("action", "step"):
+                action = self.mix(action)
+            state = env.step(state, action)
+            return self.mix(state) if self.where == "state" else state, action
+
+        if self.where == "step":
+            state, action = lax.scan(step, carry["state"], None, 2)
+        else:
+            state, action = step(carry["state"], None)
+        weights = learn(carry["weights"], action)
+        return {"state": state, "weights": weights}, {"action": jnp.mean(action), "each": state[:, 0]}
+
+
+def case(mixer: str, around: str, kind: str) -> Any:
+    return pytest.param(mixer, around, kind, id=f"{mixer} - {around} - {kind}")
+
+
+@pytest.mark.parametrize(("mixer", "around", "kind"), [case(m, a, k) for m in MIXERS for a in AROUND for k in KINDS])
+def test_the_ten_ways_to_mix(mixer, around, kind):
+    algo = Algo(KINDS[kind](AROUND[around](MIXERS[mixer])))
+    refusals = refuse_or_equal(algo, Pond(E), __file__)
+    if kind == "glue":  # the learner's site sees every environment
+        assert not any(refusals.values()), refusals
+
+
+@pytest.mark.parametrize(("mixer", "kind"), [(m, k) for m in MORE_MIXERS for k in ("glue", "batched", "batched env")])
+def test_more_ways_to_mix(mixer, kind):
+    refuse_or_equal(Algo(KINDS[kind](MORE_MIXERS[mixer])), Pond(E), __file__)
+
+
+@pytest.mark.parametrize("where", ["state", "step"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_mixing_what_is_carried(mixer, where):
+    refuse_or_equal(Algo(MIXERS[mixer], where), Pond(E), __file__, MORE_LAYOUTS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_odd_programs(name, capfd):
+    refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, LAYOUTS | {"everything x2": EVERYTHING_REPLICATED})
+
+
+@pytest.mark.parametrize("name", ["donated and read again", "same value twice", "carry swapped", "carry unchanged"])
+def test_compiled_with_donation(name):
+    refuse_or_equal(
+        Program(name), Pond(E), odd_programs.__file__, {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}, compiled=True
+    )

@@ -1,0 +1,389 @@
+"""What a replica computes from its block, on whole programs: infer, demand and emit against the full program.
+
+A program is a function of arrays, some of them in blocks. The law: for every result that is not mixed, and every piece of it
+that is offered, the piece computed from the demanded pieces of the inputs is that piece of the full result; and of an input
+that is there in blocks only, nothing but its block is ever demanded.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import choreo
+from choreo import _compat
+from choreo.partition.blocks import WHOLE, Form, demand, emit, infer
+from choreo.partition.split import Axis, Mixes, Size
+
+E, BLOCK = 6, 2
+SIZE = Size(E, BLOCK)
+MIXED = "mixed"
+W = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
+PER_ENV = jnp.linspace(-1.0, 1.0, E * 3).reshape(E, 3)
+S = ((E, 3), 0)  # one row per environment
+SHARED = ((3,), None)
+KEY = ("key", None)
+KEYS = ("keys", 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`ins`: shape (or "key", "keys") and env axis of each input; `outs`: env axis of each result, None: whole, or MIXED."""
+
+    fn: Callable[..., Any]
+    ins: tuple[tuple[Any, Axis], ...]
+    outs: tuple[Any, ...]
+
+
+def actor(fn):
+    return choreo.fragment("actor")(fn)
+
+
+def nested(inner):
+    """while around cond around scan."""
+
+    def body(i, x):
+        return lax.cond(
+            i > 0, lambda x: lax.scan(lambda x, t: (inner(x) + t * x, x), x, jnp.arange(2.0))[0], jnp.cos, x
+        )
+
+    return lambda x: lax.fori_loop(0, 3, body, x)
+
+
+def scan_of_cond_of_while(x):
+    def halve(x):
+        return lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] / 2), (0, x))[1]
+
+    return lax.scan(lambda x, t: (lax.switch(t, [jnp.sin, halve, lambda x: x + PER_ENV], x), x[:, 0]), x, jnp.arange(3))
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.clip(x, -0.5, 0.5)
+
+
+clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (jnp.where(jnp.abs(x) < 0.4, g, 0.1 * g),))
+
+
+@jax.custom_vjp
+def backward_mixes(x):
+    return jnp.sin(x)
+
+
+backward_mixes.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (jnp.cumsum(g * x, axis=0),))
+
+
+@jax.custom_jvp
+def scaled(x):
+    return 2.0 * x
+
+
+scaled.defjvp(lambda primals, tangents: (scaled(*primals), 3.0 * tangents[0]))
+
+
+def until_small(row):
+    return lax.while_loop(lambda c: jnp.abs(c[0][0]) > 0.05, lambda c: (0.6 * c[0], c[1] + 1), (row, 0))
+
+
+def draw(key):
+    return jax.random.normal(key, (3,))
+
+
+def gradient(fn):
+    return jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))))
+
+
+row_fn = actor(lambda w, row: jnp.cumsum(w * row) + jnp.sort(row)[0])
+column_fn = actor(lambda column: column - jnp.max(column))
+pair_fn = actor(lambda x, y: jnp.tanh(x @ y))
+named_fn = actor(lambda row: row - lax.pmean(row, "envs"))
+index_fn = actor(lambda row: row * lax.axis_index("envs").astype(row.dtype))
+closing_fn = actor(lambda row, i: row @ W + PER_ENV[i])
+printing_fn = actor(lambda row: (jax.debug.print("{}", row), row + 1)[1])
+rbg_fn = actor(lambda i: jax.random.normal(jax.random.wrap_key_data(i * jnp.ones(4, jnp.uint32), impl="rbg"), (2,)))
+rows_key_fn = actor(lambda row, key: row + draw(key))
+linear_fn = actor(lambda w, row: w * row)
+
+CASES = {
+    "nothing": Case(lambda x: x, (S,), (0,)),
+    "one result twice": Case(lambda x: (jnp.sin(x),) * 2, (S,), (0, 0)),
+    "a literal result": Case(lambda x: (x + 1, 3.0), (S,), (0, None)),
+    "shared beside blocks": Case(lambda w, x: (jnp.cumsum(w), x * jnp.tile(w, (E, 1))), (SHARED, S), (None, 0)),
+    "mixed beside blocks": Case(lambda x: (jnp.mean(x), jnp.sin(x), jnp.sort(x, 0)), (S,), (MIXED, 0, MIXED)),
+    "from mixed": Case(lambda x: (x - jnp.mean(x, 0, keepdims=True)) * 0.0, (S,), (MIXED,)),
+    "constant of E rows": Case(lambda x: x * PER_ENV, (S,), (0,)),
+    "constant in another order": Case(lambda x: x * PER_ENV[::-1] + jnp.cumsum(PER_ENV, 0), (S,), (0,)),
+    "number of the environment": Case(lambda x: x + jnp.tile(jnp.arange(float(E))[:, None], (1, 3)), (S,), (0,)),
+    "one key, a row each": Case(lambda k, x: x + jax.random.normal(k, (E, 3)), (KEY, S), (0,)),
+    "one key, split": Case(lambda k, x: x + jax.vmap(draw)(jax.random.split(k, E)), (KEY, S), (0,)),
+    "one key, permuted": Case(lambda k, x: x + PER_ENV[jax.random.permutation(k, E)], (KEY, S), (0,)),
+    "one key, permuting blocks": Case(lambda k, x: x[jax.random.permutation(k, E)], (KEY, S), (MIXED,)),
+    "a key each": Case(jax.vmap(draw), (KEYS,), (0,)),
+    "a key each, folded": Case(
+        jax.vmap(lambda k, r: draw(jax.random.fold_in(k, (9 * r[0]).astype(jnp.int32)))), (KEYS, S), (0,)
+    ),
+    "a key each, rolled": Case(lambda k: jnp.roll(k, 1), (KEYS,), (MIXED,)),
+    "while, cond, scan": Case(nested(jnp.sin), (S,), (0,)),
+    "while, cond, scan that mixes": Case(nested(lambda x: jnp.roll(x, 1, 0)), (S,), (MIXED,)),
+    "scan, cond, while": Case(scan_of_cond_of_while, (S,), (0, 1)),
+    "scan, reversed": Case(
+        lambda x: lax.scan(lambda c, t: (c * 0.5 + t, c), x, jnp.arange(4.0), reverse=True), (S,), (0, 1)
+    ),
+    "scan, unrolled": Case(
+        lambda x: lax.scan(lambda c, t: (c * 0.5 + t, c), x, jnp.arange(4.0), unroll=2), (S,), (0, 1)
+    ),
+    "scan of length 1": Case(lambda x: lax.scan(lambda c, t: (c + t, c), x, jnp.arange(1.0)), (S,), (0, 1)),
+    "scan of length 0": Case(lambda x: lax.scan(lambda c, t: (c + t, c), x, jnp.zeros(0)), (S,), (0, 1)),
+    "scan over time": Case(
+        lambda w, xs: lax.scan(lambda c, x: (c + jnp.mean(w) * x, x - c), jnp.zeros((E, 3)), xs),
+        (SHARED, ((4, E, 3), 1)),
+        (0, 1),
+    ),
+    "scan over time, as long as E": Case(
+        lambda xs: lax.scan(lambda c, x: (c + x, x - c), jnp.zeros((E, 3)), xs), (((E, E, 3), 1),), (0, 1)
+    ),
+    "scan over environments": Case(lambda x: lax.scan(lambda c, r: (c + r, c), jnp.zeros(3), x), (S,), (MIXED, MIXED)),
+    "scan over shared, as long as E": Case(
+        lambda w, x: lax.scan(lambda c, r: (c * jnp.mean(r), c), x, jnp.outer(jnp.arange(float(E)), w)),
+        (SHARED, S),
+        (0, 1),
+    ),
+    "scan, carry becomes a block later": Case(
+        lambda x: lax.scan(
+            lambda c, t: ((c[1], c[2], jnp.sin(c[0]) + x), c[0]), (jnp.zeros((E, 3)),) * 3, jnp.arange(4)
+        ),
+        (S,),
+        (0, 0, 0, 1),
+    ),
+    "scan, carry mixes later": Case(
+        lambda x: lax.scan(
+            lambda c, t: ((c[1], c[2], jnp.cumsum(c[0], 0) + x), 0), (jnp.zeros((E, 3)),) * 3, jnp.arange(4)
+        )[0],
+        (S,),
+        (MIXED, MIXED, MIXED),
+    ),
+    "scan, carry whole beside blocks": Case(
+        lambda w, x: lax.scan(
+            lambda c, t: ((jnp.cumsum(c[0]), c[1] * jnp.tile(c[0], (E, 1))), c[0]), (w, x), jnp.arange(3)
+        ),
+        (SHARED, S),
+        (None, 0, None),
+    ),
+    "scan, carry swapped": Case(
+        lambda x, y: lax.scan(lambda c, t: ((c[1], c[0] + t), c[1]), (x, y), jnp.arange(3.0)), (S, S), (0, 0, 1)
+    ),
+    "scan, swapped with a whole": Case(
+        lambda x: lax.scan(lambda c, t: ((c[1], c[0] + t), c[1]), (x, PER_ENV), jnp.arange(3.0)), (S,), (0, 0, 1)
+    ),
+    "scan, keys": Case(
+        lambda k, x: lax.scan(lambda c, k: (c + jax.vmap(draw)(jax.random.split(k, E)), ()), x, jax.random.split(k, 3))[
+            0
+        ],
+        (KEY, S),
+        (0,),
+    ),
+    "scan, carry transposed": Case(
+        lambda x: lax.scan(lambda c, t: (c.T + t, ()), x, jnp.arange(2.0))[0], (((E, E), 0),), (MIXED,)
+    ),
+    "cond on shared": Case(lambda w, x: lax.cond(w[0] > 0, jnp.sin, lambda x: PER_ENV, x), (SHARED, S), (0,)),
+    "cond on an environment": Case(lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), (S,), (MIXED,)),
+    "cond, one branch mixes": Case(
+        lambda w, x: lax.cond(w[0] > 0, lambda x: (jnp.sin(x), x), lambda x: (jnp.sort(x, 0), x), x),
+        (SHARED, S),
+        (MIXED, 0),
+    ),
+    "cond, axis in two places": Case(
+        lambda w, x: lax.cond(w[0] > 0, jnp.transpose, jnp.sin, x), (SHARED, ((E, E), 0)), (MIXED,)
+    ),
+    "cond per environment": Case(jax.vmap(lambda r: lax.cond(r[0] > 0, jnp.sin, jnp.cos, r)), (S,), (0,)),
+    "while per environment": Case(jax.vmap(until_small), (S,), (0, 0)),
+    "while per environment, second axis": Case(jax.vmap(until_small, 1, (1, 0)), (((3, E), 1),), (1, 0)),
+    "while per environment and member": Case(jax.vmap(jax.vmap(until_small)), (((E, 2, 3), 0),), (0, 0)),
+    "while per member and environment": Case(jax.vmap(jax.vmap(until_small)), (((2, E, 3), 1),), (1, 1)),
+    "while for all": Case(lambda x: lax.while_loop(lambda x: jnp.any(x > 0.1), lambda x: x / 2, x), (S,), (MIXED,)),
+    "while counted by shared": Case(
+        lambda w, x: lax.while_loop(lambda c: jnp.sum(c[0]) < 9, lambda c: (c[0] + 1, c[1] / 2), (w, x)),
+        (SHARED, S),
+        (None, 0),
+    ),
+    "custom_vjp": Case(lambda x: (clipped(x), gradient(clipped)(x)), (S,), (0, 0)),
+    "custom_vjp whose derivative mixes": Case(
+        lambda x: (backward_mixes(x), gradient(backward_mixes)(x)), (S,), (0, MIXED)
+    ),
+    "custom_jvp": Case(lambda x: (scaled(x), gradient(scaled)(x)), (S,), (0, 0)),
+    "remat": Case(
+        lambda w, x: jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x)))(
+            x * jnp.tile(w, (E, 1))
+        ),
+        (SHARED, S),
+        (0,),
+    ),
+    "remat in scan": Case(
+        lambda x: gradient(
+            lambda x: lax.scan(jax.checkpoint(lambda c, t: (jnp.sin(c) + t, ())), x, jnp.arange(3.0))[0]
+        )(x),
+        (S,),
+        (0,),
+    ),
+    "gradient of shared": Case(lambda w, x: jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(w), (SHARED, S), (MIXED,)),
+    "mapped fragment": Case(jax.vmap(row_fn, (None, 0)), (SHARED, S), (0,)),
+    "mapped fragment, all whole": Case(lambda w: jax.vmap(row_fn, (None, 0))(w, PER_ENV), (SHARED,), (0,)),
+    "mapped fragment, whole columns": Case(jax.vmap(column_fn, 1, 1), (((E, E), 1),), (1,)),
+    "mapped fragment over something else": Case(jax.vmap(column_fn, 1, 1), (((E, E), 0),), (MIXED,)),
+    "mapped fragment, moved": Case(lambda x: jax.vmap(column_fn, 1, 0)(x), (((4, E), 1),), (0,)),
+    "mapped fragment, nested": Case(jax.vmap(jax.vmap(row_fn, (None, 0)), (None, 0)), (SHARED, ((E, 2, 3), 0)), (0,)),
+    "mapped fragment, nested the other way": Case(
+        jax.vmap(jax.vmap(row_fn, (None, 0)), (None, 0)), (SHARED, ((2, E, 3), 1)), (1,)
+    ),
+    "mapped fragment, every pair": Case(
+        lambda x, y: jax.vmap(jax.vmap(pair_fn, (None, 0)), (0, None))(x, y), (S, S), (MIXED,)
+    ),
+    "mapped fragment, pairs with a table": Case(
+        lambda x: jax.vmap(jax.vmap(pair_fn, (None, 0)), (0, None))(x, PER_ENV), (S,), (0,)
+    ),
+    "mapped fragment with a shared block": Case(
+        jax.vmap(lambda x, i: row_fn(x[0], x[i]), (None, 0)), (S, ((E,), 0)), (MIXED,)
+    ),
+    "mapped fragment, named mean": Case(jax.vmap(named_fn, axis_name="envs"), (S,), (MIXED,)),
+    "mapped fragment, named index": Case(jax.vmap(index_fn, axis_name="envs"), (S,), (0,)),
+    "mapped fragment, named mean of members": Case(  # harmless, but `psum` has no rule
+        jax.vmap(jax.vmap(named_fn, axis_name="envs")), (((E, 2, 3), 0),), (MIXED,)
+    ),
+    "mapped fragment, arrays closed over": Case(lambda x: jax.vmap(closing_fn)(x, jnp.arange(E)), (S,), (0,)),
+    "mapped fragment, a traced value closed over": Case(
+        lambda w, x: jax.vmap(actor(lambda r: r * w))(x), (SHARED, S), (0,)
+    ),
+    "mapped fragment, blocks closed over": Case(
+        lambda x: jax.vmap(actor(lambda r: r * jnp.mean(x, 0)))(x), (S,), (MIXED,)
+    ),
+    "mapped fragment with a key each": Case(jax.vmap(rows_key_fn), (S, KEYS), (0,)),
+    "mapped fragment in a scan": Case(
+        lambda w, x: lax.scan(lambda x, t: (jax.vmap(row_fn, (None, 0))(w, x) * t, ()), x, jnp.arange(3.0))[0],
+        (SHARED, S),
+        (0,),
+    ),
+    "mapped fragment, gradient each": Case(
+        jax.vmap(jax.grad(lambda r, w: jnp.sum(row_fn(w, r))), (0, None)), (S, SHARED), (0,)
+    ),
+    "mapped fragment, gradient": Case(
+        lambda w, x: gradient(lambda x: jax.vmap(row_fn, (None, 0))(w, x))(x), (SHARED, S), (0,)
+    ),
+    "mapped fragment, gradient of shared": Case(
+        lambda w, x: gradient(lambda w: jax.vmap(row_fn, (None, 0))(w, x))(w), (SHARED, S), (MIXED,)
+    ),
+    "linear mapped fragment, gradient": Case(
+        lambda w, x: gradient(lambda x: jax.vmap(linear_fn, (None, 0))(w, x))(x), (SHARED, S), (0,)
+    ),
+    "linear mapped fragment, derivative": Case(
+        lambda w, x: jax.jvp(lambda x: jax.vmap(linear_fn, (None, 0))(w, x), (x,), (jnp.ones_like(x),)),
+        (SHARED, S),
+        (0, 0),
+    ),
+    "mapped fragment under remat": Case(
+        lambda w, x: gradient(jax.checkpoint(lambda x: jax.vmap(row_fn, (None, 0))(w, x)))(x), (SHARED, S), (0,)
+    ),
+    "batched fragment": Case(actor(lambda x: jnp.sin(x) @ W), (S,), (0,)),
+    "batched fragment that mixes": Case(actor(lambda x: (x[::-1], x + 1)), (S,), (MIXED, 0)),
+    "keys of another kind": Case(
+        lambda k: jax.vmap(draw)(
+            jax.random.wrap_key_data(jnp.tile(jax.vmap(jax.random.key_data)(k), (1, 2)), impl="rbg")
+        ),
+        (KEYS,),
+        (MIXED,),
+    ),
+    "mapped fragment, keys of another kind": Case(
+        lambda x: jax.vmap(rbg_fn)((99 * jnp.abs(x[:, 0])).astype(jnp.uint32)), (S,), (MIXED,)
+    ),
+}
+
+
+def values_of(case: Case) -> list[jax.Array]:
+    def value(i, shape):
+        if isinstance(shape, str):
+            return jax.random.key(i) if shape == "key" else jax.random.split(jax.random.key(i), E)
+        return jax.random.normal(jax.random.key(i), shape) if shape != (E,) else jnp.arange(E)
+
+    return [value(i, shape) for i, (shape, _) in enumerate(case.ins)]
+
+
+def block(value: jax.Array, axis: Axis, r: int) -> jax.Array:
+    return value if axis is None else lax.slice_in_dim(value, r * BLOCK, (r + 1) * BLOCK, axis=axis)
+
+
+def as_numpy(value: Any) -> np.ndarray:
+    value = jnp.asarray(value)
+    return np.asarray(jax.random.key_data(value) if _compat.is_key(value.dtype) else value)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_piece_from_pieces_is_that_piece_of_the_whole(name):
+    case = CASES[name]
+    values = values_of(case)
+    closed = jax.make_jaxpr(case.fn)(*values)
+    full = jax.tree.leaves(case.fn(*values))
+    forms = [WHOLE if axis is None else Form(False, axis) for _, axis in case.ins]
+    inference = infer(closed, forms, SIZE)
+    assert [MIXED if form.mixed else form.axis for form in inference.outs] == list(case.outs)
+    for o, form in enumerate(inference.outs):
+        if form.mixed:
+            assert "test_blocks.py:" in form.mixed.at, f"no line of the user's: {form.mixed}"
+            with pytest.raises(Mixes):
+                demand(inference, [{None} if i == o else set() for i in range(len(full))])
+            continue
+        for axis in {form.axis, *([None] if form.whole else [])}:
+            wanted = [{axis} if i == o else set() for i in range(len(full))]
+            needed, _ = demand(inference, wanted)
+            for pieces, (_, in_axis) in zip(needed, case.ins, strict=True):
+                assert in_axis is None or pieces <= {in_axis}, f"result {o} needs {pieces} of blocks along {in_axis}"
+            for r in range(E // BLOCK):
+                inputs = [{a: block(v, a, r) for a in pieces} for v, pieces in zip(values, needed, strict=True)]
+                got = emit(inference, inputs, wanted, np.int32(r))[o][axis]
+                np.testing.assert_allclose(
+                    as_numpy(got),
+                    as_numpy(block(full[o], axis, r)),
+                    rtol=1e-5,
+                    atol=1e-5,
+                    err_msg=f"result {o}, piece {axis}, block {r}",
+                )
+
+
+def test_only_the_first_producer_of_randomness_runs_whole():
+    closed = jax.make_jaxpr(lambda k, x: x + jax.vmap(draw)(jax.random.split(k, E)))(jax.random.key(0), PER_ENV)
+    inference = infer(closed, [WHOLE, Form(False, 0)], SIZE)
+    emitted = jax.make_jaxpr(lambda k, x, i: emit(inference, [{None: k}, {0: x}], [{0}], i)[0][0])(
+        jax.random.key(0), PER_ENV[:BLOCK], np.int32(0)
+    )
+    sizes = {str(eqn.primitive): [v.aval.shape for v in eqn.outvars] for eqn in _flat(emitted.jaxpr)}
+    assert sizes["random_split"] == [(E,)]
+    assert sizes["random_bits"] == [(BLOCK, 3)]
+
+
+def _flat(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in _compat.inner_jaxprs(eqn):
+            yield from _flat(inner.jaxpr)
+
+
+def test_a_print_of_what_is_whole_is_kept(capsys):
+    fn = actor(lambda w, x: (jax.debug.print("w={}", w[0]), x * jnp.tile(w, (E, 1)))[1])
+    closed = jax.make_jaxpr(fn)(jnp.ones(3), PER_ENV)
+    inference = infer(closed, [WHOLE, Form(False, 0)], SIZE)
+    needed, _ = demand(inference, [{0}])
+    assert needed == [{None}, {0}]
+    result = emit(inference, [{None: jnp.ones(3)}, {0: PER_ENV[:BLOCK]}], [{0}], np.int32(0))[0][0]
+    np.testing.assert_array_equal(result, PER_ENV[:BLOCK])
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("w=1.0") == 1
+
+
+def test_a_print_of_each_environment_needs_them_all():
+    closed = jax.make_jaxpr(jax.vmap(printing_fn))(PER_ENV)
+    inference = infer(closed, [Form(False, 0)], SIZE)
+    with pytest.raises(Mixes):
+        demand(inference, [{0}])

@@ -1,0 +1,110 @@
+import re
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from choreo import checkpoint
+from choreo.errors import RunError
+
+
+class Carry(NamedTuple):
+    weights: jax.Array
+    key: jax.Array
+    flags: dict[str, jax.Array]
+
+
+@pytest.fixture
+def carry():
+    return Carry(
+        weights=jnp.arange(6.0).reshape(2, 3).T,  # not contiguous once it is NumPy
+        key=jax.random.split(jax.random.key(3), 4),
+        flags={
+            "done": jnp.array([True, False]),
+            "half": jnp.bfloat16(1.5),
+            "empty": jnp.zeros((0, 2)),
+            "n": jnp.int32(7),
+        },
+    )
+
+
+def test_every_leaf_comes_back_as_it_was(tmp_path, carry):
+    path = tmp_path / "c.safetensors"
+    checkpoint.save(path, carry, iteration=12)
+    back = checkpoint.load(path, jax.eval_shape(lambda: carry))
+    assert checkpoint.iteration(path) == 12
+    assert jax.tree.structure(back) == jax.tree.structure(carry)
+    np.testing.assert_array_equal(jax.random.key_data(back.key), jax.random.key_data(carry.key))
+    assert back.key.dtype == carry.key.dtype
+    np.testing.assert_array_equal(back.weights, carry.weights)
+    for name, leaf in carry.flags.items():
+        assert back.flags[name].dtype == leaf.dtype and back.flags[name].shape == leaf.shape
+        np.testing.assert_array_equal(back.flags[name], leaf)
+
+
+def test_numpy_that_is_not_contiguous(tmp_path):
+    strided = np.arange(12.0, dtype=np.float32).reshape(3, 4)[:, ::2]
+    checkpoint.save(tmp_path / "c", {"x": strided}, iteration=0)
+    np.testing.assert_array_equal(checkpoint.load(tmp_path / "c", {"x": strided})["x"], strided)
+
+
+def test_what_is_no_array_comes_from_the_structure(tmp_path):
+    network = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    other = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(1))
+    checkpoint.save(tmp_path / "c", network, iteration=0)
+    back = checkpoint.load(tmp_path / "c", other)
+    obs = jnp.array([1.0, 2.0])
+    np.testing.assert_array_equal(back(obs), network(obs))
+
+
+@pytest.mark.parametrize(
+    ("like", "why"),
+    [
+        ({"a": np.zeros(3, np.float32), "b": np.zeros(1)}, "it has no `['b']`"),
+        ({"a": np.zeros(4, np.float32)}, "`['a']` is float32[3] there and float32[4] here"),
+        ({"a": np.zeros(3, np.int32)}, "`['a']` is float32[3] there and int32[3] here"),
+        ({}, "`['a']` is unknown here"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, like, why):
+    checkpoint.save(tmp_path / "c", {"a": np.zeros(3, np.float32)}, iteration=0)
+    with pytest.raises(RunError, match=re.escape(f"does not fit the algorithm: {why}.")):
+        checkpoint.load(tmp_path / "c", like)
+
+
+def test_files_that_are_no_checkpoints_are_refused(tmp_path):
+    with pytest.raises(RunError, match="There is no checkpoint at .*gone"):
+        checkpoint.iteration(tmp_path / "gone")
+    checkpoint.save(tmp_path / "cut", {"a": np.zeros(100)}, iteration=0)
+    (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-5])
+    with pytest.raises(RunError, match="cut is not a whole checkpoint"):
+        checkpoint.iteration(tmp_path / "cut")
+    import safetensors.numpy
+
+    safetensors.numpy.save_file({"a": np.zeros(1)}, tmp_path / "foreign")
+    with pytest.raises(RunError, match="no checkpoint of Choreo"):
+        checkpoint.iteration(tmp_path / "foreign")
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "c"
+    checkpoint.save(path, {"a": np.zeros(3, np.float32)}, iteration=1)
+    with pytest.raises(TypeError):
+        checkpoint.write_atomic(path, "text is not bytes")  # pyright: ignore[reportArgumentType]
+    assert checkpoint.iteration(path) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_the_hash_sees_every_bit_and_only_arrays():
+    tree = {"a": np.zeros(3, np.float32), "f": jnp.tanh}
+    same = {"a": jnp.zeros(3), "f": jnp.sin}
+    changed = {"a": np.array([0, -0.0, 0], np.float32), "f": jnp.tanh}
+    assert checkpoint.sha256(tree) == checkpoint.sha256(same)
+    assert checkpoint.sha256(tree) != checkpoint.sha256(changed)
+    # An independent reference: the bytes one after another.
+    import hashlib
+
+    assert checkpoint.sha256(tree) == hashlib.sha256(bytes(12)).hexdigest()

@@ -1,0 +1,271 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from choreo import checkpoint
+from choreo.cache import cache_folder
+from choreo.cli import main
+from choreo.progress import progress_line
+from choreo.training import load
+
+TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+CARTPOLE = "jax:CartPole-v1"
+TRAIN = ["train", TINY, CARTPOLE, "--total-steps", "1280"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_kept(tmp_path_factory):
+    """The same small program is trained with again and again: compile it once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHOREO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def fails(capsys, *args, code=2):
+    """Standard error of a command that fails, without a traceback."""
+    assert main(list(args)) == code
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    return err
+
+
+# Training.
+
+
+def test_json_is_the_last_line_of_stdout_and_everything_else_goes_to_stderr(capsys):
+    assert main([*TRAIN, "--steps", "512", "--seed", "3", "--out", "x", "--json"]) == 0
+    out, err = capsys.readouterr()
+    (line,) = out.splitlines()
+    summary = json.loads(line)
+    wanted = {"return", "train_return", "env_steps", "seconds", "steps_per_second", "compile_seconds", "params_hash"}
+    assert wanted <= set(summary)
+    assert summary["env_steps"] == 512
+    assert "compiling" in err and "Tiny 100%  512 steps" in err and "return (greedy, 100 fresh episodes)" in err
+    run = load("x")
+    assert run.recipe.seed == 3
+    assert checkpoint.sha256(run.params) == summary["params_hash"]
+    assert run.evaluate(episodes=100).mean == summary["return"]
+
+
+def test_a_table_and_a_folder_with_a_telling_name(capsys):
+    for _ in range(2):
+        assert main([*TRAIN, "--steps", "512", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "runs/tiny-CartPole-v1-0.2" in out and "steps per second" in out
+    assert sorted(p.name for p in Path("runs").iterdir()) == ["tiny-CartPole-v1-0", "tiny-CartPole-v1-0.2"]
+
+
+def test_hyper_parameters_are_the_fields_of_the_dataclass():
+    options = ["--learning-rate", "0.25", "--unroll", "4", "--no-centred", "--num-envs", "4"]
+    assert main([*TRAIN, "--steps", "2e1", "--out", "x", "--quiet", *options]) == 0
+    run = load("x")
+    assert (run.algo.learning_rate, run.algo.unroll, run.algo.centred) == (0.25, 4, False)
+    assert run.env.num_envs == 4 and run.recipe.steps == 20
+
+
+def test_evaluate_and_resume(capsys):
+    assert main([*TRAIN, "--steps", "512", "--out", "x", "--quiet", "--json"]) == 0
+    trained = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", "x", "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["return"] == trained["return"] and evaluated["episodes"] == 100
+    assert main(["evaluate", "x", "--episodes", "7"]) == 0
+    assert re.match(r"Tiny  jax:CartPole-v1  return \d+\.\d ± \d+\.\d over 7 episodes", capsys.readouterr().out)
+    assert main(["resume", "x", "--steps", "1_024", "--quiet", "--json"]) == 0
+    resumed = json.loads(capsys.readouterr().out)
+    assert main([*TRAIN, "--steps", "1024", "--out", "whole", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["params_hash"] == resumed["params_hash"]
+
+
+def test_overwrite_replaces_a_run_and_nothing_else(capsys):
+    command = [*TRAIN, "--steps", "512", "--out", "x", "--quiet", "--overwrite"]
+    assert main(command) == 0
+    Path("x/tensorboard").mkdir()
+    assert main(command) == 0
+    assert not Path("x/tensorboard").exists()
+    Path("mine").mkdir()
+    Path("mine/thesis.tex").write_text("mine")
+    capsys.readouterr()
+    err = fails(capsys, *TRAIN, "--out", "mine", "--overwrite", code=1)
+    assert err.startswith("RunError: mine is not empty.") and Path("mine/thesis.tex").exists()
+
+
+def test_ctrl_c_says_where_the_last_checkpoint_is_and_leaves_nothing_half_written(tmp_path):
+    command = [sys.executable, "-m", "choreo", *TRAIN[:3], "--steps", "1e9", "--checkpoint-every", "64", "--out", "x"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    try:
+        deadline = time.monotonic() + 120
+        while not Path("x/checkpoint.safetensors").exists():
+            assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    done = checkpoint.iteration(Path("x/checkpoint.safetensors"))
+    assert f"Interrupted. Last checkpoint: x/checkpoint.safetensors (iteration {done})." in err
+    assert "Go on with `choreo resume x`." in err and "Traceback" not in err
+    assert sorted(os.listdir("x")) == ["checkpoint.safetensors", "graph.svg", "metrics.jsonl", "run.toml"]
+    assert len(load("x").rows) == done
+    assert all(json.loads(line) for line in Path("x/metrics.jsonl").read_text().splitlines())
+
+
+# Looking.
+
+
+def test_graph_prints_or_draws(capsys):
+    assert main(["graph", TINY, CARTPOLE]) == 0
+    fragments = capsys.readouterr().out
+    assert "learn" in fragments
+    assert main(["graph", TINY, CARTPOLE, "--layout", "coarse", "--workers", "2", "-o", "plan.svg"]) == 0
+    assert capsys.readouterr().out == "Wrote plan.svg.\n"
+    assert "<svg" in Path("plan.svg").read_text()
+    err = fails(capsys, "graph", TINY, CARTPOLE, "--workers", "2")
+    assert err == "UsageError: --workers and --exact belong to a layout.\nAdd --layout coarse.\n"
+    assert "There is no folder gone" in fails(capsys, "graph", TINY, CARTPOLE, "-o", "gone/x.svg")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("algos", "ppo"), ("envs", "jax:CartPole-v1"), ("layouts", "fused")])
+def test_list(capsys, kind, name):
+    assert main(["list", kind]) == 0
+    assert any(line.split()[0] == name for line in capsys.readouterr().out.splitlines())
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"choreo {command} " in text for command in ("train", "graph", "evaluate", "resume", "list"))
+    assert main([]) == 2
+    for command in ("train", "graph", "evaluate", "resume", "list"):
+        with pytest.raises(SystemExit) as end:
+            main([command, "--help"])
+        assert end.value.code == 0
+        assert f"choreo {command}" in capsys.readouterr().out
+
+
+def test_the_help_of_an_algorithm_has_the_docstrings_of_its_fields(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", TINY, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "--stop-at-return" in text
+    assert "--learning-rate" in text and "Step size of the gradient ascent." in text
+    with pytest.raises(SystemExit):
+        main(["train", "ppo", "--help"])
+    assert "--gae-lambda" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"choreo \d+\.\d+.*\n", capsys.readouterr().out)
+
+
+def test_the_progress_line_fits_a_terminal():
+    row = {
+        "env_steps": 184_320,
+        "train_return": 318.24,
+        "eval_return": 401.5,
+        "policy_loss": 0.04129,
+        "value_loss": 7.0,
+    }
+    line = progress_line("PPO", row, total_steps=300_000, steps_per_second=211_000.0)
+    assert line == "PPO  61%  184k steps  211k steps/s  return 318  eval 402  loss 0.0413  0:00 left"
+    assert len(line) <= 80
+    early = {"env_steps": 128, "train_return": float("nan")}
+    assert progress_line("PPO", early, total_steps=1280, steps_per_second=1.0) == (
+        "PPO  10%  128 steps  1 steps/s  19:12 left"
+    )
+
+
+def test_where_compiled_programs_are_kept(monkeypatch):
+    monkeypatch.setenv("CHOREO_CACHE", "off")
+    assert cache_folder() is None
+    monkeypatch.setenv("CHOREO_CACHE", "/elsewhere")
+    assert cache_folder() == Path("/elsewhere")
+    monkeypatch.delenv("CHOREO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_folder() == Path("/xdg/choreo/jax")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache/choreo/jax"
+
+
+# Refused.
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["trian"], "UsageError: There is no command `trian`.\nDid you mean `train`?\n"),
+        (["train", "pqo", CARTPOLE], "UnknownNameError: There is no algorithm `pqo`.\nDid you mean `ppo`?"),
+        (["train", "ppo", "jax:Cartpole"], "UnknownNameError: There is no environment `jax:Cartpole`.\nDid you mean"),
+        ([*TRAIN, "--layout", "corse"], "UnknownNameError: There is no layout `corse`.\nDid you mean `coarse`?\n"),
+        ([*TRAIN, "--workers", "2"], "LayoutError: Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"),
+        ([*TRAIN, "--runtime", "rai"], "UnknownNameError: There is no runtime `rai`.\nKnown: inprocess."),
+        ([*TRAIN, "--step", "5"], "UsageError: There is no option `--step`.\nDid you mean `--steps`"),
+        (
+            [*TRAIN, "--lerning-rate", "5"],
+            "UsageError: There is no option `--lerning-rate`.\nDid you mean `--learning-rate`",
+        ),
+        (
+            [*TRAIN, "--steps", "many"],
+            "UsageError: Argument --steps: `many` is no whole number.\nSee `choreo train --help`.\n",
+        ),
+        ([*TRAIN, "--steps"], "UsageError: Argument --steps: expected one argument.\n"),
+        (
+            ["train", "--steps", "5", "ppo", CARTPOLE],
+            "UsageError: `choreo train` needs an algorithm and an environment",
+        ),
+        (["train", "ppo"], "UsageError: `choreo train` needs an algorithm and an environment, in this order"),
+        (["evaluate", "x", "--episode", "5"], "UsageError: There is no option `--episode`.\nDid you mean `--episodes`"),
+        (["evaluate"], "UsageError: The following arguments are required: run.\n"),
+        (["list", "environments"], "UsageError: Argument kind: invalid choice: 'environments'"),
+    ],
+)
+def test_misuse_is_two_lines_and_exit_code_2(capsys, args, message):
+    err = fails(capsys, *args)
+    assert err.startswith(message)
+    assert len(err.splitlines()) == 2
+    assert os.listdir() == []
+
+
+def test_what_fails_is_exit_code_1(capsys):
+    Path("file").write_text("mine")
+    err = fails(capsys, *TRAIN, "--out", "file", code=1)
+    assert err == "RunError: file is a file; a run needs a folder.\nChoose another --out, or remove the file.\n"
+    assert "gone does not exist" in fails(capsys, "evaluate", "gone", code=1)
+    assert "gone does not exist" in fails(capsys, "resume", "gone", code=1)
+    assert main([*TRAIN, "--nan-at", "1", "--steps", "512", "--quiet", "--out", "x"]) == 1
+    assert "DivergedError: The run diverged: `loss` is nan at iteration 1 of 4." in capsys.readouterr().err
+
+
+def test_a_traceback_on_request(monkeypatch):
+    from choreo.errors import UnknownNameError
+
+    monkeypatch.setenv("CHOREO_TRACEBACK", "1")
+    with pytest.raises(UnknownNameError):
+        main(["train", "pqo", CARTPOLE])
+
+
+def test_a_bug_of_the_users_keeps_its_traceback():
+    Path("broken.py").write_text("from dataclasses import dataclass\n\nclass MyPPO:\n    unroll = 1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "broken.py:MyPPO", CARTPOLE])

@@ -1,0 +1,165 @@
+"""What we rely on in JAX beyond its documented API: the list to read when a new release breaks something."""
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import pytest
+
+from choreo import _compat
+
+
+def eqns_of(fn, *args):
+    return jax.make_jaxpr(fn)(*args).jaxpr.eqns
+
+
+def only(fn, *args) -> jec.JaxprEqn:
+    (eqn,) = eqns_of(fn, *args)
+    return eqn
+
+
+class TestVmaps:
+    """`enclosing_vmaps` reads the trace that is running: how we know what a fragment looks like for one environment."""
+
+    def seen(self, transform, *args):
+        found = []
+
+        def look(x, y):
+            found.append((x.shape, _compat.enclosing_vmaps((x, y))))
+            return x
+
+        transform(look)(*args)
+        return found[0]
+
+    def test_none(self):
+        assert self.seen(lambda f: f, jnp.ones(3), jnp.ones(3)) == ((3,), ())
+
+    def test_one(self):
+        shape, vmaps = self.seen(lambda f: jax.vmap(f, (0, None)), jnp.ones((5, 3)), jnp.ones(2))
+        assert shape == (3,)
+        assert vmaps == (_compat.Vmap(None, 5, (0, None)),)
+
+    def test_axis_name_and_position(self):
+        _, vmaps = self.seen(lambda f: jax.vmap(f, (1, 0), axis_name="agent"), jnp.ones((3, 5)), jnp.ones((5, 2)))
+        assert vmaps == (_compat.Vmap("agent", 5, (1, 0)),)
+
+    def test_two_innermost_first(self):
+        nested = lambda f: jax.vmap(jax.vmap(f, (0, None)), (0, 0), axis_name="outer")  # noqa: E731
+        shape, vmaps = self.seen(nested, jnp.ones((2, 5, 3)), jnp.ones((2, 4)))
+        assert shape == (3,)
+        assert vmaps == (_compat.Vmap(None, 5, (0, None)), _compat.Vmap("outer", 2, (0, 0)))
+
+    @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+    def test_inside_a_jit_the_vmap_outside_is_not_seen(self, transform):
+        """The jitted function is traced once, for un-vmapped shapes; the vmap is applied to the result."""
+        _, vmaps = self.seen(lambda f: transform(jax.jit(f)), jnp.ones((5, 3)), jnp.ones((5, 3)))
+        assert vmaps == ()
+
+
+def test_bound_axis_names():
+    seen = []
+
+    def look(x):
+        seen.append(_compat.bound_axis_names())
+        return x
+
+    jax.jit(look)(1.0)
+    jax.vmap(look, axis_name="shard")(jnp.ones(2))
+    jax.vmap(jax.jit(lambda x: look(x)), axis_name="shard")(jnp.ones(2))
+    assert seen == [(), ("shard",), ("shard",)]
+
+
+def test_a_jit_keeps_its_name():
+    def inner(x):
+        return x + 1
+
+    inner.__name__ = inner.__qualname__ = "choreo:actor:act:3"
+    fn = jax.jit(inner)
+    assert _compat.call_name(only(fn, 1.0)) == "choreo:actor:act:3"
+    assert _compat.call_name(only(jax.vmap(fn), jnp.ones(2))) == "choreo:actor:act:3"
+    assert _compat.call_name(only(jnp.sin, 1.0)) is None
+
+    (scan,) = eqns_of(lambda x: jax.lax.scan(lambda c, _: (fn(c), None), x, length=3), 1.0)
+    names = [_compat.call_name(e) for e in _compat.scan_params(scan).body.jaxpr.eqns]
+    assert "choreo:actor:act:3" in names
+
+
+def test_scan_params():
+    def fn(a, xs):
+        return jax.lax.scan(lambda c, x: (c + x * a, c), jnp.float32(0.0), xs, reverse=True)
+
+    (scan,) = [e for e in eqns_of(fn, jnp.float32(2.0), jnp.ones(4)) if e.primitive.name == "scan"]
+    p = _compat.scan_params(scan)
+    assert (p.num_consts, p.num_carry, p.length, p.reverse) == (1, 1, 4, True)
+    assert len(p.body.jaxpr.invars) == 3 and len(p.body.jaxpr.outvars) == 2
+
+
+def test_while_params():
+    def fn(n, a):
+        return jax.lax.while_loop(lambda c: c < n, lambda c: c * a, jnp.float32(1.0))
+
+    (loop,) = [e for e in eqns_of(fn, jnp.float32(9.0), jnp.float32(2.0)) if e.primitive.name == "while"]
+    p = _compat.while_params(loop)
+    assert (p.num_cond_consts, p.num_body_consts) == (1, 1)
+    assert len(p.cond.jaxpr.outvars) == 1
+
+
+@jax.custom_jvp
+def custom_jvp(x):
+    return jnp.sin(x)
+
+
+custom_jvp.defjvp(lambda primals, tangents: (custom_jvp(*primals), tangents[0]))
+
+
+@jax.custom_vjp
+def custom_vjp(x):
+    return jnp.sin(x)
+
+
+custom_vjp.defvjp(lambda x: (custom_vjp(x), None), lambda _, g: (g,))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: custom_jvp, lambda f: custom_vjp])
+def test_what_only_wraps_can_be_evaluated_inside(wrap):
+    eqn = only(wrap(lambda x: jnp.sin(x)), jnp.float32(0.5))
+    inner = _compat.inner_jaxpr(eqn)
+    assert inner is not None, f"{eqn.primitive.name} is missing in _compat.INLINED, or its parameter has another name"
+    assert _compat.eval_jaxpr(inner, [jnp.float32(0.5)]) == [jnp.sin(jnp.float32(0.5))]
+
+
+def test_every_equation_can_be_bound_again():
+    """`bind` is how a program is re-emitted for a replica's share of the environments."""
+
+    def fn(x):
+        y = jax.lax.scan(lambda c, v: (c + v, c * v), jnp.float32(0.0), x)[1]
+        y = jax.lax.cond(y.sum() > 0, jnp.sin, jnp.cos, custom_jvp(y))
+        y = jax.lax.while_loop(lambda v: v.max() < 3, lambda v: v + 1, custom_vjp(y))
+        return jax.checkpoint(jnp.tanh)(jax.jit(jnp.sort)(y))
+
+    x = jnp.arange(4, dtype=jnp.float32)
+    closed = jax.make_jaxpr(fn)(x)
+    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | {closed.jaxpr.invars[0]: x}
+    for eqn in closed.jaxpr.eqns:
+        values = [v.val if isinstance(v, jec.Literal) else env[v] for v in eqn.invars]
+        env.update(zip(eqn.outvars, _compat.bind(eqn, eqn.params, values), strict=True))
+    assert (env[closed.jaxpr.outvars[0]] == fn(x)).all()
+
+
+def test_inner_jaxprs_finds_the_branches():
+    (cond,) = [
+        e for e in eqns_of(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), 1.0) if e.primitive.name == "cond"
+    ]
+    assert len(list(_compat.inner_jaxprs(cond))) == 2
+
+
+def test_where_names_the_users_line():
+    def mine(x):
+        return jnp.sin(x)
+
+    place = _compat.where(only(mine, 1.0))
+    assert "test_compat.py:" in place and "(mine)" in place or place.endswith("mine)"), place
+
+
+def test_is_key():
+    assert _compat.is_key(jax.random.key(0).dtype)
+    assert not _compat.is_key(jnp.uint32)

@@ -1,0 +1,118 @@
+from dataclasses import dataclass
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import choreo
+from choreo.envs import Step, VmapEnv
+from choreo.errors import AlgorithmError, RunError
+from choreo.evaluate import evaluate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortOrLong:
+    """Half of the episodes last 1 step, half 50; reward 1 if the action is the number of steps so far."""
+
+    lengths: tuple[int, int] = (1, 50)
+    name = "test:ShortOrLong"
+    time_limit = None
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(1000)
+
+    def reset(self, key):
+        length = jnp.where(jax.random.bernoulli(key), *self.lengths)
+        return (length, jnp.zeros((), jnp.int32)), jnp.zeros(1, jnp.float32)
+
+    def step(self, state, action, key):
+        length, time = state
+        reward = (action == time).astype(jnp.float32)
+        return (length, time + 1), Step(jnp.zeros(1, jnp.float32), reward, time + 1 >= length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """Its memory counts the steps of an episode; the count is the action."""
+
+    @choreo.fragment("actor")
+    def act(self, params, obs, key, state, *, greedy=False):
+        return state["count"], (), {"count": state["count"] + 1}
+
+    def initial_state(self, params):
+        return {"count": jnp.zeros((), jnp.int32)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Always:
+    """Greedy: action 0. Else: action 1."""
+
+    @choreo.fragment("actor")
+    def act(self, params, obs, key, *, greedy=False):
+        return jnp.int32(0 if greedy else 1) + params, ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeverGreedy:
+    """An algorithm that forgot about evaluation."""
+
+    @choreo.fragment("actor")
+    def act(self, params, obs, key):
+        return jnp.int32(0), ()
+
+
+ENV = VmapEnv(env=ShortOrLong(), num_envs=2)
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("episodes", [1, 100, 128, 300])
+def test_exactly_as_many_episodes_as_asked_for(episodes):
+    result = evaluate(Counting(), ENV, None, key=KEY, episodes=episodes)
+    assert len(result.returns) == len(result.lengths) == episodes
+    assert set(result.lengths) <= {1, 50}
+
+
+def test_short_episodes_are_not_favoured():
+    lengths = evaluate(Counting(), ENV, None, key=KEY, episodes=1000).lengths
+    # Taking the first 1000 to end would give a mean near 2; the standard error of a fair mean is 0.8.
+    assert abs(lengths.mean() - 25.5) < 4
+
+
+def test_memory_starts_anew_with_each_episode():
+    result = evaluate(Counting(), ENV, None, key=KEY, episodes=300)
+    np.testing.assert_array_equal(result.returns, result.lengths)
+
+
+def test_greedy_is_passed_on():
+    env, zero = VmapEnv(env=ShortOrLong(lengths=(1, 1)), num_envs=2), jnp.int32(0)
+    assert evaluate(Always(), env, zero, key=KEY, episodes=5).mean == 1.0
+    assert evaluate(Always(), env, zero, key=KEY, episodes=5, greedy=False).mean == 0.0
+    assert float(evaluate(Always(), env, zero + 1, key=KEY, episodes=5)) == 0.0
+
+
+def test_another_key_gives_other_episodes_and_the_same_key_the_same():
+    one, again, other = (
+        evaluate(Counting(), ENV, None, key=jax.random.key(seed), episodes=64).lengths for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any()
+
+
+def test_the_result_prints():
+    env = VmapEnv(env=ShortOrLong(lengths=(50, 50)), num_envs=2)
+    text = str(evaluate(Counting(), env, None, key=KEY, episodes=5))
+    assert text == "return 50.0 ± 0.0 over 5 episodes of 50 steps"
+
+
+def test_episodes_without_an_end_are_given_up():
+    env = VmapEnv(env=ShortOrLong(lengths=(10**9, 10**9)), num_envs=2)
+    with pytest.raises(RunError, match="test:ShortOrLong gave up: episodes are longer than 2,000 steps"):
+        evaluate(Counting(), env, None, key=KEY, episodes=3, max_episode_steps=2000)
+
+
+def test_refusals():
+    with pytest.raises(RunError, match="needs at least one episode"):
+        evaluate(Counting(), ENV, None, key=KEY, episodes=0)
+    with pytest.raises(AlgorithmError, match="`NeverGreedy.act` takes no `greedy`"):
+        evaluate(NeverGreedy(), ENV, None, key=KEY)

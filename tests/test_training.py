@@ -1,0 +1,479 @@
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from choreo import checkpoint, registry
+from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
+from choreo.folder import RunFolder
+from choreo.recipe import Recipe
+from choreo.runs import Run, Timing
+from choreo.training import EpisodeReturns, load, resume, train
+
+TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+Tiny = registry.algorithm_class(TINY)
+CARTPOLE = "jax:CartPole-v1"
+PER_ITERATION = 16 * 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_kept(tmp_path_factory):
+    """The same small program is trained with again and again: compile it once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHOREO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+
+
+def run_tiny(iterations=6, *, fields=None, **options):
+    # One horizon for all, so that they are one program.
+    return train(
+        Tiny(**({"total_steps": 10 * PER_ITERATION} | (fields or {}))),
+        CARTPOLE,
+        steps=iterations * PER_ITERATION,
+        **options,
+    )
+
+
+def make_recipe(**fields):
+    options = {"layout": None, "steps": 1, "seed": 0, "runtime": "inprocess", "eval_every": None, "eval_episodes": 1}
+    return Recipe(**(options | {"stop_at_return": None, "checkpoint_every": None} | fields))
+
+
+def without_seconds(rows):
+    # NaN is not equal to itself; None is.
+    return [{k: None if v != v else v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untouchable:
+    """Fails as soon as anybody traces it: what is refused must be refused before."""
+
+    unroll: int = 4
+
+    def init(self, env, key):
+        raise AssertionError("traced")
+
+    def iterate(self, env, carry, key): ...
+    def policy(self, train): ...
+    def act(self, params, obs, key, *, greedy=False): ...
+
+
+# The run itself.
+
+
+def test_a_run_has_metrics_parameters_and_a_summary():
+    run = run_tiny(5)
+    assert run.metrics["iteration"].tolist() == [0, 1, 2, 3, 4]
+    assert run.metrics["env_steps"].tolist() == [128, 256, 384, 512, 640]
+    assert np.isfinite(run.metrics["loss"]).all()
+    assert run.params.shape == (4, 2)
+    assert run.path is None and run.env.num_envs == 8
+    summary = run.summary
+    assert summary["env_steps"] == 640
+    assert summary["return"] == run.evaluate(episodes=100).mean
+    assert summary["train_return"] == run.train_return
+    assert summary["params_hash"] == checkpoint.sha256(run.params)
+    assert summary["compile_seconds"] < summary["seconds"]
+    assert summary["steps_per_second"] > 0
+
+
+def test_it_learns():
+    run = run_tiny(400, fields={"learning_rate": 0.1, "total_steps": None})
+    assert run.train_return > 2 * np.nanmean(run.metrics["episode_return"][:10])
+
+
+def test_steps_are_rounded_up_to_whole_iterations():
+    run = train(Tiny(), CARTPOLE, steps=2 * PER_ITERATION + 1)
+    assert len(run.rows) == 3
+    assert run.algo.total_steps == 3 * PER_ITERATION  # the horizon is what is run
+    assert train(Tiny(total_steps=10_000), CARTPOLE, steps=1).algo.total_steps == 10_000
+
+
+def test_the_seed_decides_everything():
+    one, again, other = (run_tiny(2, seed=seed).summary for seed in (0, 0, 1))
+    assert one["params_hash"] == again["params_hash"] != other["params_hash"]
+    assert one["return"] == again["return"]
+
+
+def test_boundaries_do_not_change_the_result():
+    plain = run_tiny(6)
+    busy = run_tiny(6, eval_every=2, eval_episodes=3, checkpoint_every=3)
+    assert plain.training_summary["params_hash"] == busy.training_summary["params_hash"]
+
+
+def test_evaluation_during_training():
+    run = run_tiny(6, eval_every=2, eval_episodes=5)
+    measured = np.isfinite(run.metrics["eval_return"])
+    assert measured.tolist() == [False, True, False, True, False, True]
+
+
+def test_a_run_ends_at_the_first_boundary_that_is_good_enough():
+    assert len(run_tiny(6, eval_every=2, eval_episodes=5, stop_at_return=1.0).rows) == 2
+    assert len(run_tiny(6, eval_every=2, eval_episodes=5, stop_at_return=1e9).rows) == 6
+    # Without evaluations the training episodes decide, at the boundaries there are anyway.
+    assert len(run_tiny(6, checkpoint_every=3, stop_at_return=1.0).rows) == 3
+
+
+def test_on_iteration_sees_every_iteration_and_may_end_the_run():
+    seen = []
+
+    def watch(iteration, metrics):
+        seen.append((iteration, metrics["loss"]))
+        return iteration == 2
+
+    run = run_tiny(6, on_iteration=watch, checkpoint_every=2)
+    assert [i for i, _ in seen] == [0, 1, 2, 3]  # the boundary after iteration 2 is at 4
+    assert [loss for _, loss in seen] == run.metrics["loss"].tolist()
+
+
+@hypothesis.given(
+    st.integers(1, 5000), st.sampled_from([1, 8, 512]), st.none() | st.integers(1, 60), st.none() | st.integers(1, 60)
+)
+def test_every_period_ends_at_a_boundary(iterations, num_envs, eval_every, checkpoint_every):
+    recipe = make_recipe(
+        algo=Tiny(),
+        env=registry.environment(CARTPOLE, num_envs),
+        steps=iterations * 16 * num_envs,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+    )
+    boundaries = [0]
+    while boundaries[-1] < iterations:
+        boundaries.append(recipe.next_boundary(boundaries[-1]))
+    assert boundaries[-1] == iterations
+    for every in (eval_every, recipe.checkpoint_period):
+        assert set(range(every or iterations, iterations, every or iterations)) <= set(boundaries)
+    # The runtime compiles one length, and perhaps another for the end.
+    lengths = np.diff(boundaries)
+    assert len(set(lengths[:-1])) <= 1
+
+
+def test_train_return_is_the_mean_of_the_last_hundred_episodes():
+    returns = EpisodeReturns([])
+    assert math.isnan(returns.add({"episodes": 0.0, "episode_return": math.nan}))
+    assert returns.add({"episodes": 60.0, "episode_return": 1.0}) == 1.0
+    assert returns.add({"episodes": 60.0, "episode_return": 2.0}) == 1.5  # 60 alone are too few
+    assert returns.add({"episodes": 40.0, "episode_return": 4.0}) == (60 * 2 + 40 * 4) / 100  # without the first 60
+    assert returns.add({"episodes": 0.0, "episode_return": math.nan}) == (60 * 2 + 40 * 4) / 100
+    assert returns.add({"episodes": 500.0, "episode_return": 7.0}) == 7.0
+
+
+# The folder.
+
+
+def test_the_run_folder_is_complete_and_nothing_else_is_left(tmp_path):
+    out = tmp_path / "runs" / "x"
+    run = run_tiny(4, out=out)
+    files = ["checkpoint.safetensors", "curve.png", "graph.svg", "metrics.jsonl", "run.toml", "summary.json"]
+    assert sorted(p.name for p in out.iterdir()) == files
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (out / "graph.svg").read_text()
+    assert without_seconds(RunFolder(out).read_metrics()) == without_seconds(run.rows)
+
+
+def test_a_loaded_run_is_the_run(tmp_path):
+    run = run_tiny(4, out=tmp_path / "x")
+    loaded = load(tmp_path / "x")
+    assert loaded.algo == run.algo and loaded.env == run.env
+    assert loaded.recipe == run.recipe
+    assert loaded.training_summary == run.training_summary
+    np.testing.assert_array_equal(loaded.evaluate(episodes=7).returns, run.evaluate(episodes=7).returns)
+    obs = np.array([0.1, -0.2, 0.3, 0.4], np.float32)
+    assert loaded.act(obs) == np.argmax(np.tanh(obs) @ np.asarray(run.params))
+
+
+def test_acting_takes_one_observation(tmp_path):
+    run = run_tiny(1)
+    with pytest.raises(EnvError, match=re.escape("An observation of jax:CartPole-v1 has shape [4], not [8, 4].")):
+        run.act(np.zeros((8, 4)))
+    with pytest.raises(RunError, match="samples, and needs a key"):
+        run.act(np.zeros(4), greedy=False)
+    sampled = {int(run.act(np.zeros(4), greedy=False, key=jax.random.key(i))) for i in range(20)}
+    assert sampled == {0, 1}
+
+
+def test_a_recurrent_network_hands_its_memory_around():
+    from choreo import networks
+    from choreo.algos import PPO
+
+    algo, env = PPO(network=networks.lstm), registry.environment(CARTPOLE)
+    recipe = make_recipe(algo=algo, env=env)
+    carry = jax.jit(lambda key: algo.init(env, key))(recipe.key)
+    run = Run(recipe=recipe, train_state=carry.train, rows=[], timing=Timing(), path=None)
+    obs = np.full(4, 0.1, np.float32)
+    action, memory = run.act(obs)
+    assert action.shape == ()
+    _, later = run.act(obs, memory)
+    assert jax.tree.structure(later) == jax.tree.structure(memory)
+    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), memory, later)))
+
+
+def test_a_place_that_is_taken_is_refused_before_anything_is_traced(tmp_path):
+    file, full, old, below = tmp_path / "file", tmp_path / "full", tmp_path / "old", tmp_path / "file" / "x"
+    file.write_text("mine")
+    full.mkdir()
+    (full / "thesis.tex").write_text("mine")
+    run_tiny(1, out=old)
+    for place, message, fix in [
+        (file, f"{file} is a file; a run needs a folder.", "Choose another --out, or remove the file."),
+        (below, f"{below} cannot be made: {file} is a file.", "Choose another --out."),
+        (full, f"{full} is not empty.", "Choose another --out, or empty it."),
+        (old, f"{old} is not empty.", f"Continue it with `choreo resume {old}`"),
+    ]:
+        with pytest.raises(RunError, match=re.escape(message)) as error:
+            train(Untouchable(), CARTPOLE, steps=100, out=place)
+        assert fix in str(error.value)
+    assert file.read_text() == "mine" and (full / "thesis.tex").read_text() == "mine"
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    def interfere(iteration, metrics):
+        with pytest.raises(RunError, match="Another process is writing a run into"):
+            train(Untouchable(), CARTPOLE, steps=100, out=tmp_path / "x")
+        with pytest.raises(RunError, match="Another process is writing a run into"):
+            resume(tmp_path / "x")
+
+    run_tiny(2, out=tmp_path / "x", checkpoint_every=1, on_iteration=lambda i, m: interfere(i, m) if i == 1 else None)
+
+
+def test_an_empty_folder_is_welcome(tmp_path):
+    run_tiny(1, out=tmp_path)
+    assert (tmp_path / "run.toml").is_file()
+
+
+def test_a_run_that_fails_at_once_leaves_no_folder(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Broken(Tiny):
+        def iterate(self, env, carry, key):
+            raise ZeroDivisionError("my bug")
+
+    with pytest.raises(ZeroDivisionError, match="my bug"):
+        train(Broken(), CARTPOLE, steps=100, out=tmp_path / "runs" / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lambda_among_the_fields_is_asked_for_again(tmp_path):
+    algo = Tiny(squash=lambda obs: obs)
+    run = train(algo, CARTPOLE, steps=1, out=tmp_path / "x")
+    with pytest.raises(RunError, match="`algorithm.squash` of this run cannot be made again") as error:
+        load(tmp_path / "x")
+    assert "choreo.load(path, algo=...)" in str(error.value)
+    loaded = load(tmp_path / "x", algo=algo)
+    assert loaded.training_summary["params_hash"] == run.training_summary["params_hash"]
+
+
+def test_folders_that_are_no_runs_are_refused(tmp_path):
+    with pytest.raises(RunError, match="gone does not exist"):
+        load(tmp_path / "gone")
+    with pytest.raises(RunError, match="is no run folder: it has no run.toml"):
+        load(tmp_path)
+    (tmp_path / "run.toml").write_text("not = = toml")
+    with pytest.raises(RunError, match="is no valid TOML"):
+        load(tmp_path)
+
+
+# Interrupted, and gone on.
+
+
+def interrupt_at(iteration):
+    def on_iteration(i, metrics):
+        if i == iteration:
+            raise KeyboardInterrupt
+
+    return on_iteration
+
+
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
+    whole = run_tiny(7, out=tmp_path / "whole", checkpoint_every=2, eval_every=2, eval_episodes=3)
+    with pytest.raises(KeyboardInterrupt):
+        run_tiny(7, out=tmp_path / "x", checkpoint_every=2, eval_every=2, eval_episodes=3, on_iteration=interrupt_at(5))
+    assert checkpoint.iteration(tmp_path / "x" / "checkpoint.safetensors") == 4
+    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # two of them beyond the checkpoint
+    assert len(load(tmp_path / "x").rows) == 4
+    resumed = resume(tmp_path / "x")
+    assert resumed.training_summary["params_hash"] == whole.training_summary["params_hash"]
+    assert without_seconds(resumed.rows) == without_seconds(whole.rows)
+    assert without_seconds(RunFolder(tmp_path / "x").read_metrics()) == without_seconds(whole.rows)
+    file = "checkpoint.safetensors"
+    assert (tmp_path / "x" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_a_finished_run_goes_on_to_more_steps(tmp_path):
+    whole = run_tiny(6)
+    run_tiny(4, out=tmp_path / "x")
+    with pytest.raises(RunError, match="x is finished: 4 iterations, 512 steps") as error:
+        resume(tmp_path / "x")
+    assert "--steps 1024" in str(error.value)
+    longer = resume(tmp_path / "x", steps=6 * PER_ITERATION)
+    assert longer.training_summary["params_hash"] == whole.training_summary["params_hash"]
+    assert load(tmp_path / "x").recipe.steps == 6 * PER_ITERATION
+
+
+def test_a_horizon_nobody_fixed_moves_with_the_steps(tmp_path):
+    run_tiny(4, fields={"total_steps": None}, out=tmp_path / "x")
+    longer = resume(tmp_path / "x", steps=8 * PER_ITERATION)
+    np.testing.assert_allclose(longer.metrics["rate"][4], 0.1 * (1 - 4 / 8), rtol=1e-6)
+
+
+def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
+    run_tiny(3, out=tmp_path / "x")
+    with open(tmp_path / "x" / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 3, "los')
+    assert len(load(tmp_path / "x").rows) == 3
+
+
+def test_several_sites_cannot_be_resumed(tmp_path):
+    run_tiny(2, out=tmp_path / "x", layout="coarse")
+    with pytest.raises(RunError, match="This run has 2 sites; only runs with one site can be resumed") as error:
+        resume(tmp_path / "x", steps=1000)
+    assert "--layout fused" in str(error.value)
+
+
+# Refused, or stopped.
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_at_the_boundary(tmp_path):
+    with pytest.raises(DivergedError, match=re.escape("`loss` is nan at iteration 5 of 8")) as error:
+        run_tiny(8, fields={"nan_at": 5}, out=tmp_path / "x", checkpoint_every=2)
+    assert f"last checkpoint  {tmp_path / 'x' / 'checkpoint.safetensors'} (iteration 4)" in str(error.value)
+    assert "Lower the learning rate" in str(error.value)
+    assert checkpoint.iteration(tmp_path / "x" / "checkpoint.safetensors") == 4
+    assert np.isfinite(load(tmp_path / "x").params).all()
+    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # up to the bad one
+
+
+def test_episodes_that_do_not_end_are_no_divergence():
+    run = train(Tiny(unroll=1), CARTPOLE, steps=8)
+    assert np.isnan(run.metrics["episode_return"]).all() and math.isnan(run.train_return)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"algo": "pqo"}, UnknownNameError, "There is no algorithm `pqo`.\nDid you mean `ppo`?"),
+        (
+            {"env": "jax:CartPol-v1"},
+            UnknownNameError,
+            "no environment `jax:CartPol-v1`.\nDid you mean `jax:CartPole-v1`",
+        ),
+        ({"layout": "corse"}, UnknownNameError, "There is no layout `corse`.\nDid you mean `coarse`?"),
+        ({"runtime": "inproces"}, UnknownNameError, "There is no runtime `inproces`.\nDid you mean `inprocess`?"),
+        ({"algo": "gone.py:MyPPO"}, UnknownNameError, "There is no file `gone.py`"),
+        ({"algo": "no_such_module:MyPPO"}, UnknownNameError, "There is no module `no_such_module`"),
+        ({"algo": TINY.replace(":Tiny", ":Tinny")}, UnknownNameError, "`Tinny`.\nDid you mean `Tiny`"),
+        ({"algo": f"{__file__}:run_tiny"}, AlgorithmError, "is no algorithm, but a function"),
+        ({"steps": 0}, RunError, "A run of 0 steps does nothing."),
+        ({"seed": -1}, RunError, "seed=-1 is not between 0 and 2**32 - 1."),
+        ({"eval_every": 0}, RunError, "eval_every=0 must be at least 1."),
+        ({"loggers": ["tensorbord"], "out": "x"}, UnknownNameError, "Did you mean `tensorboard`?"),
+    ],
+)
+def test_refused_with_a_message_before_anything_is_traced(tmp_path, monkeypatch, options, error, message):
+    monkeypatch.chdir(tmp_path)
+    arguments = {"algo": Untouchable(), "env": CARTPOLE, "steps": 100} | options
+    with pytest.raises(error, match=re.escape(message)):
+        train(arguments.pop("algo"), arguments.pop("env"), **arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_a_layout_does_not_take():
+    with pytest.raises(LayoutError, match="Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"):
+        registry.layout("fused", workers=2)
+
+
+@pytest.mark.parametrize("part", ["unroll", "init", "iterate", "policy", "act"])
+def test_an_algorithm_lacking_a_part_is_told_which(part):
+    parts = {"unroll": 4, **{name: lambda self: None for name in ("init", "iterate", "policy", "act")}}
+    del parts[part]
+    lacking = dataclass(frozen=True)(type("Lacking", (), parts))
+    with pytest.raises(AlgorithmError, match=f"`Lacking` lacks `{part}`.\nAdd "):
+        train(lacking(), CARTPOLE, steps=1)
+
+
+def test_counts_that_do_not_divide_are_refused_before_a_folder_is_made(tmp_path):
+    from choreo.algos import PPO
+
+    with pytest.raises(ChoreoError, match="minibatch_size=100 does not divide the 1024 steps"):
+        train(PPO(minibatch_size=100), CARTPOLE, steps=1, out=tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_carry_without_train_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Bare(Tiny):
+        def init(self, env, key):
+            return tuple(super().init(env, key))
+
+    with pytest.raises(AlgorithmError, match="`Bare.init` returns a tuple without `train`"):
+        train(Bare(), CARTPOLE, steps=1)
+
+
+def test_missing_episode_metrics_are_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Silent(Tiny):
+        def iterate(self, env, carry, key):
+            carry, metrics = super().iterate(env, carry, key)
+            return carry, {"loss": metrics["loss"]}
+
+    with pytest.raises(AlgorithmError, match="`Silent.iterate` returns no metric `episode_return`"):
+        train(Silent(), CARTPOLE, steps=1)
+
+
+def test_a_metric_is_one_number():
+    @dataclass(frozen=True, kw_only=True)
+    class Wordy(Tiny):
+        def iterate(self, env, carry, key):
+            carry, metrics = super().iterate(env, carry, key)
+            return carry, metrics | {"loss": metrics["loss"] * jax.numpy.ones(3)}
+
+    with pytest.raises(AlgorithmError, match=re.escape("The metric `loss` of `Wordy` has shape [3].")):
+        train(Wordy(), CARTPOLE, steps=1)
+
+
+# From values to names, and back.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nested:
+    widths: tuple[int, ...] = (1, 2)
+    scale: float = 1e-3
+    inner: "Nested | None" = None
+    network: object = None
+
+
+def test_what_is_described_is_rebuilt():
+    import functools
+    import tomllib
+
+    import tomli_w
+
+    from choreo import networks
+
+    network = functools.partial(networks.mlp, hidden=(8, 8))
+    value = Nested(inner=Nested(widths=(), scale=float("inf")), network=network)
+    text = tomli_w.dumps(registry.describe(value))
+    back = registry.rebuild(tomllib.loads(text), at="value")
+    assert dataclasses.replace(back, network=None) == dataclasses.replace(value, network=None)
+    assert (back.network.func, back.network.keywords) == (network.func, network.keywords)
+
+
+def test_every_layout_is_rebuilt():
+    from choreo.layouts import PRESETS
+
+    for preset in PRESETS.values():
+        assert registry.rebuild(registry.describe(preset()), at="layout") == preset()
+
+
+def test_a_name_that_is_gone_says_so():
+    with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which is gone"):
+        registry.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm")
