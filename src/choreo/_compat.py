@@ -60,7 +60,7 @@ def bind(eqn: jec.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> li
 
 
 def eval_jaxpr(closed: jec.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
+    return _core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
 
 
 def prune(closed: jec.ClosedJaxpr, used_outs: Sequence[bool]) -> tuple[jec.ClosedJaxpr, tuple[bool, ...]]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jec
 import numpy as np
+from jax.experimental import io_callback
 from jax.extend import source_info_util
 from jax.flatten_util import ravel_pytree
 
@@ -145,12 +146,13 @@ def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, na
     specs, out_tree = jax.tree.flatten(out_spec)
     name = name or getattr(fn, "__name__", "host")
 
-    def flat(in_tree, *leaves: np.ndarray) -> tuple[np.ndarray, ...]:
-        args, kwargs = jax.tree.unflatten(in_tree, leaves)
+    def flat(in_tree, *leaves: Any) -> tuple[np.ndarray, ...]:
+        # A callback is given JAX arrays; computing with those inside of it can wait for itself.
+        args, kwargs = jax.tree.unflatten(in_tree, [np.asarray(x) for x in leaves])
         out, tree = jax.tree.flatten(fn(*args, **kwargs))
         if tree != out_tree:
             raise AlgorithmError(f"Host fragment `{name}` returned {tree}, but its out_spec says {out_tree}.")
-        out = tuple(np.asarray(x) for x in out)
+        out = tuple(np.array(x) for x in out)  # copied: a simulator may write its next observation into the same buffer
         for x, spec in zip(out, specs, strict=True):
             if x.shape != spec.shape or x.dtype != spec.dtype:
                 raise AlgorithmError(
@@ -160,7 +162,7 @@ def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, na
 
     def call(*args, **kwargs):
         leaves, in_tree = jax.tree.flatten((args, kwargs))
-        out = jax.experimental.io_callback(functools.partial(flat, in_tree), tuple(specs), *leaves)
+        out = io_callback(functools.partial(flat, in_tree), tuple(specs), *leaves)
         return jax.tree.unflatten(out_tree, out)
 
     return Fragment(call, role, name=name, host=flat)

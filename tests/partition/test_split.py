@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from jax import lax
 
 from choreo import _compat
@@ -404,3 +407,89 @@ def test_every_rule_is_exercised():
     seen = {primitive for name in EXAMPLES for primitive, allowed in check_named(name).items() if allowed}
     assert seen | OTHER_NAMES.keys() >= RULES.keys(), sorted(RULES.keys() - seen - OTHER_NAMES.keys())
     assert not seen & OTHER_NAMES.keys(), "a name that is exercised needs no excuse"
+
+
+DIMENSIONS = st.sampled_from([1, 2, 3, E, E])
+
+
+@st.composite
+def random_examples(draw) -> Example:
+    """An equation with random shapes and parameters; dimensions are often E without being the environments'."""
+    shape = tuple(draw(st.lists(DIMENSIONS, min_size=1, max_size=4)))
+    axis = draw(st.integers(0, len(shape) - 1))
+    some = tuple(sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
+    order = tuple(draw(st.permutations(range(len(shape)))))
+    low = tuple(draw(st.integers(0, n - 1)) if draw(st.booleans()) else 0 for n in shape)
+    high = tuple(draw(st.integers(a + 1, n)) if draw(st.booleans()) else n for a, n in zip(low, shape, strict=True))
+    dtypes = ("float32",)
+
+    def one(fn: Callable[[jax.Array], Any]) -> Example:
+        return Example(fn, (shape,), dtypes, 0)
+
+    kind = draw(st.sampled_from(sorted(RANDOM_KINDS)))
+    if kind == "dot":
+        return draw(random_dots())
+    if kind == "reshape":
+        flat = int(np.prod(shape))
+        sizes = [n for n in (1, 2, 3, E, 2 * E, 3 * E, E * E) if flat % n == 0]
+        first = draw(st.sampled_from(sizes))
+        second = draw(st.sampled_from([n for n in sizes if flat // first % n == 0]))
+        return one(lambda x: x.reshape(first, second, -1))
+    if kind == "broadcast":
+        wide = tuple(draw(DIMENSIONS) if n == 1 else n for n in shape)
+        at = draw(st.integers(0, len(shape)))
+        dims = tuple(d + (d >= at) for d in range(len(shape)))
+        return one(lambda x: lax.broadcast_in_dim(x, (*wide[:at], E, *wide[at:]), dims))
+    if kind == "gather":
+        return Example(lambda x, i: jnp.take(x, i, axis=axis), (shape, (draw(DIMENSIONS),)), ("float32", "index"), 0)
+    if kind == "concatenate":
+        return Example(lambda x, y: lax.concatenate([x, y], axis), (shape, shape), (), 0)
+    if kind == "scatter":
+        rest = (*shape[:axis], 2, *shape[axis + 1 :])
+        put = (slice(None),) * axis
+        return Example(lambda x, i, u: x.at[(*put, i)].add(u), (shape, (2,), rest), ("float32", "index", "float32"), 0)
+    if kind == "dynamic_slice":
+        sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+        return Example(
+            lambda x, i: lax.dynamic_slice(x, (i,) * len(shape), sizes), (shape, ()), ("float32", "index"), 0
+        )
+    return one(
+        {
+            "transpose": lambda x: lax.transpose(x, order),
+            "reduce": lambda x: jnp.max(x, axis=some),
+            "argmax": lambda x: lax.argmax(x, axis, jnp.int32),
+            "cumulative": lambda x: lax.cumsum(x, axis=axis),
+            "sort": lambda x: lax.sort([x, -x], dimension=axis),
+            "rev": lambda x: lax.rev(x, some),
+            "slice": lambda x: lax.slice(x, low, high),
+            "pad": lambda x: lax.pad(x, 0.5, tuple((a, a, 0) for a in low)),
+            "squeeze": lambda x: lax.squeeze(x, tuple(d for d in some if shape[d] == 1)),
+        }[kind]
+    )
+
+
+RANDOM_KINDS = """argmax broadcast concatenate cumulative dot dynamic_slice gather pad reduce reshape rev scatter slice sort squeeze
+transpose""".split()
+
+
+@st.composite
+def random_dots(draw) -> Example:
+    """A dot_general with every dimension number random; contracted, batch and free dimensions are often E."""
+    contracted, batch, left, right = (draw(st.lists(DIMENSIONS, max_size=n)) for n in (1, 2, 1, 1))
+
+    def side(free):
+        dims = [*(("c", i, n) for i, n in enumerate(contracted)), *(("b", i, n) for i, n in enumerate(batch))]
+        dims = draw(st.permutations([*dims, *(("f", i, n) for i, n in enumerate(free))]))
+        at = {(kind, i): d for d, (kind, i, _) in enumerate(dims)}
+        found = (tuple(at["c", i] for i in range(len(contracted))), tuple(at["b", i] for i in range(len(batch))))
+        return tuple(n for *_, n in dims), *found
+
+    (lhs, lhs_contract, lhs_batch), (rhs, rhs_contract, rhs_batch) = side(left), side(right)
+    numbers = ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))
+    return Example(lambda x, y: lax.dot_general(x, y, numbers), (lhs, rhs), (), 0)
+
+
+@hypothesis_settings(max_examples=60)
+@given(example=random_examples())
+def test_the_law_for_random_equations(example):
+    check(example)

@@ -1,5 +1,7 @@
 """What a graph is, as a program that checks it. Run after every pass; a failure here is our bug, never the user's."""
 
+from typing import Any
+
 import jax.extend.core as jec
 
 from choreo.graph.ir import Block, Graph, Operand, Value
@@ -38,9 +40,7 @@ def _verify_block(block: Block, seen: set[int]) -> None:
         assert len(op.outs) == len(op.eqn.outvars), f"{op!r} has lost a result"
         for operand, var in zip(op.ins, op.eqn.invars, strict=True):
             check_read(operand, repr(op))
-            assert operand.aval.shape == var.aval.shape and operand.aval.dtype == var.aval.dtype, (
-                f"{op!r} changes a type"
-            )
+            assert _type(operand) == _type(var), f"{op!r} changes a type"
         assert not op.call or op.roles == {op.call.role}, f"fragment {op!r} has other roles than its own"
         if op.body:
             assert op.eqn.primitive.name == "scan" and op.roles, f"{op!r} has a body but is no scan with fragments"
@@ -54,4 +54,8 @@ def _verify_block(block: Block, seen: set[int]) -> None:
     for operand in block.outs:
         check_read(operand, "output")
     for before, after in zip(block.carry_ins, block.carry_outs, strict=True):
-        assert before.shape == after.aval.shape, f"carry {before!r} comes back as {after!r}"
+        assert _type(before) == _type(after), f"carry {before!r} comes back as {after!r}"
+
+
+def _type(operand: Any) -> tuple[Any, Any]:
+    return operand.aval.shape, operand.aval.dtype

@@ -110,14 +110,16 @@ class Layout:
         raise LayoutError(f"The layout names a role `{role}`, which the algorithm does not have.", fix=hint)
 
     def _check_divides(self, group: Group, num_envs: int) -> None:
-        if group.replicas is None:
+        blocks, wanted = self.num_blocks(group, num_envs), group.replicas
+        if wanted is None or blocks is None:
             return
-        total, what = (self.num_blocks(group, num_envs), "blocks") if self.exact else (num_envs, "environments")
-        assert total is not None
-        if total % group.replicas:
+        total, what = (blocks, "blocks") if self.exact else (num_envs, "environments")
+        if total % wanted:
             counts = [n for n in range(1, total + 1) if total % n == 0]
-            near = sorted(sorted(counts, key=lambda n: abs(n - group.replicas))[:2])
-            up = -(-num_envs // group.replicas) * group.replicas
+            near = sorted(sorted(counts, key=lambda n: abs(n - wanted))[:2])
+            more = -(-num_envs // wanted) * wanted
+            ways = f"Use {' or '.join(map(str, near))} workers"
             raise LayoutError(
-                f"{total} {what} cannot be divided evenly among {group.replicas} replicas of `{group.name}`.",
-                fix=f"Use {' or '.join(map(str, near))} workers" + ("." if self.exact else f", or {up} environments (--num-envs {up})."))  # fmt: skip
+                f"{total} {what} cannot be divided evenly among {wanted} replicas of `{group.name}`.",
+                fix=f"{ways}." if self.exact else f"{ways}, or {more} environments (--num-envs {more}).",
+            )

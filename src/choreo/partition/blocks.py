@@ -55,8 +55,10 @@ Get = Callable[[int, Axis], Any]
 class Way(Protocol):
     """How an equation computes on blocks."""
 
-    native: Sequence[Axis | Mixed]
-    """The one piece of each result that this way computes, or why there is none."""
+    @property
+    def native(self) -> Sequence[Axis | Mixed]:
+        """The one piece of each result that this way computes, or why there is none."""
+        ...
 
     def demand(self, outs: Sequence[bool]) -> Pieces: ...
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]: ...
@@ -96,7 +98,8 @@ class Step:
         need = self.way.demand(native) if self.way and use_way else [set() for _ in self.eqn.invars]
         if run_whole or (self.eqn.effects and not use_way):
             if not self.whole:
-                raise Mixes(Mixed(f"`{self.eqn.primitive.name}` has an effect on data of all environments", _compat.where(self.eqn)))
+                why = f"`{self.eqn.primitive.name}` has an effect on data of all environments"
+                raise Mixes(Mixed(why, _compat.where(self.eqn)))
             need = [pieces | {None} for pieces in need]
         return need
 
@@ -129,11 +132,16 @@ def run(eqn: jec.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return _compat.bind(eqn, params, values)
 
 
+def _struct(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    shape = aval.shape if shape is None else shape
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
 class Pruned:
     """An equation without what its wanted results do not need: a critic's weights stay away from those who only act."""
 
     def __init__(self, eqn: jec.JaxprEqn, wanted: Sequence[bool]):
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)) for v in eqn.invars]
+        avals = [_struct(v.aval) for v in eqn.invars]
         whole = jax.make_jaxpr(lambda *values: run(eqn, values))(*avals)
         self.closed, self.used = _compat.prune(whole, wanted)
         self.wanted = tuple(wanted)
@@ -383,10 +391,12 @@ def _mapped_out_axes(call: Call, text: str) -> tuple[Axis, ...] | None:
         return None
     if _text(actual.params["jaxpr"]) != text or _sees_batch(call.jaxpr):
         return None
-    axes = []
-    for var, one in zip(other.outvars, single, strict=True):
-        axes.append(None if len(var.aval.shape) == len(one.aval.shape) else list(var.aval.shape).index(odd))
-    return tuple(axes)
+    shapes = zip(_shapes(other.outvars), _shapes(single), strict=True)
+    return tuple(None if len(mapped) == len(one) else mapped.index(odd) for mapped, one in shapes)
+
+
+def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [v.aval.shape for v in variables]
 
 
 BATCH_SEEN = {"custom_vmap_call", "ffi_call", "io_callback", "pure_callback", "rng_bit_generator", "rng_uniform"}
@@ -404,8 +414,7 @@ def _sees_batch(closed: jec.ClosedJaxpr) -> bool:
 
 def _map_call(call: Call, size: int) -> jec.JaxprEqn:
     def insert(aval, axis):
-        shape = aval.shape if axis is None else (*aval.shape[:axis], size, *aval.shape[axis:])
-        return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+        return _struct(aval, aval.shape if axis is None else (*aval.shape[:axis], size, *aval.shape[axis:]))
 
     in_axes = call.vmaps[0].in_axes
     args = [insert(aval, axis) for aval, axis in zip(call.in_avals, in_axes, strict=True)]

@@ -329,7 +329,7 @@ def _fragment_names(ops: Iterable[Op]) -> list[str]:
     return names
 
 
-def _literal(literal: jec.Literal) -> Any:
+def _literal(literal: Any) -> np.ndarray:
     return np.asarray(literal.val, literal.aval.dtype)
 
 
@@ -354,13 +354,15 @@ def _segment_fn(ops, keys, stacked, outs, consts, needs: Needs, group: GroupName
                 return operand.val
             pieces = held[operand]
             if axis not in pieces:
+                assert size is not None
                 pieces[axis] = cut_block(pieces[None], axis, index, size)
             return pieces[axis]
 
         for op in ops:
             step = needs.step(op, group)
             wanted = needs.wanted(op, group)
-            if step is None:
+            results: list[dict[Axis, Any]]
+            if step is None or size is None:
                 pruned = needs.pruned(op, wanted)
                 values = [piece(v, None) for v, used in zip(op.ins, pruned.used, strict=True) if used]
                 results = [{None: result} for result in pruned.run(values)]

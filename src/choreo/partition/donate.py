@@ -36,7 +36,7 @@ def donate(program: Program, *, num_carry: int) -> Program:
     return replace(program, steps=tuple(_share(step, donated) for step in steps))
 
 
-def _take_over(segment: Segment, keep: set[Slot]) -> tuple[int, ...]:
+def _take_over(segment: Segment, keep: set) -> tuple[int, ...]:
     free = Counter((aval.shape, str(aval.dtype)) for aval in segment.out_avals)
     taken = []
     for position, given in enumerate(segment.ins):

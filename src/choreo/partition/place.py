@@ -82,8 +82,8 @@ class _Placer:
         self.consumers: dict[Value, list[Op | GroupName]] = {}
         self._find_consumers(top)
         for position, group in wanted_at.items():
-            if isinstance(top.outs[position], Value):
-                self.consumers.setdefault(top.outs[position], []).append(group)
+            if isinstance(out := top.outs[position], Value):
+                self.consumers.setdefault(out, []).append(group)
 
     def _find_consumers(self, block: Block) -> None:
         for op in block.ops:

@@ -54,11 +54,15 @@ def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
         assert axis is None or _shape(var)[axis] == size.full, (eqn.primitive.name, _shape(var), axis, size)
     ins, outs, params = rule(eqn, axes, size)
     # Dimension numbers made by `vmap` are sometimes numpy integers.
-    result = Split(*(tuple(a if a is None else int(a) for a in side) for side in (ins, outs)), params)
+    result = Split(_plain(ins), _plain(outs), params)
     for var, axis in [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]:
         if axis is not None and _shape(var)[axis] != size.full:
             raise Mixes("an axis of another length would have to be cut")
     return result
+
+
+def _plain(axes: Sequence[Any]) -> tuple[Axis, ...]:
+    return tuple(axis if axis is None else int(axis) for axis in axes)
 
 
 def elementwise(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
@@ -176,7 +180,7 @@ def dot_general(eqn, axes, size):
         raise Mixes("`dot_general` pairs every environment with every other")
     lhs_free = [d for d in range(len(_shape(eqn.invars[0]))) if d not in (*lhs_contract, *lhs_batch)]
     rhs_free = [d for d in range(len(_shape(eqn.invars[1]))) if d not in (*rhs_contract, *rhs_batch)]
-    free = lhs_free.index(left) if left is not None else len(lhs_free) + rhs_free.index(right)
+    free = (lhs_free.index(left) if left is not None else len(lhs_free) + rhs_free.index(_only([right])))
     return Split((left, right), (len(lhs_batch) + free,), eqn.params)
 
 

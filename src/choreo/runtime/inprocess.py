@@ -31,8 +31,8 @@ from choreo.plans import Plan
 from choreo.runtime.base import as_numpy
 from choreo.types import GroupName, Key, PyTree
 
-Store = dict[Slot, Any]
-"""What one site holds."""
+Store = dict[Ref, Any]
+"""What one site holds, by slot."""
 
 
 class InProcess:
@@ -111,11 +111,11 @@ class InProcess:
             for group, (slot, _) in port.held.items():
                 if value is not None:
                     for store in stores[group]:
-                        store[slot] = jax.device_put(value, self.devices[group])  # pyright: ignore[reportArgumentType]
+                        store[slot] = jax.device_put(value, self.devices[group])
         return stores
 
     def _collect(self, program: Program, stores, positions) -> dict[GroupName, list[list[Any]]]:
-        """The carry at a boundary. No two leaves may share an array: both could be taken over."""
+        """The carry at a boundary. No two leaves may share an array, nor be the user's constant: each may be taken over."""
         leaves: dict[GroupName, list[list[Any]]] = {}
         for group, replicas in stores.items():
             leaves[group] = []
@@ -126,8 +126,9 @@ class InProcess:
                     if group not in program.outs[i].held:
                         row.append(None)
                         continue
-                    value = jnp.asarray(_read(store, program.outs[i].held[group][0]))
-                    row.append(jnp.copy(value) if id(value) in seen else value)
+                    ref = program.outs[i].held[group][0]
+                    value = jnp.asarray(_read(store, ref))
+                    row.append(jnp.copy(value) if isinstance(ref, Constant) or id(value) in seen else value)
                     seen.add(id(value))
                 leaves[group].append(row)
         return leaves
@@ -234,7 +235,7 @@ class InProcess:
         return self.compiled[what]
 
 
-def _device(plan: Plan, group: GroupName) -> jax.Device:
+def _device(plan: Plan, group: GroupName) -> Any:
     platform = next(g.device for g in plan.layout.groups if g.name == group)
     try:
         return jax.devices(platform)[0] if platform else jax.devices()[0]

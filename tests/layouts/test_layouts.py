@@ -1,0 +1,172 @@
+"""A layout is a value: it prints as it is written, and contradictions are refused with both ways out."""
+
+import pickle
+
+import jaxtyping
+import pytest
+
+from choreo.errors import LayoutError
+from choreo.layouts import PRESETS, Group, Layout, coarse, fine, fused
+from choreo.layouts.base import MAX_BLOCKS
+
+ROLES = ["env", "actor", "learner"]
+
+
+def refusal(fn, *args, **kwargs) -> str:
+    with pytest.raises(LayoutError) as error:
+        fn(*args, **kwargs)
+    return str(error.value)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """As for a user: annotations are not checked, so that a wrong type gets as far as our own message."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+LAYOUTS = [
+    fused(),
+    coarse(),
+    coarse(4),
+    coarse(2, exact=True),
+    fine(3),
+    fine(2, exact=True),
+    Layout(Group("env", replicas=8, device="cpu"), Group("actor", replicas=2, device="gpu"), Group("buffer", "learner", device="gpu")),
+    Layout(Group("env", "actor"), Group("critic"), Group("learner"), exact=True, name="mine"),
+]  # fmt: skip
+
+
+class TestAValue:
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+    def test_it_prints_as_it_is_written(self, layout):
+        back = eval(repr(layout), {"Layout": Layout, "Group": Group})
+        assert (back.groups, back.exact) == (layout.groups, layout.exact)
+        assert repr(back) == repr(layout)
+        assert Layout(*back.groups, exact=back.exact, name=layout.name) == layout
+        assert pickle.loads(pickle.dumps(layout)) == layout
+
+    def test_equal_layouts_are_equal_and_hash_alike(self):
+        assert len({*LAYOUTS, *[coarse(4), fused()]}) == len(LAYOUTS)
+        assert coarse(2) != coarse(4) and coarse(2) != coarse(2, exact=True)
+
+    def test_it_cannot_be_changed(self):
+        with pytest.raises(AttributeError):
+            coarse(2).exact = True  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(AttributeError):
+            Group("env").replicas = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class TestPresets:
+    def test_names(self):
+        assert {name: make().name for name, make in PRESETS.items()} == {"fused": "fused", "coarse": "coarse", "fine": "fine"}
+
+    def test_which_roles_live_together(self):
+        assert [g.roles for g in fused().groups] == [("env", "actor", "buffer", "learner")]
+        assert [(g.roles, g.replicas) for g in coarse(3).groups] == [(("env", "actor"), 3), (("buffer", "learner"), None)]
+        assert [(g.roles, g.replicas) for g in fine(3).groups] == [(("env",), 3), (("actor", "buffer", "learner"), None)]
+
+    def test_workers_must_be_at_least_one(self):
+        assert refusal(coarse, 0) == (
+            "Group('env+actor', replicas=0) needs at least one replica.\nTo run it together with another role, name both in one Group."
+        )
+
+
+class TestWhereRolesLive:
+    def test_a_role_that_no_group_names_lives_with_the_learner(self):
+        assert coarse(2).group_of("critic").name == "buffer+learner"
+        assert coarse(2).sites([*ROLES, "critic"], 4).group_of["critic"] == "buffer+learner"
+
+    def test_or_with_the_last_group_that_is_not_divided_or_the_last(self):
+        assert Layout(Group("env"), Group("actor", replicas=2)).group_of("learner").name == "env"
+        assert Layout(Group("env", replicas=2), Group("actor", replicas=2)).group_of("learner").name == "actor"
+
+    def test_sites(self):
+        sites = coarse(2).sites(ROLES, 8)
+        assert sites.group_of == {"env": "env+actor", "actor": "env+actor", "learner": "buffer+learner"}
+        assert sites.replicas == {"env+actor": 2, "buffer+learner": None}
+        assert (sites.default, sites.num_envs) == ("buffer+learner", 8)
+
+    def test_a_group_without_any_of_the_algorithms_roles_is_dropped(self):
+        layout = Layout(Group("env", "actor"), Group("buffer"), Group("learner"))
+        assert set(layout.sites(ROLES, 4).replicas) == {"env+actor", "learner"}
+        assert set(layout.sites([*ROLES, "buffer"], 4).replicas) == {"env+actor", "buffer", "learner"}
+
+
+class TestRefused:
+    def test_a_group_without_roles(self):
+        assert refusal(Group) == 'Group() needs at least one role.\nWrite Group("env", "actor").'
+
+    @pytest.mark.usefixtures("unchecked")
+    def test_a_role_that_is_no_string(self):
+        assert refusal(Group, "env", 3) == "Group('env', 3) needs at least one role.\nWrite Group(\"env\", \"actor\")."
+
+    @pytest.mark.usefixtures("unchecked")
+    @pytest.mark.parametrize("replicas", [0, -1, 1.5, "2"])
+    def test_no_replica(self, replicas):
+        text = refusal(Group, "env", "actor", replicas=replicas)
+        assert text.startswith(f"Group('env+actor', replicas={replicas!r}) needs at least one replica.\n")
+        assert text.endswith("To run it together with another role, name both in one Group.")
+
+    @pytest.mark.usefixtures("unchecked")
+    def test_a_layout_without_groups(self):
+        assert refusal(Layout) == 'Layout() needs groups.\nWrite Layout(Group("env", "actor"), Group("learner")).'
+        assert refusal(Layout, "env").startswith("Layout('env') needs groups.")
+
+    def test_a_role_twice(self):
+        text = refusal(Layout, Group("env", "actor"), Group("actor", "learner"))
+        assert text == (
+            "Layout(Group('env', 'actor'), Group('actor', 'learner')) names the role `actor` twice.\nA role lives in one group."
+        )
+        assert "names the role `env` twice" in refusal(Layout, Group("env", "env"))
+
+    def test_a_role_that_the_algorithm_does_not_have(self):
+        layout = Layout(Group("env", "actr"), Group("learner"))
+        assert refusal(layout.sites, ROLES, 4) == (
+            "The layout names a role `actr`, which the algorithm does not have.\nDid you mean `actor`?"
+        )
+        strange = Layout(Group("env", "zzz"), Group("learner"))
+        assert refusal(strange.sites, ROLES, 4) == (
+            "The layout names a role `zzz`, which the algorithm does not have.\nIts roles are `env`, `actor`, `learner`."
+        )
+
+    def test_a_standard_role_may_be_missing(self):
+        assert set(coarse(2).sites(["env", "actor"], 4).replicas) == {"env+actor", "buffer+learner"}
+
+    def test_counts_that_do_not_divide_with_both_ways_out(self):
+        assert refusal(coarse(3).sites, ROLES, 8) == (
+            "8 environments cannot be divided evenly among 3 replicas of `env+actor`.\n"
+            "Use 2 or 4 workers, or 9 environments (--num-envs 9)."
+        )
+        assert refusal(coarse(5).sites, ROLES, 16).endswith("Use 2 or 4 workers, or 20 environments (--num-envs 20).")
+        assert refusal(coarse(9).sites, ROLES, 4).endswith("Use 2 or 4 workers, or 9 environments (--num-envs 9).")
+        assert refusal(coarse(2).sites, ROLES, 1).endswith("Use 1 worker, or 2 environments (--num-envs 2).")
+
+    def test_blocks_that_do_not_divide(self):
+        assert refusal(coarse(3, exact=True).sites, ROLES, 16) == (
+            "8 blocks cannot be divided evenly among 3 replicas of `env+actor`.\nUse 2 or 4 workers."
+        )
+
+
+class TestExactBlocks:
+    def blocks(self, num_envs, workers=1):
+        layout = coarse(workers, exact=True)
+        return layout.num_blocks(layout.groups[0], num_envs)
+
+    @pytest.mark.parametrize(
+        ("num_envs", "blocks"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (7, 1), (8, 4), (12, 6), (16, 8), (32, 16), (64, 16), (34, 2)]
+    )  # fmt: skip
+    def test_as_many_as_divide_with_two_environments_each(self, num_envs, blocks):
+        assert self.blocks(num_envs) == blocks
+
+    @pytest.mark.parametrize("num_envs", range(1, 100))
+    def test_the_rule_by_search(self, num_envs):
+        n = self.blocks(num_envs)
+        fits = [k for k in range(1, MAX_BLOCKS + 1) if num_envs % k == 0 and (k == 1 or num_envs // k >= 2)]
+        assert n in fits and not any(k > n for k in fits)
+
+    def test_they_do_not_depend_on_the_number_of_workers(self):
+        assert {self.blocks(16, workers) for workers in (1, 2, 4, 8)} == {8}
+
+    def test_without_exact_there_is_one_per_replica(self):
+        assert coarse(4).num_blocks(coarse(4).groups[0], 16) == 4
+        assert coarse(4).num_blocks(coarse(4).groups[1], 16) is None

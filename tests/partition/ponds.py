@@ -1,0 +1,60 @@
+"""The smallest algorithm with an actor, a learner and a loop, on the smallest environment; for tests of the compiler."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from laws.refuse_or_equal import Pond as Pond
+
+import choreo
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Functions:
+    """An algorithm made of two functions."""
+
+    start: Callable[..., Any]
+    """(env, key) -> carry"""
+    go: Callable[..., Any]
+    """(env, carry, key) -> carry, metrics"""
+
+    def init(self, env, key):
+        return self.start(env, key)
+
+    def iterate(self, env, carry, key):
+        return self.go(env, carry, key)
+
+
+def reset(env, key):
+    """w: what the actor needs; slow: what only the learner needs; s: one row per environment."""
+    return {"w": jnp.linspace(0.5, 1.5, env.width), "slow": jnp.zeros(env.width), "s": env.reset(env.keys(key))}
+
+
+@choreo.fragment("actor")
+def act(w, s, key):
+    return w * jnp.tanh(s) + 0.1 * jax.random.normal(key, s.shape)
+
+
+@choreo.fragment("learner")
+def learn(w, slow, path):
+    slow = 0.9 * slow + 0.1 * jnp.mean(path, (0, 1))
+    return w - 0.05 * slow, slow, jnp.sum(slow)
+
+
+def walk(env, carry, key):
+    """Act and step, and learn from the states that were seen."""
+
+    def step(s, key):
+        action = jax.vmap(act, (None, 0, 0))(carry["w"], s, env.keys(key))
+        return env.step(s, action), s
+
+    s, path = jax.lax.scan(step, carry["s"], jax.random.split(key, STEPS))
+    w, slow, loss = learn(carry["w"], carry["slow"], path)
+    return {"w": w, "slow": slow, "s": s}, {"loss": loss}
+
+
+WALK = Functions(reset, walk)
