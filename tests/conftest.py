@@ -4,10 +4,16 @@ Warnings are errors (pyproject.toml), types do not promote silently, shapes do n
 shapes are checked at run time, and a test that leaves a thread or a process behind fails.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["CHOREO_CACHE"] = "off"  # a program found in a user's cache is a program this test did not compile
+if "CHOREO_TEST_RUN" not in os.environ:  # pytest itself; its workers inherit the folder
+    # One new cache for the whole run: a program found in a user's cache is a program these tests did not compile.
+    os.environ["CHOREO_TEST_RUN"] = os.environ["CHOREO_CACHE"] = tempfile.mkdtemp(prefix="choreo-tests-")
+    atexit.register(shutil.rmtree, os.environ["CHOREO_CACHE"], ignore_errors=True)
 os.environ["MPLBACKEND"] = "agg"
 
 import threading
@@ -22,6 +28,10 @@ import psutil
 import pytest
 from jax.extend import source_info_util
 
+from choreo.cache import use_compilation_cache
+
+use_compilation_cache()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -7,9 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from choreo import checkpoint
 from choreo.cache import cache_folder
@@ -20,16 +18,6 @@ from choreo.training import load
 TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
 CARTPOLE = "jax:CartPole-v1"
 TRAIN = ["train", TINY, CARTPOLE, "--total-steps", "1280"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_are_kept(tmp_path_factory):
-    """The same small program is trained with again and again: compile it once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHOREO_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True)

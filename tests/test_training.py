@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from choreo import checkpoint, registry
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
@@ -22,16 +21,6 @@ TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
 Tiny = registry.algorithm_class(TINY)
 CARTPOLE = "jax:CartPole-v1"
 PER_ITERATION = 16 * 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_are_kept(tmp_path_factory):
-    """The same small program is trained with again and again: compile it once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CHOREO_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 def run_tiny(iterations=6, *, fields=None, **options):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import export
 
+from choreo.errors import PartitionError
 from choreo.graph.ir import Graph
 from choreo.layouts.base import Layout
 from choreo.partition import partition
@@ -130,7 +131,14 @@ def export_segment(segment: Segment) -> bytes:
         return segment.fn.serialized
     scalar = jax.ShapeDtypeStruct((), np.int32)
     jitted = jax.jit(segment.fn, donate_argnums=[2 + p for p in segment.donated])
-    return bytes(export.export(jitted)(scalar, scalar, *(given.aval for given in segment.ins)).serialize())
+    try:
+        return bytes(export.export(jitted)(scalar, scalar, *(given.aval for given in segment.ins)).serialize())
+    except NotImplementedError as error:
+        raise PartitionError(
+            f"The segment `{segment.name}` of `{segment.group}` calls Python while it runs, and cannot leave this process: {error}",
+            fix="Remove jax.debug.print and other callbacks, or make the call a choreo.host_fragment; "
+            "`--runtime inprocess` runs it as it is.",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class Fragment:
         statics = tuple(_NoArray if is_array(x) else x for x in leaves)
         avals = tuple(jax.typeof(x) for x in arrays)
         vmaps = enclosing_vmaps(arrays)
-        form = (tree, statics, avals, vmaps, bound_axis_names())
+        form = (tree, tuple(_identity(x) for x in statics), avals, vmaps, bound_axis_names())
         try:
             known = form in self.forms
         except TypeError as error:
@@ -127,13 +127,19 @@ class Fragment:
 
         out_names: list[str] = []
         number = next(_numbers)
-        host = functools.partial(self.host, tree) if self.host else None
+        host = functools.partial(self._call_host, tree, avals) if self.host else None
         record = Call(
             self.role, self.name, lambda *arrays: jax.tree.leaves(call(*arrays)), avals, vmaps, host, out_names
         )
         _calls[number] = record
         call.__name__ = call.__qualname__ = f"{PREFIX}:{self.role}:{self.name}:{number}"
         return jax.jit(call), record
+
+    def _call_host(self, tree, avals, *leaves: np.ndarray) -> tuple[np.ndarray, ...]:
+        if [x.shape for x in leaves] != [aval.shape for aval in avals]:
+            raise AlgorithmError(f"Host fragment `{self.name}` is called under jax.vmap, which cannot vectorise Python.",
+                                 fix="Let it take and return whole batches, and call it without vmap.")  # fmt: skip
+        return self.host(tree, *leaves)
 
 
 def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, name: str | None = None) -> Fragment:
@@ -199,6 +205,11 @@ class _Static:
     """A result that is no array, on its way out of a jit."""
 
     value: Any
+
+
+def _identity(x: Any) -> Hashable:
+    """What tells a static argument from others: 1, 1.0 and True are equal, but not the same; nor are 0.0 and -0.0."""
+    return (type(x), x.hex()) if isinstance(x, float) else (type(x), x)
 
 
 def _hashable(x: Any) -> bool:

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -61,16 +60,6 @@ def commands_in(block: Block) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    """On, as for a user, but new: documents train the same thing in many layouts, and most of that is compiling."""
-    monkeypatch.setenv("CHOREO_CACHE", str(tmp_path_factory.getbasetemp() / "compiled"))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    reset_cache()  # or the next test would still read it
-
-
-@pytest.mark.usefixtures("compilation_cache")
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_document(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

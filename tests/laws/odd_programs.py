@@ -842,3 +842,52 @@ def donated_and_read_again(env, c, key):
     s2 = env.step(s1, acts(c["w"], s1))
     s3 = env.step(c["s"], s2)
     return {"s": s3, "w": learn(c["w"], s1, c["s"])}, {"m": jnp.mean(c["s"] - s1), "w": c["w"], "s": c["s"]}
+
+
+@program()
+def a_metric_that_is_carried(env, c, key):
+    s = env.step(c["s"], acts(c["w"], c["s"]))
+    w = learn(c["w"], s)
+    return {"s": s, "w": w}, {"w": w, "s": s}
+
+
+def rows_for(env):
+    """An array that `init` closes over, for as many environments as it is asked about."""
+    return TABLE if env.num_envs == E else jnp.ones((env.num_envs, 3))
+
+
+@program(lambda env, key: {"s": rows_for(env), "w": jnp.ones(3)})
+def carry_starts_as_a_constant_array(env, c, key):
+    return PROGRAMS["plain"][1](env, c, key)
+
+
+@program(
+    lambda env, key: state_and_weights(env, key) | {"c": jnp.zeros((E, 3)) if env.num_envs == E else rows_for(env)}
+)
+def carry_becomes_a_constant_array(env, c, key):
+    s = env.step(c["s"], acts(c["w"], c["s"]) + c["c"])
+    return {"s": s, "w": learn(c["w"], s), "c": TABLE}, {"m": jnp.mean(s), "t": TABLE}
+
+
+@program()
+def a_scan_with_constant_arrays(env, c, key):
+    def step(carry, x):
+        s, base = carry
+        return (env.step(s, acts(c["w"], s) + base + x), TABLE), (TABLE, x, base)
+
+    (s, base), (a, b, d) = lax.scan(step, (c["s"], TABLE[::-1]), jnp.stack([TABLE, -TABLE, TABLE]))
+    return {"s": s + base, "w": learn(c["w"], a, b, d)}, {"a": a, "d": d}
+
+
+def raw_keys(env, key):
+    raw = jax.random.key_data(key)
+    return state_and_weights(env, key) | {"each": jax.random.split(raw, env.num_envs), "one": raw}
+
+
+@program(raw_keys)
+def raw_keys_in_the_carry(env, c, key):
+    one, drawn = jax.random.split(c["one"])
+    each = jax.vmap(jax.random.split)(c["each"])
+    a = acts(c["w"], c["s"]) + jax.vmap(lambda k: jax.random.normal(k, (3,)))(each[:, 1])
+    s = env.step(c["s"], a + jax.vmap(lambda k: jax.random.uniform(k, (3,)))(jax.random.split(drawn, E)))
+    return {"s": s, "w": learn(c["w"], s), "each": each[:, 0], "one": one}, {"m": jnp.mean(s)}

@@ -2,6 +2,11 @@
 
 Level 2: the same compiled shapes give the same bits. Level 3: replicas compute in other shapes, so they round differently;
 in float64 with plain SGD (Adam hides a wrong factor) to 1e-10, in float32 with the real optimiser to 1e-5.
+
+What level 2 cannot promise: XLA on CPU may turn `a * b + c` into one rounding or two, depending on what is compiled with it.
+Where a cut falls between a fragment and the arithmetic next to it, the last bit may differ. In PPO it never does, in the
+carry and in all metrics. In the other program, whose loss is computed at three sites, it does in the metric `loss`, and with
+Adam in one leaf of its state: `test_what_xla_fuses_across_a_cut`.
 """
 
 import functools
@@ -21,11 +26,12 @@ from laws.reference import assert_close, assert_same_bits, planned_run, referenc
 
 NUM_ENVS = 12
 SMALL = {"unroll": 4, "epochs": 2, "minibatch_size": 24, "total_steps": 480}
+SMALL_LSTM = functools.partial(networks.lstm, hidden=(8,), width=8)
 SMALL_MLP = functools.partial(networks.mlp, hidden=(16,))
 
 ALGORITHMS = {
     "ppo": (functools.partial(PPO, network=SMALL_MLP, **SMALL), "jax:CartPole-v1"),
-    "ppo-lstm": (functools.partial(PPO, network=functools.partial(networks.lstm, hidden=(8,), width=8), **SMALL), "jax:CartPole-v1"),
+    "ppo-lstm": (functools.partial(PPO, network=SMALL_LSTM, **SMALL), "jax:CartPole-v1"),
     "ppo-continuous": (functools.partial(PPO, network=SMALL_MLP, normalise_obs=True, **SMALL), "jax:Pendulum-v1"),
     "other": (Other, "jax:CartPole-v1"),
 }  # fmt: skip
@@ -66,7 +72,21 @@ def reference_of(algorithm, x64=False):
 @pytest.mark.parametrize(("algorithm", "layout"), cells(ONE_SITE_PER_GROUP))
 def test_same_shapes_give_the_same_bits(algorithm, layout):
     algo, env, reference = reference_of(algorithm)
-    assert_same_bits(planned_run(algo, env, layout, jax.random.key(3)), reference)
+    run = planned_run(algo, env, layout, jax.random.key(3))
+    assert_close(run, reference, 1e-6)
+    if algorithm == "other":
+        reference, run = ({name: x for name, x in each.items() if name != "metrics/loss"} for each in (reference, run))
+    assert_same_bits(run, reference)
+
+
+@pytest.mark.parametrize(
+    "layout", [coarse(1), fine(1), ONE_SITE_PER_GROUP["three sites"]], ids=["coarse", "fine", "three"]
+)
+def test_what_xla_fuses_across_a_cut(layout):
+    """A gradient that crosses sites, into Adam: two products in one sum, rounded as the compiler likes."""
+    algo, env = Other(optimizer=optax.adam), make("jax:CartPole-v1", NUM_ENVS)
+    reference = reference_run(algo, env, jax.random.key(3))
+    assert_close(planned_run(algo, env, layout, jax.random.key(3)), reference, 1e-6)
 
 
 def replicated_cells():
@@ -97,7 +117,15 @@ def test_exact_gives_the_same_bits_for_any_number_of_workers(algorithm):
     one = planned_run(algo, env, coarse(1, exact=True), jax.random.key(3))
     for workers in (2, 3, 6):
         assert_same_bits(planned_run(algo, env, coarse(workers, exact=True), jax.random.key(3)), one)
-    assert_close(one, reference, 1e-5)
+    assert_same_bits(one, reference)
+
+
+def test_exact_with_four_workers():
+    algo, env = ALGORITHMS["ppo"][0](minibatch_size=16), make("jax:CartPole-v1", 8)
+    reference = reference_run(algo, env, jax.random.key(3))
+    for workers in (1, 2, 4):
+        assert_same_bits(planned_run(algo, env, coarse(workers, exact=True), jax.random.key(3)), reference)
+        assert_same_bits(planned_run(algo, env, fine(workers, exact=True), jax.random.key(3)), reference)
 
 
 def test_a_plan_back_from_a_pickle_gives_the_same_bits():

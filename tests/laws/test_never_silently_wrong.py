@@ -290,7 +290,10 @@ def test_odd_programs(name, capfd):
     refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, LAYOUTS | {"everything x2": EVERYTHING_REPLICATED})
 
 
-@pytest.mark.parametrize("name", ["donated and read again", "same value twice", "carry swapped", "carry unchanged"])
+@pytest.mark.parametrize(
+    "name",
+    ["a metric that is carried", "donated and read again", "same value twice", "carry swapped", "carry unchanged"],
+)
 def test_compiled_with_donation(name):
     refuse_or_equal(
         Program(name), Pond(E), odd_programs.__file__, {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}, compiled=True

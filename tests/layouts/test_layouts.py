@@ -58,12 +58,22 @@ class TestAValue:
 
 class TestPresets:
     def test_names(self):
-        assert {name: make().name for name, make in PRESETS.items()} == {"fused": "fused", "coarse": "coarse", "fine": "fine"}
+        assert {name: make().name for name, make in PRESETS.items()} == {
+            "fused": "fused",
+            "coarse": "coarse",
+            "fine": "fine",
+        }
 
     def test_which_roles_live_together(self):
         assert [g.roles for g in fused().groups] == [("env", "actor", "buffer", "learner")]
-        assert [(g.roles, g.replicas) for g in coarse(3).groups] == [(("env", "actor"), 3), (("buffer", "learner"), None)]
-        assert [(g.roles, g.replicas) for g in fine(3).groups] == [(("env",), 3), (("actor", "buffer", "learner"), None)]
+        assert [(g.roles, g.replicas) for g in coarse(3).groups] == [
+            (("env", "actor"), 3),
+            (("buffer", "learner"), None),
+        ]
+        assert [(g.roles, g.replicas) for g in fine(3).groups] == [
+            (("env",), 3),
+            (("actor", "buffer", "learner"), None),
+        ]
 
     def test_workers_must_be_at_least_one(self):
         assert refusal(coarse, 0) == (
@@ -98,7 +108,7 @@ class TestRefused:
 
     @pytest.mark.usefixtures("unchecked")
     def test_a_role_that_is_no_string(self):
-        assert refusal(Group, "env", 3) == "Group('env', 3) needs at least one role.\nWrite Group(\"env\", \"actor\")."
+        assert refusal(Group, "env", 3) == 'Group(\'env\', 3) needs at least one role.\nWrite Group("env", "actor").'
 
     @pytest.mark.usefixtures("unchecked")
     @pytest.mark.parametrize("replicas", [0, -1, 1.5, "2"])
@@ -139,7 +149,10 @@ class TestRefused:
         )
         assert refusal(coarse(5).sites, ROLES, 16).endswith("Use 2 or 4 workers, or 20 environments (--num-envs 20).")
         assert refusal(coarse(9).sites, ROLES, 4).endswith("Use 2 or 4 workers, or 9 environments (--num-envs 9).")
-        assert refusal(coarse(2).sites, ROLES, 1).endswith("Use 1 worker, or 2 environments (--num-envs 2).")
+        assert refusal(coarse(2).sites, ROLES, 1) == (
+            "1 environment cannot be divided evenly among 2 replicas of `env+actor`.\n"
+            "Use 1 worker, or 2 environments (--num-envs 2)."
+        )
 
     def test_blocks_that_do_not_divide(self):
         assert refusal(coarse(3, exact=True).sites, ROLES, 16) == (

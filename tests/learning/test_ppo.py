@@ -1,6 +1,7 @@
 """PPO learns: greedy evaluation of the final parameters, 100 fresh episodes, on every seed.
 
-Hyper-parameters were chosen on seeds 100 and above, by a wide sweep; the seeds below only judge. Run by `make test-learning`.
+Hyper-parameters were chosen on seeds 100 and above; docs/algorithms/ppo.md says what else was run.
+Run by `make test-learning`.
 """
 
 import pytest

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from laws.refuse_or_equal import Pond as Pond
 
 import choreo
+from laws.refuse_or_equal import Pond as Pond
 
 STEPS = 4
 
@@ -34,6 +34,17 @@ def reset(env, key):
     return {"w": jnp.linspace(0.5, 1.5, env.width), "slow": jnp.zeros(env.width), "s": env.reset(env.keys(key))}
 
 
+def still(env, key):
+    """The same without random numbers, which are what takes long to compile."""
+    s = jnp.linspace(-1.0, 1.0, env.num_envs * env.width).reshape(env.num_envs, env.width)
+    return {"w": jnp.linspace(0.5, 1.5, env.width), "slow": jnp.zeros(env.width), "s": s}
+
+
+@choreo.fragment("actor")
+def push(w, s):
+    return w * jnp.tanh(s)
+
+
 @choreo.fragment("actor")
 def act(w, s, key):
     return w * jnp.tanh(s) + 0.1 * jax.random.normal(key, s.shape)
@@ -43,6 +54,11 @@ def act(w, s, key):
 def learn(w, slow, path):
     slow = 0.9 * slow + 0.1 * jnp.mean(path, (0, 1))
     return w - 0.05 * slow, slow, jnp.sum(slow)
+
+
+def pushed(env, carry):
+    """One step of all environments."""
+    return env.step(carry["s"], jax.vmap(push, (None, 0))(carry["w"], carry["s"]))
 
 
 def walk(env, carry, key):

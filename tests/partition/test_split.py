@@ -320,7 +320,7 @@ EXAMPLES: dict[str, Example] = {
         lambda x, i: jnp.take_along_axis(x, i, axis=1, mode="clip"), (E, 4), (E, 2), allowed=3
     ),
     "gather, each its own, second axis": gather_from(
-        lambda x, i: jax.vmap(lambda x, i: x[i], (1, 1), 1)(x, i), (4, E), (2, E), allowed=3
+        lambda x, i: jax.vmap(lambda x, i: x[i], (1, 1), 1)(x, i), (4, E), (2, E), allowed=1
     ),
     "gather, whole rows": gather_from(lambda x, i: x[:, i], (E, E), (3,)),
     "gather, whole rows at the end": gather_from(lambda x, i: x[i], (4, 3, E), (3, 2)),
@@ -339,9 +339,8 @@ EXAMPLES: dict[str, Example] = {
     **scatter_to("multiply"),
     **scatter_to("min"),
     **scatter_to("max"),
-    **scatter_to("set", "drop"),
     **scatter_to("add", "clip"),
-    **scatter_to("subtract"),
+    "scatter subtract": scatter_to("subtract")["scatter subtract, square"],
     "cholesky": Example(
         lambda x: lax.linalg.cholesky(
             x @ jnp.swapaxes(x, 1, 2) + 9 * jnp.broadcast_to(jnp.eye(3), (E, 3, 3)), symmetrize_input=False
@@ -382,6 +381,8 @@ EXAMPLES: dict[str, Example] = {
 }
 
 OTHER_NAMES = {
+    "copy_p": "a copy that jit makes of its arguments",
+    "one_minus_square": "in the derivative of tanh, in newer JAX",
     "eq_to": "total order comparison: only inside the comparator of a sort",
     "le_to": "total order comparison: only inside the comparator of a sort",
     "lt_to": "total order comparison: only inside the comparator of a sort",
@@ -390,7 +391,6 @@ OTHER_NAMES = {
     "scatter_sub": "scatter-sub, in newer JAX",
     "scatter_min": "scatter-min, in newer JAX",
     "scatter_max": "scatter-max, in newer JAX",
-    "stop_gradient": "no primitive in this JAX: an identity",
 }
 """Names in the table that this version of JAX never writes into a program, and what they are."""
 
@@ -406,7 +406,7 @@ def test_block_of_the_result_is_the_split_equation_on_blocks(name):
 def test_every_rule_is_exercised():
     seen = {primitive for name in EXAMPLES for primitive, allowed in check_named(name).items() if allowed}
     assert seen | OTHER_NAMES.keys() >= RULES.keys(), sorted(RULES.keys() - seen - OTHER_NAMES.keys())
-    assert not seen & OTHER_NAMES.keys(), "a name that is exercised needs no excuse"
+    assert seen & OTHER_NAMES.keys() == set(), "a name that is exercised needs no excuse"
 
 
 DIMENSIONS = st.sampled_from([1, 2, 3, E, E])

@@ -113,13 +113,13 @@ class Layout:
         blocks, wanted = self.num_blocks(group, num_envs), group.replicas
         if wanted is None or blocks is None:
             return
-        total, what = (blocks, "blocks") if self.exact else (num_envs, "environments")
+        total, what = (blocks, "block") if self.exact else (num_envs, "environment")
         if total % wanted:
             counts = [n for n in range(1, total + 1) if total % n == 0]
             near = sorted(sorted(counts, key=lambda n: abs(n - wanted))[:2])
             more = -(-num_envs // wanted) * wanted
-            ways = f"Use {' or '.join(map(str, near))} workers"
+            ways = f"Use {' or '.join(map(str, near))} {'worker' if near == [1] else 'workers'}"
             raise LayoutError(
-                f"{total} {what} cannot be divided evenly among {wanted} replicas of `{group.name}`.",
+                f"{total} {what}{'s' if total > 1 else ''} cannot be divided evenly among {wanted} replicas of `{group.name}`.",
                 fix=f"{ways}." if self.exact else f"{ways}, or {more} environments (--num-envs {more}).",
             )

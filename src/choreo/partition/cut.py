@@ -37,17 +37,21 @@ from choreo.types import GroupName
 
 def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Program:
     """`outputs`: which piece of which output a group holds in the end, as given to `find_needs`."""
-    cutter = _Cutter(needs)
-    steps = cutter.block_steps(graph.block, stacked=frozenset(), fixed=frozenset())
-    ins = [cutter.port(name, value) for name, value in zip(graph.in_names, graph.block.ins, strict=True)]
+    cutter, block = _Cutter(needs), graph.block
+    ins = [cutter.port(name, value) for name, value in zip(graph.in_names, block.ins, strict=True)]
+    # What is carried ends where it is read in the next iteration.
+    ends = {i: {group: axis for group, (_, axis) in ins[i].held.items()} for i in range(block.num_carry)} | dict(outputs)
+    exits = [(block.outs[i], group, axis) for i, groups in ends.items() for group, axis in groups.items()]
+    steps = cutter.block_steps(block, exits, stacked=frozenset(), fixed=frozenset())
     outs = []
-    for position, (name, out) in enumerate(zip(graph.out_names, graph.block.outs, strict=True)):
-        if position < graph.block.num_carry:  # lies where it is read in the next iteration
-            held = {group: axis for group, (_, axis) in ins[position].held.items()}
-        else:
-            held = outputs[position]
-        outs.append(Port(name, out.aval, {group: (cutter.ref(out, axis), axis) for group, axis in held.items()}))
+    for position, (name, out) in enumerate(zip(graph.out_names, block.outs, strict=True)):
+        held = {group: (cutter.ref(out, axis), axis) for group, axis in ends[position].items()}
+        outs.append(Port(name, out.aval, held))
     return Program(graph.name, tuple(steps), tuple(ins), tuple(outs))
+
+
+Piece = tuple[Operand, GroupName, Axis]
+"""A piece of a value at a group."""
 
 
 class _Cutter:
@@ -65,7 +69,8 @@ class _Cutter:
     def ref(self, operand: Operand, axis: Axis) -> Ref:
         if not isinstance(operand, Value):
             return Constant(_literal(operand))
-        return Constant(self.consts[operand]) if operand in self.consts else self.slot(operand, axis)
+        constant = operand in self.consts and axis is None
+        return Constant(self.consts[operand]) if constant else self.slot(operand, axis)
 
     def port(self, name: str, value: Value) -> Port:
         """An input of the program, at its home or, if it has none, wherever it is read."""
@@ -73,10 +78,13 @@ class _Cutter:
         axes = {group: self.placement.natural(value, group) for group in groups}
         return Port(name, value.aval, {group: (self.slot(value, axis), axis) for group, axis in axes.items()})
 
-    def block_steps(self, block: Block, stacked: frozenset[Value], fixed: frozenset[Value]) -> list[Step]:
+    def block_steps(
+        self, block: Block, exits: list[Piece], *, stacked: frozenset[Value], fixed: frozenset[Value]
+    ) -> list[Step]:
         """The steps of a block.
 
-        `stacked`: its inputs that hold one slice per step of the loop around; `fixed`: what a loop carries unchanged.
+        `exits`: the pieces that must be there at its end; `stacked`: its inputs that hold one slice per step of the loop
+        around; `fixed`: what a loop carries unchanged.
         """
         self.consts.update(block.consts)
         steps: list[Step] = []
@@ -90,15 +98,16 @@ class _Cutter:
         steps += self._transfers([v for v in block.carry_ins if v not in fixed], ready)
         rest = [op for op in block.ops if self._live(op)]
         producers = block.producers()
-        prepared: dict[GroupName, set[Value]] = {group: set() for group in self.sites.replicas}
+        made_already: set[Piece] = set()
         while rest:
             op = next(op for op in rest if self._can_run(op, ready, producers))
             if op not in self.placement.ops:
-                steps += self._prepare(op, block, producers, prepared, stacked)
-                steps.append(self._loop(op, block))
+                loop, entries = self._loop(op, block)
+                steps += self._make(entries, made_already, block, producers, stacked)
+                steps.append(loop)
                 rest.remove(op)
                 made = [v for v in op.outs if v]
-                for value, group, _ in self._stacked_here(op):
+                for value, group, _ in self._stacked_here(op, block):
                     ready[group].add(value)
                 for value in made:
                     if self.placement.home(value) is None:
@@ -107,7 +116,8 @@ class _Cutter:
             elif op.call and op.call.host:
                 home = self.placement.ops[op]
                 assert home is not None
-                steps += self._prepare(op, block, producers, prepared, stacked)
+                entries = [(v, home, None) for v in op.ins]
+                steps += self._make(entries, made_already, block, producers, stacked)
                 outs = tuple(self.slot(v, None) if v else None for v in op.outs)
                 steps.append(HostCall(home, op.name, tuple(self.ref(v, None) for v in op.ins), outs, op.call.host))
                 rest.remove(op)
@@ -124,7 +134,7 @@ class _Cutter:
                 if home is not None:
                     ready[home].add(value)
             steps += self._transfers(made, ready)
-        return steps + self._homeless_outputs(block, producers, prepared, stacked)
+        return steps + self._make(exits, made_already, block, producers, stacked)
 
     def _live(self, op: Op) -> bool:
         if op not in self.placement.ops:
@@ -180,53 +190,39 @@ class _Cutter:
                 ready[dst].add(value)
         return [Transfer(src, dst, tuple(moves)) for (src, dst), moves in bundles.items()]
 
-    def _prepare(self, op: Op, block: Block, producers, prepared, stacked) -> list[Step]:
-        """Before a loop or a host call: compute what it reads and nobody is home of."""
-        steps = []
-        for group in self.sites.replicas:
-            wanted = [v for v in op.values() if self._homeless(v, producers) and self.needs.at(v, group)]
-            wanted = [v for v in dict.fromkeys(wanted) if v not in prepared[group]]
-            if wanted and self._reads(op, group):
-                steps.append(self._segment(group, [], block, producers, stacked, extra=wanted))
-                prepared[group].update(wanted)
-        return steps
-
-    def _reads(self, op: Op, group: GroupName) -> bool:
-        return op not in self.placement.ops or self.placement.ops[op] == group
-
-    def _homeless_outputs(self, block: Block, producers, prepared, stacked) -> list[Step]:
-        steps = []
-        for group in self.sites.replicas:
-            wanted = [v for v in dict.fromkeys(v for v in block.outs if isinstance(v, Value))
-                      if self._homeless(v, producers) and self.needs.at(v, group) and v not in prepared[group]]  # fmt: skip
-            if wanted:
-                steps.append(self._segment(group, [], block, producers, stacked, extra=wanted))
-        return steps
+    def _make(self, pieces: Iterable[Piece], made: set[Piece], block: Block, producers, stacked) -> list[Step]:
+        """Segments for pieces that no other segment makes: of what has no home, and of what is held whole but wanted cut."""
+        wanted: dict[GroupName, list[tuple[Value, Axis]]] = {}
+        for operand, group, axis in dict.fromkeys(pieces):
+            if not isinstance(operand, Value) or (operand, group, axis) in made:
+                continue
+            held_whole = axis is not None and self.needs.held(operand, group, {axis}) == {None}
+            if held_whole or self._homeless(operand, producers):
+                wanted.setdefault(group, []).append((operand, axis))
+                made.add((operand, group, axis))
+        return [self._segment(group, [], block, producers, stacked, extra=extra) for group, extra in wanted.items()]
 
     def _homeless(self, value: Value, producers: dict[Value, Op]) -> bool:
         return self.placement.home(value) is None and value in producers and producers[value] in self.placement.ops
 
     def _segment(self, group: GroupName, ops: Sequence[Op], block: Block, producers: dict[Value, Op],
-                 stacked: frozenset[Value], extra: Iterable[Value]) -> Segment:  # fmt: skip
+                 stacked: frozenset[Value], extra: Sequence[tuple[Value, Axis]]) -> Segment:  # fmt: skip
         needs, size = self.needs, self.sites.size(group)
-        everything = self._with_homeless(group, ops, extra, block, producers)
+        everything = self._with_homeless(ops, [v for v, _ in extra], block, producers)
         made = {v for op in everything for v in op.outs if v}
-        ins: list[Input] = []
-        keys: list[tuple[Value, Axis]] = []
+        read: list[tuple[Operand, set[Axis]]] = [(v, {axis}) for v, axis in extra]
         for op in everything:
-            pieces = needs.operands(op, group, needs.wanted(op, group))
-            for operand, axes in zip(op.ins, pieces, strict=True):
-                if not isinstance(operand, Value) or operand in made or operand in self.consts:
-                    continue
-                for axis in sorted(needs.held(operand, group, axes), key=str):
-                    if (operand, axis) not in keys:
-                        keys.append((operand, axis))
-                        ins.append(self._input(operand, axis, size, operand in stacked))
+            read += zip(op.ins, needs.operands(op, group, needs.wanted(op, group)), strict=True)
+        keys: dict[tuple[Value, Axis], None] = {}
+        for operand, axes in read:
+            if isinstance(operand, Value) and operand not in made and operand not in self.consts:
+                keys.update(dict.fromkeys((operand, axis) for axis in sorted(needs.held(operand, group, axes), key=str)))
+        ins = [self._input(value, axis, size, value in stacked) for value, axis in keys]
         outs = [(v, axis) for op in ops for v in op.outs if v and self._used_outside(v, group, ops, block, producers)
                 for axis in sorted(needs.at(v, group), key=str)]  # fmt: skip
-        outs += [(v, axis) for v in extra for axis in sorted(needs.at(v, group), key=str)]
-        consts = {v: self.consts[v] for op in everything for v in op.values() if v in self.consts}
-        fn = _segment_fn(everything, keys, [x.stacked for x in ins], outs, consts, needs, group, size)
+        outs += extra
+        consts = {v: self.consts[v] for v, _ in read if isinstance(v, Value) and v in self.consts}
+        fn = _segment_fn(everything, list(keys), [x.stacked for x in ins], outs, consts, needs, group, size)
         name = "+".join(dict.fromkeys(_fragment_names(ops))) or "glue"
         out_avals = tuple(_piece_aval(v.aval, axis, size) for v, axis in outs)
         return Segment(group, name, tuple(ins), tuple(self.slot(v, axis) for v, axis in outs), out_avals, fn)
@@ -236,8 +232,7 @@ class _Cutter:
         outer_axis = axis + 1 if stacked and axis is not None else axis
         return Input(self.slot(value, axis), stacked, _piece_aval(outer.aval, outer_axis, size), value.label)
 
-    def _with_homeless(self, group: GroupName, ops: Sequence[Op], extra: Iterable[Value], block: Block,
-                       producers: dict[Value, Op]) -> list[Op]:  # fmt: skip
+    def _with_homeless(self, ops: Sequence[Op], extra: Iterable[Value], block: Block, producers) -> list[Op]:
         """The ops, and all that has no home and goes into them, in program order."""
         found = set(ops)
         todo = [v for op in ops for v in op.values()] + list(extra)
@@ -258,63 +253,76 @@ class _Cutter:
     def _runs_at(self, op: Op, group: GroupName) -> bool:
         return op not in self.placement.ops or self.placement.ops[op] in (None, group)
 
-    def _stacked_here(self, op: Op) -> list[tuple[Value, GroupName, Operand]]:
-        """Stacked results that a group can make by itself, since it sees every slice anyway."""
+    def _stacked_here(self, op: Op, block: Block) -> list[tuple[Value, GroupName, Operand]]:
+        """Stacked results that a group makes by itself, since it sees every slice anyway."""
         body = op.body
         assert body is not None
         found = []
         for value, inner in zip(op.outs[body.num_carry :], body.ys, strict=True):
-            for group in self.needs.groups(value) if value else []:
-                at_home = self.placement.home(inner) in (None, group)
-                if value and (at_home or self._sees(inner, value, group)):
-                    found.append((value, group, inner))
+            if value is None:
+                continue
+            home, groups = self.placement.home(inner), self.needs.groups(value)
+            seen_by = [group for group in groups if home in (None, group) or self._sees(inner, value, group)]
+            if home is not None and seen_by == groups and not self._read_at(value, home, block):
+                seen_by.remove(home)  # needed there only to be sent, and nobody needs it sent
+            found += [(value, group, inner) for group in seen_by]
         return found
+
+    def _read_at(self, value: Value, group: GroupName, block: Block) -> bool:
+        return value in block.outs or any(value in op.ins and self._runs_at(op, group) for op in block.ops)
 
     def _sees(self, inner: Operand, outer: Value, group: GroupName) -> bool:
         shifted = {axis if axis is None else axis - 1 for axis in self.needs.at(outer, group)}
         return 0 not in self.needs.at(outer, group) and shifted <= self.needs.at(inner, group)
 
-    def _loop(self, op: Op, block: Block) -> Loop:
+    def _loop(self, op: Op, block: Block) -> tuple[Loop, list[Piece]]:
+        """A split scan, and the pieces that must be there before it."""
         body = op.body
         assert body is not None
         c, k = body.num_consts, body.num_carry
         self.xs_outside.update(zip(body.xs, op.ins[c + k :], strict=True))
+        self.consts.update(body.consts)
         single = {v for inner in body.ops if inner not in self.placement.ops or inner.host for v in inner.values()}
         single |= {v for v in body.outs if isinstance(v, Value)}  # read one slice at a time by others than segments
         fixed = {v for v, out in zip(body.carry_ins, body.carry_outs, strict=True) if v is out}
-        steps = self.block_steps(body, stacked=frozenset(body.xs) - single, fixed=frozenset(fixed))
-        stacks = self._stacked_here(op)
+        entries: list[Piece] = []
+        exits: list[Piece] = []
+
+        def entry(operand: Operand, group: GroupName, axis: Axis) -> Ref:
+            entries.append((operand, group, axis))
+            return self.ref(operand, axis)
+
+        def exit_(operand: Operand, group: GroupName, axis: Axis) -> Ref:
+            exits.append((operand, group, axis))
+            return self.ref(operand, axis)
+
         parts = {}
         for group in self.sites.replicas:
-            consts, xs, slices, carry = [], [], [], []
+            consts, xs, slices, carry, ys = [], [], [], [], []
             for inner, outer in zip(body.const_ins, op.ins, strict=False):
-                consts += [(self.slot(inner, a), self.ref(outer, a)) for a in self.needs.at(inner, group)]
+                consts += [(self.slot(inner, a), entry(outer, group, a)) for a in self.needs.at(inner, group)]
             for inner, outer in zip(body.xs, op.ins[c + k :], strict=True):
-                pairs = [
-                    (self.slot(inner, a), self.ref(outer, a if a is None else a + 1))
-                    for a in self.needs.at(inner, group)
-                ]
-                (slices if inner in single else xs).extend(pairs)
+                for a in self.needs.at(inner, group):
+                    pair = (self.slot(inner, a), entry(outer, group, a if a is None else a + 1))
+                    (slices if inner in single else xs).append(pair)
             for position, (inner, out) in enumerate(zip(body.carry_ins, body.carry_outs, strict=True)):
                 init, final = op.ins[c + position], op.outs[position]
-                if out is inner:
-                    consts += [(self.slot(inner, a), self.ref(init, a)) for a in self.needs.at(inner, group)]
+                if inner in fixed:
+                    consts += [(self.slot(inner, a), entry(init, group, a)) for a in self.needs.at(inner, group)]
                 if self.placement.home(inner) not in (None, group) or not self.needs.at(inner, group):
                     continue
                 axis = self.placement.natural(inner, group)
                 last = self.slot(final, axis) if final and self.needs.at(final, group) else None
-                carry.append((self.slot(inner, axis), self.ref(init, axis), self.ref(out, axis), last))
-            ys = []
-            for value, at, inner in stacks:
-                if at == group:
-                    axes = self.needs.at(value, group)
-                    size = self.sites.size(group)
-                    ys += [(self.ref(inner, a if a is None else a - 1), self.slot(value, a), _piece_aval(value.aval, a, size))
-                           for a in axes]  # fmt: skip
-            part = LoopPart(tuple(consts), tuple(carry), tuple(xs), tuple(slices), tuple(ys))
-            if part != LoopPart() or any(group in groups_of(step) for step in steps):
-                parts[group] = part
-        return Loop(body.length, body.reverse, parts, tuple(steps))
+                carry.append((self.slot(inner, axis), entry(init, group, axis), exit_(out, group, axis), last))
+            for value, at, inner in self._stacked_here(op, block):
+                for a in self.needs.at(value, group) if at == group else ():
+                    aval = _piece_aval(value.aval, a, self.sites.size(group))
+                    ys.append((exit_(inner, group, a if a is None else a - 1), self.slot(value, a), aval))
+            parts[group] = LoopPart(tuple(consts), tuple(carry), tuple(xs), tuple(slices), tuple(ys))
+        steps = self.block_steps(body, exits, stacked=frozenset(body.xs) - single, fixed=frozenset(fixed))
+        taking_part = {group for step in steps for group in groups_of(step)}
+        parts = {group: part for group, part in parts.items() if part != LoopPart() or group in taking_part}
+        return Loop(body.length, body.reverse, parts, tuple(steps)), entries
 
 
 def _fragment_names(ops: Iterable[Op]) -> list[str]:

@@ -112,7 +112,8 @@ def _check_result(algo: Any, result: Any, before: PyTree) -> tuple[PyTree, PyTre
 
 
 def _metric_names(algo: Any, metrics: Any) -> list[str]:
-    if not isinstance(metrics, dict) or not all(isinstance(name, str) for name in metrics):
+    flat = isinstance(metrics, dict) and all(isinstance(name, str) for name in metrics)
+    if not flat or not all(eqx.is_array_like(value) for value in metrics.values()):
         raise AlgorithmError(f"`{type(algo).__name__}.iterate` must return its metrics as a flat dict of arrays.",
                              fix='For example `return carry, {"loss": loss}`.')  # fmt: skip
     return sorted(metrics)
@@ -122,6 +123,11 @@ def _carry_axes(algo: Any, env: Any, arrays: PyTree) -> tuple[Axis, ...]:
     """Leaves whose shape differs, at twice the environments, in one axis of exactly that many: there."""
     twice = eqx.filter_eval_shape(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key),
                                   jax.eval_shape(lambda: jax.random.key(0)))  # fmt: skip
+    if jax.tree.structure(arrays) != jax.tree.structure(eqx.filter(twice, _is_array)):
+        raise AlgorithmError(
+            f"`{type(algo).__name__}.init` returns a carry whose structure depends on the number of environments.",
+            fix="Let the number of environments change shapes only: one array with an env axis in place of many arrays.",
+        )
     axes = []
     for one, two in zip(jax.tree.leaves(arrays), jax.tree.leaves(eqx.filter(twice, _is_array)), strict=True):
         differ = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]

@@ -96,10 +96,13 @@ class InProcess:
         self.leaves = {}  # segments may take over their memory
         self._run_steps(program.steps, stores, t=0)
         self.leaves = self._collect(program, stores, range(num_carry))
+        carried = {id(leaf) for replicas in self.leaves.values() for leaves in replicas for leaf in leaves}
         metrics = {}
         for port in program.outs[num_carry:]:
             group, (ref, axis) = next(iter(port.held.items()))
-            metrics[port.name] = _join([_read(store, ref) for store in stores[group]], axis)
+            value = _join([_read(store, ref) for store in stores[group]], axis)
+            # The next iteration may take over the memory of what is carried.
+            metrics[port.name] = jnp.copy(value) if id(value) in carried else value
         return metrics
 
     def _stores(self, program: Program, values: Sequence[Any]) -> dict[GroupName, list[Store]]:

@@ -2,3 +2,4 @@
 
 from choreo.testing.algorithms import check_algorithm as check_algorithm
 from choreo.testing.envs import check_env as check_env
+from choreo.testing.layouts import check_layout as check_layout

@@ -1,0 +1,55 @@
+"""Replicas divide the work: the FLOPs of one actor site in coarse xN are those of coarse x1, divided by N.
+
+Counted by XLA on the compiled segments, so that what every replica computes in full (keys, say) shows.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from choreo import networks
+from choreo.algos.ppo import PPO
+from choreo.envs import make
+from choreo.layouts import Layout, coarse
+from choreo.partition.program import Segment, walk
+from choreo.partition.trace import trace
+from choreo.plans import plan_traced
+
+NUM_ENVS = 16
+SLACK = 1.1
+WORKERS = "env+actor"
+
+
+@functools.cache
+def traced():
+    algo = PPO(network=functools.partial(networks.mlp, hidden=(64, 64)), unroll=16, minibatch_size=64)
+    return trace(algo, make("jax:CartPole-v1", NUM_ENVS))
+
+
+@functools.cache
+def flops(layout: Layout) -> float:
+    """Of one worker, in one iteration."""
+    planned = plan_traced(traced(), layout, title="work")
+    found = [(s, times) for s, times in walk(planned.iterate.steps) if isinstance(s, Segment) and s.group == WORKERS]
+    assert found
+    return sum(times * _flops(segment) for segment, times in found)
+
+
+def _flops(segment: Segment) -> float:
+    scalar = jax.ShapeDtypeStruct((), np.int32)
+    avals = [jax.ShapeDtypeStruct(given.aval.shape, given.aval.dtype) for given in segment.ins]
+    cost = jax.jit(segment.fn).lower(scalar, scalar, *avals).compile().cost_analysis()
+    return cost["flops"]
+
+
+def test_the_count_is_of_the_whole_work():
+    """A step of 16 environments through a 64 x 64 network is some 150,000 FLOPs; less would mean that it was not counted."""
+    assert flops(coarse(1)) > NUM_ENVS * 2 * (4 * 64 + 64 * 64 + 64 * 2)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_a_worker_does_its_share_and_no_more(workers):
+    share = flops(coarse(workers)) / flops(coarse(1))
+    assert share <= SLACK / workers

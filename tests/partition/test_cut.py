@@ -1,0 +1,358 @@
+"""Exactly the values that cross are sent, once, in messages as large as they can be; what is whole stays whole."""
+
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import choreo
+from choreo.errors import PartitionError
+from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.partition.program import Loop, Program, Segment, Transfer
+from choreo.partition.program import walk as walk_steps
+from choreo.partition.verify import verify_program
+from choreo.plans import Plan, plan
+from laws.reference import assert_close, assert_same_bits, planned_run, reference_run
+from partition.ponds import STEPS, WALK, Functions, Pond, learn, push, reset, still, walk
+
+WORKERS, LEARNER, INFERENCE = "env+actor", "buffer+learner", "actor+buffer+learner"
+THREE = Layout(Group("env"), Group("actor"), Group("learner"))
+KEY = jax.random.key(1)
+
+
+def sent(planned: Plan) -> list[tuple[str, str, list[str], int]]:
+    """(from, to, types of what is sent, times per iteration) in order."""
+    return [
+        (step.src, step.dst, [move.aval.str_short(short_dtypes=True) for move in step.moves], times)
+        for step, times in walk_steps(planned.iterate.steps)
+        if isinstance(step, Transfer)
+    ]
+
+
+def segments(planned: Plan) -> list[tuple[str, str, int]]:
+    return [(s.group, s.name, times) for s, times in walk_steps(planned.iterate.steps) if isinstance(s, Segment)]
+
+
+class TestWhatCrosses:
+    def test_nothing_in_fused(self):
+        planned = plan(WALK, Pond(), fused())
+        assert sent(planned) == [] and planned.single is not None
+
+    @pytest.mark.parametrize("workers", [1, 2, 3])
+    def test_coarse_parameters_out_and_trajectories_back(self, workers):
+        """`slow`, which only the learner reads, stays; so do the states at the end, which only the environments read."""
+        assert sent(plan(WALK, Pond(), coarse(workers))) == [
+            (LEARNER, WORKERS, ["f32[3]"], 1),
+            (WORKERS, LEARNER, ["f32[4,6,3]"], 1),
+        ]
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_fine_one_message_each_way_per_step(self, workers):
+        """The path need not be sent: the learner has seen every state of it."""
+        assert sent(plan(WALK, Pond(), fine(workers))) == [
+            ("env", INFERENCE, ["f32[6,3]"], STEPS),
+            (INFERENCE, "env", ["f32[6,3]"], STEPS),
+        ]
+
+    def test_three_sites(self):
+        assert sent(plan(WALK, Pond(), THREE)) == [
+            ("learner", "actor", ["f32[3]"], 1),
+            ("env", "actor", ["f32[6,3]"], STEPS),
+            ("actor", "env", ["f32[6,3]"], STEPS),
+            ("env", "learner", ["f32[4,6,3]"], 1),
+        ]
+
+    def test_keys_are_made_where_they_are_read(self):
+        for layout in (coarse(2), fine(2), THREE):
+            program = plan(WALK, Pond(), layout).iterate
+            moved = [
+                move.aval for step, _ in walk_steps(program.steps) if isinstance(step, Transfer) for move in step.moves
+            ]
+            assert not any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in moved)
+
+    def test_nothing_twice(self):
+        """Two readers of a value, at one site, in different segments and on both sides of a loop: one message."""
+
+        @choreo.fragment("learner")
+        def judge(w, s):
+            return jnp.mean(s @ w)
+
+        def go(env, carry, key):
+            first = judge(carry["w"], carry["s"])
+            after, metrics = walk(env, carry, key)
+            return after, metrics | {
+                "before": first,
+                "after": judge(carry["w"], carry["s"]),
+                "end": judge(after["w"], after["s"]),
+            }
+
+        for layout in (coarse(1), coarse(2), fine(2), THREE):
+            for step, _ in walk_steps(plan(Functions(reset, go), Pond(), layout).iterate.steps):
+                if isinstance(step, Transfer):
+                    assert max(Counter((move.src, move.dst) for move in step.moves).values()) == 1
+        found = Counter(
+            (src, dst, what)
+            for src, dst, types, _ in sent(plan(Functions(reset, go), Pond(), coarse(2)))
+            for what in types
+        )
+        # Of f32[6,3] there are two: the states before and after.
+        assert found == {
+            (LEARNER, WORKERS, "f32[3]"): 1,
+            (WORKERS, LEARNER, "f32[6,3]"): 2,
+            (WORKERS, LEARNER, "f32[4,6,3]"): 1,
+        }
+
+    def test_what_a_fragment_hands_through_is_not_sent(self):
+        """A fragment that returns its arguments with its results is common, and would send parameters back and forth."""
+
+        @choreo.fragment("actor")
+        def act_and_return(w, s):
+            return w, s, w * jnp.tanh(s)
+
+        @choreo.fragment("learner")
+        def improve(w, unchanged, s):
+            return w - 0.1 * jnp.mean(unchanged * s, 0)
+
+        def go(env, carry, key):
+            w, s, action = act_and_return(jnp.tile(carry["w"], (6, 1)), carry["s"])
+            s = env.step(s, action)
+            return carry | {"s": s, "w": improve(carry["w"], w, s)}, {"m": jnp.sum(w)}
+
+        algo = Functions(still, go)
+        for layout in (coarse(1), coarse(2)):
+            to_learner = [types for src, _, types, _ in sent(plan(algo, Pond(), layout)) if src == WORKERS]
+            assert to_learner == [["f32[6,3]"]]
+        assert_same_bits(planned_run(algo, Pond(), coarse(1), KEY), reference_run(algo, Pond(), KEY))
+
+    def test_results_that_nobody_reads_are_not_sent(self):
+        @choreo.fragment("actor")
+        def act_and_more(w, s):
+            return w * jnp.tanh(s), jnp.exp(s), {"entropy": jnp.sum(s)}
+
+        def go(env, carry, key):
+            action, *_ = jax.vmap(act_and_more, (None, 0))(carry["w"], carry["s"])
+            s = env.step(carry["s"], action)
+            w, slow, loss = learn(carry["w"], carry["slow"], s[None])
+            return {"w": w, "slow": slow, "s": s}, {"loss": loss}
+
+        assert [types for *_, types, _ in sent(plan(Functions(still, go), Pond(), coarse(2)))] == [
+            ["f32[3]"],
+            ["f32[6,3]"],
+        ]
+
+    def test_of_a_tree_of_parameters_only_what_the_actor_needs(self):
+        @choreo.fragment("actor")
+        def act_with_all(params, s):
+            return params["policy"] * jnp.tanh(s)  # the value function's weights go in, and are not read
+
+        @choreo.fragment("learner")
+        def improve(params, s):
+            return jax.tree.map(lambda w: w - 0.1 * jnp.mean(s), params)
+
+        def start(env, key):
+            return {"params": {"policy": jnp.ones(3), "value": jnp.ones(7)}, "s": env.reset(env.keys(key))}
+
+        def go(env, carry, key):
+            s = env.step(carry["s"], jax.vmap(act_with_all, (None, 0))(carry["params"], carry["s"]))
+            return {"params": improve(carry["params"], s), "s": s}, {"m": jnp.mean(s)}
+
+        for layout in (coarse(1), coarse(2)):
+            assert sent(plan(Functions(start, go), Pond(), layout))[0] == (LEARNER, WORKERS, ["f32[3]"], 1)
+
+    def test_a_value_that_never_changes_is_not_sent_at_all(self):
+        def go(env, carry, key):
+            after, metrics = walk(env, carry, key)
+            return after | {"w": carry["w"]}, metrics
+
+        assert sent(plan(Functions(still, go), Pond(), coarse(2))) == [(WORKERS, LEARNER, ["f32[4,6,3]"], 1)]
+
+
+class TestSegments:
+    def test_scans_whose_roles_live_together_stay_whole(self):
+        assert segments(plan(WALK, Pond(), fused())) == [("env+actor+buffer+learner", "4 x (act+step)+learn", 1)]
+        assert segments(plan(WALK, Pond(), coarse(2))) == [(WORKERS, "4 x (act+step)", 1), (LEARNER, "learn", 1)]
+        assert not any(isinstance(step, Loop) for step in plan(WALK, Pond(), coarse(2)).iterate.steps)
+
+    def test_a_scan_that_is_split_is_a_loop(self):
+        planned = plan(WALK, Pond(), fine(2))
+        (loop,) = [step for step in planned.iterate.steps if isinstance(step, Loop)]
+        assert (loop.length, set(loop.parts)) == (STEPS, {"env", INFERENCE})
+        assert segments(planned) == [
+            (INFERENCE, "glue", 1),
+            (INFERENCE, "act", STEPS),
+            ("env", "step", STEPS),
+            (INFERENCE, "learn", 1),
+        ]
+
+    def test_nobody_stacks_what_nobody_reads(self):
+        (loop,) = [step for step in plan(WALK, Pond(), fine(2)).iterate.steps if isinstance(step, Loop)]
+        assert {group: len(part.ys) for group, part in loop.parts.items()} == {"env": 0, INFERENCE: 1}
+
+    def test_a_group_without_roles_is_dropped(self):
+        layout = Layout(Group("env", "actor", replicas=2), Group("buffer"), Group("learner"))
+        planned = plan(WALK, Pond(), layout)
+        assert list(planned.sites.replicas) == [WORKERS, "learner"] and planned.num_sites == 3
+        assert {group for group, *_ in segments(planned)} == {WORKERS, "learner"}
+
+
+@pytest.mark.parametrize(("env_sites", "actor_sites", "num_envs"), [(2, 3, 6), (3, 2, 6), (2, 3, 12)])
+def test_blocks_are_put_together_anew_between_uneven_groups(env_sites, actor_sites, num_envs):
+    layout = Layout(Group("env", replicas=env_sites), Group("actor", replicas=actor_sites), Group("learner"))
+    env = Pond(num_envs=num_envs)
+    planned = plan(WALK, env, layout)
+    axes = [
+        (step.src, step.dst, move.src_axis, move.dst_axis)
+        for step, _ in walk_steps(planned.iterate.steps)
+        if isinstance(step, Transfer)
+        for move in step.moves
+    ]
+    assert axes[1:3] == [("env", "actor", 0, 0), ("actor", "env", 0, 0)]
+    assert_close(planned_run(WALK, env, planned, KEY), reference_run(WALK, env, KEY), 1e-5)
+
+
+class TestRefused:
+    """A `cond` or `while` with fragments of two sites: with the user's line, and the way out."""
+
+    def refusal(self, branch) -> list[str]:
+        def go(env, carry, key):
+            return carry | {"s": branch(env, carry)}, {"m": jnp.ones(())}
+
+        algo = Functions(still, go)
+        assert len(plan(algo, Pond(), fused()).iterate.steps) == 1, "at one site it is no problem"
+        with pytest.raises(PartitionError) as error:
+            plan(algo, Pond(), fine(1))
+        return str(error.value).splitlines()
+
+    def check(self, lines, primitive):
+        assert lines[0] == (
+            f"`{primitive}` contains fragments of the roles `actor`, `env`, which this layout puts on different sites "
+            f"(`{INFERENCE}`, `env`)."
+        )
+        assert lines[1].startswith("  at  ") and "test_cut.py:" in lines[1]
+        assert lines[2:] == [
+            "Only `lax.scan` can be split over sites. Put these roles into one group, or move the branch inside one fragment."
+        ]
+
+    def step(self, env, carry, s):
+        return env.step(s, jax.vmap(push, (None, 0))(carry["w"], s))
+
+    def test_a_cond(self):
+        def branch(env, carry):
+            s = carry["s"]
+            return lax.cond(jnp.sum(s) > 0, lambda: self.step(env, carry, s), lambda: s)  # the user's line
+
+        self.check(self.refusal(branch), "cond")
+
+    def test_a_while(self):
+        def branch(env, carry):
+            return lax.while_loop(lambda s: jnp.sum(s) > 100, lambda s: self.step(env, carry, s), carry["s"])
+
+        self.check(self.refusal(branch), "while")
+
+    def test_the_line_is_that_of_the_branch(self):
+        def branch(env, carry):
+            return lax.cond(jnp.sum(carry["s"]) > 0, lambda: self.step(env, carry, carry["s"]), lambda: carry["s"])
+
+        line = self.refusal(branch)[1]
+        assert f"test_cut.py:{branch.__code__.co_firstlineno + 1}:" in line and line.endswith("branch)")
+
+    def test_a_cond_inside_of_one_site_is_fine(self):
+        def go(env, carry, key):
+            s = lax.cond(jnp.sum(carry["w"]) > 0, lambda: self.step(env, carry, carry["s"]), lambda: carry["s"])
+            w, slow, loss = learn(carry["w"], carry["slow"], s[None])
+            return {"w": w, "slow": slow, "s": s}, {"loss": loss}
+
+        algo = Functions(still, go)
+        assert_same_bits(planned_run(algo, Pond(), coarse(1), KEY), reference_run(algo, Pond(), KEY))
+
+
+class TestTheVerifier:
+    """It is there to catch our own mistakes: break a good program, and it says what is missing where."""
+
+    def program(self, layout=None) -> Program:
+        return plan(WALK, Pond(), layout or coarse(2)).iterate
+
+    def test_a_good_program_passes(self):
+        for layout in (fused(), coarse(2), fine(2), THREE):
+            program = self.program(layout)
+            assert verify_program(program) is program
+
+    def test_a_transfer_removed(self):
+        program = self.program()
+        for i, step in enumerate(program.steps):
+            if isinstance(step, Transfer):
+                broken = replace(program, steps=program.steps[:i] + program.steps[i + 1 :])
+                with pytest.raises(
+                    AssertionError,
+                    match=rf"segment `.*` of `{step.dst.replace('+', '.')}` .* is read before it is there",
+                ):
+                    verify_program(broken)
+
+    def test_one_move_of_a_transfer_removed(self):
+        program = self.program(THREE)
+        first = next(step for step in program.steps if isinstance(step, Transfer))
+        broken = replace(program, steps=tuple(replace(s, moves=()) if s is first else s for s in program.steps))
+        with pytest.raises(AssertionError, match="input of a loop at `actor`: slot .* is read before it is there"):
+            verify_program(broken)
+
+    def test_steps_swapped(self):
+        program = self.program()
+        for i in range(len(program.steps) - 1):
+            steps = list(program.steps)
+            steps[i], steps[i + 1] = steps[i + 1], steps[i]
+            with pytest.raises(AssertionError, match="is read before it is there"):
+                verify_program(replace(program, steps=tuple(steps)))
+
+    def test_a_transfer_removed_inside_a_loop(self):
+        program = self.program(fine(2))
+        (loop,) = [step for step in program.steps if isinstance(step, Loop)]
+        for step in loop.body:
+            if isinstance(step, Transfer):
+                body = tuple(other for other in loop.body if other is not step)
+                steps = tuple(replace(s, body=body) if s is loop else s for s in program.steps)
+                with pytest.raises(AssertionError, match=r"`iterate`, loop, .* is read before it is there"):
+                    verify_program(replace(program, steps=steps))
+
+    def test_a_group_that_sends_to_itself(self):
+        program = self.program()
+        steps = tuple(replace(s, dst=s.src) if isinstance(s, Transfer) else s for s in program.steps)
+        with pytest.raises(AssertionError, match="sends to itself"):
+            verify_program(replace(program, steps=steps))
+
+    def test_an_output_that_nobody_holds(self):
+        program = self.program()
+        outs = (*program.outs[:-1], replace(program.outs[-1], held={}))
+        with pytest.raises(AssertionError, match="nobody holds the output `loss`"):
+            verify_program(replace(program, outs=outs))
+
+    def test_an_output_held_where_it_never_arrives(self):
+        program = self.program()
+        outs = (*program.outs[:-1], replace(program.outs[-1], held={WORKERS: program.outs[-1].held[LEARNER]}))
+        with pytest.raises(AssertionError, match="output `loss` of `iterate`: slot .* is read before it is there"):
+            verify_program(replace(program, outs=outs))
+
+
+def test_a_scan_that_goes_backwards_over_given_values_and_sites():
+    """Slices are read, and results stacked, from the last to the first."""
+
+    def go(env, carry, key):
+        weights = jnp.arange(1.0, 5.0)
+
+        def step(s, weight):
+            s = env.step(s, jax.vmap(push, (None, 0))(carry["w"] * weight, s))
+            return s, s * weight
+
+        s, path = lax.scan(step, carry["s"], weights, reverse=True)
+        w, slow, loss = learn(carry["w"], carry["slow"], path * weights[:, None, None])
+        return {"w": w, "slow": slow, "s": s}, {"loss": loss, "last": path[0, 0, 0], "first": path[-1, 0, 0]}
+
+    algo, env = Functions(still, go), Pond()
+    reference = reference_run(algo, env, KEY)
+    assert_same_bits(planned_run(algo, env, coarse(1), KEY), reference)
+    for layout in (THREE, fine(2)):
+        assert_close(planned_run(algo, env, layout, KEY), reference, 1e-6)
+    assert not np.allclose(reference["metrics/first"], reference["metrics/last"])

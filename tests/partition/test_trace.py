@@ -1,0 +1,188 @@
+"""What `trace` refuses, and the env axes that it proposes for the carry."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from choreo.errors import AlgorithmError, PartitionError
+from choreo.partition.trace import trace
+from partition.ponds import WALK, Functions, Pond, reset, walk
+
+
+def refusal(go, start=reset) -> str:
+    with pytest.raises(AlgorithmError) as error:
+        trace(Functions(start, go), Pond())
+    return str(error.value)
+
+
+class TestRefused:
+    def test_another_shape(self):
+        text = refusal(lambda env, carry, key: (carry | {"w": jnp.ones(4)}, {}))
+        assert text == (
+            "`Functions.iterate` must return a carry of the same form: `carry['w']` goes in as float32[3] and comes back as "
+            "float32[4].\nMake `init` and `iterate` agree on shape and dtype."
+        )
+
+    def test_another_dtype(self):
+        text = refusal(lambda env, carry, key: (carry | {"slow": jnp.zeros(3, jnp.int32)}, {}))
+        assert "`carry['slow']` goes in as float32[3] and comes back as int32[3]." in text
+
+    def test_a_number_in_place_of_an_array(self):
+        text = refusal(lambda env, carry, key: (carry | {"slow": 0.0}, {}))
+        assert "`carry['slow']` goes in as float32[3] and comes back as float." in text
+
+    def test_another_structure(self):
+        text = refusal(lambda env, carry, key: ({"s": carry["s"], "slow": carry["slow"]}, {}))
+        lines = text.splitlines()
+        assert lines[0] == "`Functions.iterate` must return a carry of the same structure as `init` returns."
+        assert lines[1].startswith("init: ") and "'w'" in lines[1]
+        assert lines[2].startswith("iterate: ") and "'w'" not in lines[2]
+
+    def test_a_leaf_too_many(self):
+        assert "must return a carry of the same structure" in refusal(
+            lambda env, carry, key: (carry | {"z": jnp.ones(2)}, {})
+        )
+
+    @pytest.mark.parametrize(
+        ("result", "name"), [(lambda c: c, "dict"), (lambda c: None, "NoneType"), (lambda c: (c, {}, 1), "tuple"), (lambda c: [c, {}], "list")]
+    )  # fmt: skip
+    def test_no_pair(self, result, name):
+        text = refusal(lambda env, carry, key: result(carry))
+        assert (
+            text == f"`Functions.iterate` returned {name}, not (carry, metrics).\nEnd it with `return carry, metrics`."
+        )
+
+    @pytest.mark.parametrize(
+        "metrics", [jnp.ones(()), [jnp.ones(())], None, {3: jnp.ones(())}], ids=["array", "list", "None", "key"]
+    )
+    def test_metrics_that_are_no_dict(self, metrics):
+        text = refusal(lambda env, carry, key: (carry, metrics))
+        assert text == (
+            '`Functions.iterate` must return its metrics as a flat dict of arrays.\nFor example `return carry, {"loss": loss}`.'
+        )
+
+    def test_metrics_in_a_dict_of_dicts(self):
+        """Flat: the names of nested ones would be given to the wrong values."""
+        nested = {"b": {"x": jnp.ones(()), "y": jnp.zeros(())}, "a": jnp.ones(())}
+        assert "must return its metrics as a flat dict of arrays" in refusal(lambda env, carry, key: (carry, nested))
+
+    def test_metrics_that_are_no_numbers(self):
+        for value in ("good", None):
+            text = refusal(lambda env, carry, key, value=value: (carry, {"a": value, "loss": jnp.ones(())}))
+            assert "must return its metrics as a flat dict of arrays" in text
+
+    def test_a_wrong_carry_with_no_pair_is_told_about_the_pair(self):
+        assert "not (carry, metrics)" in refusal(lambda env, carry, key: jnp.ones(3))
+
+    def test_disable_jit(self):
+        with jax.disable_jit(), pytest.raises(PartitionError) as error:
+            trace(WALK, Pond())
+        assert str(error.value) == (
+            "jax.disable_jit() is on, and hides fragments from the tracer.\n"
+            "Leave jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself."
+        )
+
+    def test_an_init_whose_structure_depends_on_the_number_of_environments(self):
+        def start(env, key):
+            return reset(env, key) | {f"extra{i}": jnp.ones(2) for i in range(env.num_envs)}
+
+        with pytest.raises((AlgorithmError, PartitionError), match="number of environments"):
+            trace(Functions(start, lambda env, carry, key: (carry, {})), Pond())
+
+
+def axes(start, env) -> dict[str, int | None]:
+    traced = trace(Functions(start, lambda env, carry, key: (carry, {})), env)
+    names = traced.iterate.in_names[: len(traced.carry_axes)]
+    return dict(zip(names, traced.carry_axes, strict=True))
+
+
+class TestProposals:
+    def test_a_hidden_size_that_happens_to_be_E_is_not_the_env_axis(self):
+        def start(env, key):
+            return {
+                "w": jnp.ones((6, 6)),
+                "s": jnp.ones((env.num_envs, 6)),
+                "t": jnp.ones((6, env.num_envs)),
+                "h": jnp.ones(6),
+            }
+
+        assert axes(start, Pond(num_envs=6)) == {"['h']": None, "['s']": 0, "['t']": 1, "['w']": None}
+
+    def test_an_axis_that_grows_by_another_factor_or_offset_is_not(self):
+        def start(env, key):
+            n = env.num_envs
+            return {
+                "more": jnp.ones(n + 1),
+                "pairs": jnp.ones((n, n)),
+                "square": jnp.ones(n * n),
+                "twice": jnp.ones(2 * n),
+                "one": jnp.ones(n),
+            }
+
+        found = axes(start, Pond())
+        assert found == {"['more']": None, "['one']": 0, "['pairs']": None, "['square']": None, "['twice']": None}
+
+    def test_a_rank_that_depends_on_E_is_not(self):
+        def start(env, key):
+            return {
+                "x": jnp.ones((env.num_envs, 2) if env.num_envs > 6 else (env.num_envs,)),
+                "n": jnp.int32(env.num_envs),
+            }
+
+        assert axes(start, Pond(num_envs=6)) == {"['n']": None, "['x']": None}
+
+    def test_keys_have_one(self):
+        assert axes(lambda env, key: {"k": env.keys(key), "one": key}, Pond()) == {"['k']": 0, "['one']": None}
+
+    def test_a_single_environment(self):
+        assert axes(reset, Pond(num_envs=1)) == {"['s']": 0, "['slow']": None, "['w']": None}
+
+
+class TestTraced:
+    def test_names_and_counts(self):
+        traced = trace(WALK, Pond())
+        assert traced.iterate.in_names == ("['s']", "['slow']", "['w']", "key", "iteration")
+        assert traced.iterate.out_names == ("['s']", "['slow']", "['w']", "loss")
+        assert traced.init.in_names == ("key",) and traced.init.out_names == ("['s']", "['slow']", "['w']")
+        assert traced.iterate.roles == ["actor", "env", "learner"] and traced.init.roles == ["env"]
+        assert (traced.num_envs, traced.iterate.block.num_carry) == (6, 3)
+
+    def test_static_leaves_of_the_carry_are_kept(self):
+        def start(env, key):
+            return reset(env, key) | {"net": eqx.nn.MLP(2, 2, 2, 1, activation=jax.nn.relu, key=key)}
+
+        def go(env, carry, key):
+            after, metrics = walk(env, {k: carry[k] for k in ("w", "slow", "s")}, key)
+            return after | {"net": carry["net"]}, metrics | {"out": jnp.sum(carry["net"](jnp.ones(2)))}
+
+        traced = trace(Functions(start, go), Pond())
+        assert eqx.filter(traced.carry["net"], eqx.is_inexact_array, inverse=True).activation is not None
+        assert traced.iterate.out_names[-2:] == ("loss", "out")
+
+    def test_metric_names_go_with_their_values(self):
+        def go(env, carry, key):
+            return carry, {"b": jnp.ones(2), "a": jnp.ones(3), "c": jnp.ones(())}
+
+        graph = trace(Functions(reset, go), Pond()).iterate
+        shapes = [out.aval.shape for out in graph.block.outs[graph.block.num_carry :]]
+        assert dict(zip(graph.out_names[graph.block.num_carry :], shapes, strict=True)) == {
+            "a": (3,),
+            "b": (2,),
+            "c": (),
+        }
+
+    def test_it_computes_nothing(self):
+        ran = []
+
+        def go(env, carry, key):
+            jax.debug.callback(lambda: ran.append("iterate"))
+            return carry, {"m": jnp.ones(())}
+
+        def start(env, key):
+            jax.debug.callback(lambda: ran.append("init"))
+            return reset(env, key)
+
+        trace(Functions(start, go), Pond())
+        jax.effects_barrier()
+        assert ran == []
