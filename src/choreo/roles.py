@@ -101,7 +101,8 @@ class Fragment:
         statics = tuple(_NoArray if is_array(x) else x for x in leaves)
         avals = tuple(jax.typeof(x) for x in arrays)
         vmaps = enclosing_vmaps(arrays)
-        form = (tree, tuple(_identity(x) for x in statics), avals, vmaps, bound_axis_names())
+        mode = jax.dtypes.canonicalize_dtype(float)  # in float64 the same function is another program
+        form = (tree, tuple(_identity(x) for x in statics), avals, vmaps, bound_axis_names(), mode)
         try:
             known = form in self.forms
         except TypeError as error:

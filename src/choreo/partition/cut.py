@@ -193,7 +193,7 @@ class _Cutter:
     def _make(self, pieces: Iterable[Piece], made: set[Piece], block: Block, producers, stacked) -> list[Step]:
         """Segments for pieces that no other segment makes: of what has no home, and of what is held whole but wanted cut."""
         wanted: dict[GroupName, list[tuple[Value, Axis]]] = {}
-        for operand, group, axis in dict.fromkeys(pieces):
+        for operand, group, axis in pieces:
             if not isinstance(operand, Value) or (operand, group, axis) in made:
                 continue
             held_whole = axis is not None and self.needs.held(operand, group, {axis}) == {None}
