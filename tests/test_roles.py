@@ -361,6 +361,24 @@ def test_a_host_fragment_gives_the_same_bits_at_any_site():
     assert_same_bits(other, one)
 
 
+def test_a_host_fragment_takes_python_numbers():
+    seen = []
+
+    def scale(s, by, *, times):
+        seen.append((by.dtype, times.dtype))
+        return s * by * times.astype(np.float32)
+
+    host = choreo.host_fragment("env", scale, ROW)
+
+    def go(env, carry, key):
+        s = host(carry["s"], 0.5, times=2)
+        return carry | {"s": s, "w": update(carry["w"], s[None])}, {"m": jnp.sum(s)}
+
+    algo = Functions(still, go)
+    assert_close(planned_run(algo, Pond(), fine(1), KEY), reference_run(algo, Pond(), KEY), 1e-6)
+    assert set(seen) == {(np.dtype("float32"), np.dtype("int32"))}
+
+
 class TestAHostFragmentIsRefused:
     def call(self, fn):
         """As a site calls it: an error inside a compiled callback would come back wrapped by XLA."""

@@ -19,7 +19,7 @@ from choreo.graph.ir import Graph
 from choreo.layouts.base import Layout
 from choreo.partition import partition
 from choreo.partition.place import Sites
-from choreo.partition.program import Loop, Program, Segment, Step, walk
+from choreo.partition.program import HostCall, Loop, Program, Segment, Step, walk
 from choreo.partition.trace import Traced, trace
 from choreo.types import GroupName, PyTree
 
@@ -167,6 +167,11 @@ def _export_step(step: Step) -> Step:
         return replace(step, fn=ExportedFn(export_segment(step)))
     if isinstance(step, Loop):
         return replace(step, body=tuple(_export_step(inner) for inner in step.body))
+    if isinstance(step, HostCall):
+        raise PartitionError(
+            f"The host fragment `{step.name}` is Python of this process, and does not travel with a plan.",
+            fix="Run the plan here: `--runtime inprocess`.",
+        )
     return step
 
 

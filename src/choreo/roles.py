@@ -128,7 +128,7 @@ class Fragment:
 
         out_names: list[str] = []
         number = next(_numbers)
-        host = functools.partial(self._call_host, tree, avals) if self.host else None
+        host = functools.partial(self._call_host, tree, statics, avals) if self.host else None
         record = Call(
             self.role, self.name, lambda *arrays: jax.tree.leaves(call(*arrays)), avals, vmaps, host, out_names
         )
@@ -136,11 +136,12 @@ class Fragment:
         call.__name__ = call.__qualname__ = f"{PREFIX}:{self.role}:{self.name}:{number}"
         return jax.jit(call), record
 
-    def _call_host(self, tree, avals, *leaves: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _call_host(self, tree, statics, avals, *leaves: np.ndarray) -> tuple[np.ndarray, ...]:
         if [x.shape for x in leaves] != [aval.shape for aval in avals]:
             raise AlgorithmError(f"Host fragment `{self.name}` is called under jax.vmap, which cannot vectorise Python.",
                                  fix="Let it take and return whole batches, and call it without vmap.")  # fmt: skip
-        return self.host(tree, *leaves)
+        rest = iter(leaves)  # a Python number goes in as an array of JAX's type for it, as it would into a callback
+        return self.host(tree, *(next(rest) if x is _NoArray else jax.numpy.asarray(x) for x in statics))
 
 
 def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, name: str | None = None) -> Fragment:
@@ -164,7 +165,9 @@ def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, na
             if x.shape != spec.shape or x.dtype != spec.dtype:
                 raise AlgorithmError(
                     f"Host fragment `{name}` returned {x.dtype}{list(x.shape)}, but its out_spec says "
-                    f"{spec.dtype}{list(spec.shape)}.", fix="Correct the out_spec, or convert what the function returns.")  # fmt: skip
+                    f"{spec.dtype}{list(spec.shape)}.",
+                    fix="Correct the out_spec, or convert what the function returns.",
+                )
         return out
 
     def call(*args, **kwargs):

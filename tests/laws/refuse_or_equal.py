@@ -18,7 +18,7 @@ import choreo
 from choreo.errors import LayoutError, PartitionError
 from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.trace import trace
-from choreo.plan import Plan, plan_traced
+from choreo.plans import Plan, plan_traced
 from choreo.runtime.inprocess import InProcess
 from laws.reference import Run, _named, assert_close, reference_run
 

@@ -61,7 +61,7 @@ def cells(layouts):
     ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference_of(algorithm, x64=False):
     build, env_name = ALGORITHMS[algorithm]
     algo = build(optimizer=optax.sgd) if x64 else build()

@@ -20,6 +20,8 @@ from laws.odd_programs import PROGRAMS, Program
 from laws.refuse_or_equal import EVERYTHING_REPLICATED, LAYOUTS, MORE_LAYOUTS, Pond, refuse_or_equal
 
 E = 6
+UNEVEN = {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}
+"""Where blocks of two sizes meet: the layout that asks most, where there is time for one."""
 
 
 def rows(values):
@@ -276,7 +278,7 @@ def test_the_ten_ways_to_mix(mixer, around, kind):
 
 @pytest.mark.parametrize(("mixer", "kind"), [(m, k) for m in MORE_MIXERS for k in ("glue", "batched", "batched env")])
 def test_more_ways_to_mix(mixer, kind):
-    refuse_or_equal(Algo(KINDS[kind](MORE_MIXERS[mixer])), Pond(E), __file__)
+    refuse_or_equal(Algo(KINDS[kind](MORE_MIXERS[mixer])), Pond(E), __file__, UNEVEN)
 
 
 @pytest.mark.parametrize("where", ["state", "step"])
@@ -287,7 +289,7 @@ def test_mixing_what_is_carried(mixer, where):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_odd_programs(name, capfd):
-    refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, LAYOUTS | {"everything x2": EVERYTHING_REPLICATED})
+    refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN | {"everything x2": EVERYTHING_REPLICATED})
 
 
 @pytest.mark.parametrize(
@@ -295,6 +297,4 @@ def test_odd_programs(name, capfd):
     ["a metric that is carried", "donated and read again", "same value twice", "carry swapped", "carry unchanged"],
 )
 def test_compiled_with_donation(name):
-    refuse_or_equal(
-        Program(name), Pond(E), odd_programs.__file__, {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}, compiled=True
-    )
+    refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN, compiled=True)

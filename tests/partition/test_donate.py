@@ -191,7 +191,9 @@ def test_one_result_returned_as_two_leaves():
         w, slow = improve(carry["w"], carry["slow"], s)
         return {"w": w, "slow": slow, "s": s}, {"m": jnp.sum(slow)}
 
-    algo = Functions(still, copy_target)
-    reference = reference_run(algo, Pond(), KEY, 4)
+    # Not fewer environments: XLA compiles a loop that touches less than 1 kB, as `fused` then is, into one kernel, which
+    # rounds differently from `jax.jit` of one round.
+    algo, env = Functions(still, copy_target), Pond(num_envs=64)
+    reference = reference_run(algo, env, KEY, 4)
     for layout in (fused(), coarse(1), fine(1)):
-        assert_same_bits(planned_run(algo, Pond(), layout, KEY, 4), reference)
+        assert_same_bits(planned_run(algo, env, layout, KEY, 4), reference)

@@ -106,9 +106,11 @@ def test_the_key_of_an_iteration_is_its_number_not_its_turn(plans, layout):
 @every_layout
 def test_metrics_have_one_entry_per_iteration(layout):
     def go(env, carry, key):
-        after, metrics = walk(env, carry, key)
-        return after, metrics | {
-            "per_env": after["s"][:, 0],
+        s = pushed(env, carry)
+        w, slow, loss = learn(carry["w"], carry["slow"], s[None])
+        return {"w": w, "slow": slow, "s": s}, {
+            "loss": loss,
+            "per_env": s[:, 0],
             "number": 2.5,
             "literal": jnp.int32(7),
             "matrix": jnp.eye(2),

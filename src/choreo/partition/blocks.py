@@ -89,7 +89,9 @@ class Step:
                 elif offered is None:
                     native[o] = True  # the same on every replica, then cut
                 else:
-                    raise Mixes(Mixed(f"`{self.eqn.primitive.name}` would have to be computed for all environments", ""))
+                    raise Mixes(
+                        Mixed(f"`{self.eqn.primitive.name}` would have to be computed for all environments", "")
+                    )
         return run_whole, native
 
     def demand(self, wanted: Pieces) -> Pieces:
@@ -281,11 +283,15 @@ def demand(inference: Inference, wanted: Pieces) -> tuple[Pieces, list[Pieces]]:
     return inference.demands[asked]
 
 
-def emit(inference: Inference, inputs: Sequence[Mapping[Axis, Any]], wanted: Pieces, index: Any) -> list[dict[Axis, Any]]:
+def emit(
+    inference: Inference, inputs: Sequence[Mapping[Axis, Any]], wanted: Pieces, index: Any
+) -> list[dict[Axis, Any]]:
     """Compute the wanted pieces of the outputs from pieces of the inputs."""
     jaxpr, size = inference.closed.jaxpr, inference.size
     _, per_step = demand(inference, wanted)
-    held: dict[Any, dict[Axis, Any]] = {v: {None: c} for v, c in zip(jaxpr.constvars, inference.closed.consts, strict=True)}
+    held: dict[Any, dict[Axis, Any]] = {
+        v: {None: c} for v, c in zip(jaxpr.constvars, inference.closed.consts, strict=True)
+    }
     held.update((v, dict(pieces)) for v, pieces in zip(jaxpr.invars, inputs, strict=True))
 
     def piece(var, axis):
@@ -351,7 +357,8 @@ class Mapped:
 
     def accepts(self, forms: Sequence[Form]) -> bool:
         return len(forms) == len(self.in_axes) and all(
-            form.whole or (axis is not None and form.axis == axis) for form, axis in zip(forms, self.in_axes, strict=True)
+            form.whole or (axis is not None and form.axis == axis)
+            for form, axis in zip(forms, self.in_axes, strict=True)
         )
 
     def demand(self, outs: Sequence[bool]) -> Pieces:
@@ -439,7 +446,9 @@ class Scan:
                 raise Mixes("`scan` goes through the environments one by one")
             xs.append(Form(form.whole, form.axis - 1 if form.axis else None))
         self.carry, self.inner = _carry_forms(
-            forms[c : c + k], lambda carry: infer(self.p.body, [*forms[:c], *carry, *xs], size, at), lambda inner: inner.outs[:k]
+            forms[c : c + k],
+            lambda carry: infer(self.p.body, [*forms[:c], *carry, *xs], size, at),
+            lambda inner: inner.outs[:k],
         )
         ys = [axis + 1 if isinstance(axis, int) else axis for axis in self.inner.native()[k:]]
         self.native = [*(form.axis for form in self.carry), *ys]
@@ -614,4 +623,3 @@ CONTROL: dict[str, Callable[[jec.JaxprEqn, Sequence[Form], Size, str], Way]] = {
     "while": While,
     "cond": Cond,
 }
-

@@ -40,7 +40,9 @@ def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axi
     cutter, block = _Cutter(needs), graph.block
     ins = [cutter.port(name, value) for name, value in zip(graph.in_names, block.ins, strict=True)]
     # What is carried ends where it is read in the next iteration.
-    ends = {i: {group: axis for group, (_, axis) in ins[i].held.items()} for i in range(block.num_carry)} | dict(outputs)
+    ends = {i: {group: axis for group, (_, axis) in ins[i].held.items()} for i in range(block.num_carry)} | dict(
+        outputs
+    )
     exits = [(block.outs[i], group, axis) for i, groups in ends.items() for group, axis in groups.items()]
     steps = cutter.block_steps(block, exits, stacked=frozenset(), fixed=frozenset())
     outs = []
@@ -216,7 +218,9 @@ class _Cutter:
         keys: dict[tuple[Value, Axis], None] = {}
         for operand, axes in read:
             if isinstance(operand, Value) and operand not in made and operand not in self.consts:
-                keys.update(dict.fromkeys((operand, axis) for axis in sorted(needs.held(operand, group, axes), key=str)))
+                keys.update(
+                    dict.fromkeys((operand, axis) for axis in sorted(needs.held(operand, group, axes), key=str))
+                )
         ins = [self._input(value, axis, size, value in stacked) for value, axis in keys]
         outs = [(v, axis) for op in ops for v in op.outs if v and self._used_outside(v, group, ops, block, producers)
                 for axis in sorted(needs.at(v, group), key=str)]  # fmt: skip
@@ -264,7 +268,7 @@ class _Cutter:
             home, groups = self.placement.home(inner), self.needs.groups(value)
             seen_by = [group for group in groups if home in (None, group) or self._sees(inner, value, group)]
             if home is not None and seen_by == groups and not self._read_at(value, home, block):
-                seen_by.remove(home)  # needed there only to be sent, and nobody needs it sent
+                seen_by = [group for group in seen_by if group != home]  # wanted there only to be sent, and it is not
             found += [(value, group, inner) for group in seen_by]
         return found
 

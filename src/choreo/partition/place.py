@@ -155,6 +155,12 @@ class _Placer:
         forms, mixed = self._infer(op)
         if groups:
             (home,) = groups
+            if op.call and op.call.host and op.call.vmaps:
+                raise PartitionError(
+                    f"The host fragment `{op.name}` is called under jax.vmap; it is Python, and is called once for all rows.",
+                    at=op.at,
+                    fix="Call it on the whole batch, without jax.vmap.",
+                )
             if op.call and op.call.host and self.sites.size(home):
                 raise PartitionError(
                     f"The host fragment `{op.name}` cannot be replicated: Choreo does not know which of its rows belong to "

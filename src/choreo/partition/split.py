@@ -118,7 +118,9 @@ def dynamic_slice(eqn, axes, size):
     axis, sizes = axes[0], eqn.params["slice_sizes"]
     if axis is None or sizes[axis] != size.full:
         raise Mixes("`dynamic_slice` takes some of the environments")
-    return Split((axis,) + (None,) * (len(axes) - 1), (axis,), eqn.params | {"slice_sizes": _resized(sizes, axis, size)})
+    return Split(
+        (axis,) + (None,) * (len(axes) - 1), (axis,), eqn.params | {"slice_sizes": _resized(sizes, axis, size)}
+    )
 
 
 def dynamic_update_slice(eqn, axes, size):
@@ -136,7 +138,9 @@ def pad(eqn, axes, size):
 
 
 def rev(eqn, axes, size):
-    return _one(axes, _other_than(eqn.params["dimensions"], axes, "`rev` reverses the order of environments"), eqn.params)
+    return _one(
+        axes, _other_than(eqn.params["dimensions"], axes, "`rev` reverses the order of environments"), eqn.params
+    )
 
 
 def reduction(eqn, axes, size):
@@ -180,7 +184,7 @@ def dot_general(eqn, axes, size):
         raise Mixes("`dot_general` pairs every environment with every other")
     lhs_free = [d for d in range(len(_shape(eqn.invars[0]))) if d not in (*lhs_contract, *lhs_batch)]
     rhs_free = [d for d in range(len(_shape(eqn.invars[1]))) if d not in (*rhs_contract, *rhs_batch)]
-    free = (lhs_free.index(left) if left is not None else len(lhs_free) + rhs_free.index(_only([right])))
+    free = lhs_free.index(left) if left is not None else len(lhs_free) + rhs_free.index(_only([right]))
     return Split((left, right), (len(lhs_batch) + free,), eqn.params)
 
 
@@ -204,7 +208,9 @@ def gather(eqn, axes, size):
     numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
     operand_rank = len(_shape(eqn.invars[0]))
     out_rank = len(_shape(eqn.outvars[0]))
-    batch_out = [d for d in range(out_rank) if d not in numbers.offset_dims]  # one per dimension of the indices but the last
+    batch_out = [
+        d for d in range(out_rank) if d not in numbers.offset_dims
+    ]  # one per dimension of the indices but the last
     pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     if operand_axis in pairs or indices_axis in pairs.values():
         if operand_axis is None:
@@ -217,7 +223,9 @@ def gather(eqn, axes, size):
         if indices_axis == len(_shape(eqn.invars[1])) - 1:
             raise Mixes("`gather` computes one index from several environments")
         return Split((None, indices_axis), (batch_out[indices_axis],), p)
-    windows = [d for d in range(operand_rank) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    windows = [
+        d for d in range(operand_rank) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    ]
     if indices_axis is not None or operand_axis not in windows or operand_axis in numbers.start_index_map \
             or sizes[operand_axis] != size.full:  # fmt: skip
         raise Mixes("`gather` reads another environment's data")
@@ -231,7 +239,9 @@ def scatter(eqn, axes, size):
     operand_rank, updates_rank = len(_shape(eqn.invars[0])), len(_shape(eqn.invars[2]))
     batch_updates = [d for d in range(updates_rank) if d not in numbers.update_window_dims]
     pairs = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    windows = [d for d in range(operand_rank) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    windows = [
+        d for d in range(operand_rank) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    ]
     options = [Split((k, v, batch_updates[v]), (k,), eqn.params) for k, v in pairs.items()]
     options += [Split((d, None, u), (d,), eqn.params) for d, u in zip(windows, numbers.update_window_dims, strict=True)
                 if d not in numbers.scatter_dims_to_operand_dims and _shape(eqn.invars[2])[u] == size.full]  # fmt: skip
