@@ -34,6 +34,8 @@ class Mixed(NamedTuple):
     why: str
     at: str
     """The user's line."""
+    fragment: str = ""
+    """The fragment in which it happens, if it is known."""
 
 
 class Form(NamedTuple):

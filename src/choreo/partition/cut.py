@@ -30,7 +30,7 @@ from choreo.partition.program import (
     Step,
     Transfer,
     groups_of,
-)  # fmt: skip
+)
 from choreo.partition.split import Axis, Size
 from choreo.types import GroupName
 
@@ -40,9 +40,8 @@ def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axi
     cutter, block = _Cutter(needs), graph.block
     ins = [cutter.port(name, value) for name, value in zip(graph.in_names, block.ins, strict=True)]
     # What is carried ends where it is read in the next iteration.
-    ends = {i: {group: axis for group, (_, axis) in ins[i].held.items()} for i in range(block.num_carry)} | dict(
-        outputs
-    )
+    carried = {i: {group: axis for group, (_, axis) in ins[i].held.items()} for i in range(block.num_carry)}
+    ends = {**carried, **outputs}
     exits = [(block.outs[i], group, axis) for i, groups in ends.items() for group, axis in groups.items()]
     steps = cutter.block_steps(block, exits, stacked=frozenset(), fixed=frozenset())
     outs = []

@@ -133,7 +133,8 @@ def _op_needs(needs: Needs, op: Op, group: GroupName, wanted: list[set[Axis]]) -
 
 def _refusal(op: Op, group: GroupName, needs: Needs, mixes: Mixes) -> PartitionError:
     mixed = mixes.args[0] if isinstance(mixes.args[0], Mixed) else Mixed(str(mixes), "")
-    what = f"the fragment `{op.name}`" if op.call else f"`{op.name}`"
+    fragment = mixed.fragment or (op.name if op.call else "")
+    what = f"the fragment `{fragment}`" if fragment else f"`{op.name}`"
     return PartitionError(
         f"{mixed.why}: {what} cannot run on `{group}`, which is divided into {needs.sites.replicas[group]} blocks of environments.",
         at=mixed.at or op.at,

@@ -167,7 +167,9 @@ class _Placer:
                     "which environment.", at=op.at, fix=f"Use one site for `{home}`.")  # fmt: skip
             if mixed and op.body and self.sites.size(home):
                 return self._place_split(op, groups)
-            if not self.sites.size(home):
+            if self.sites.size(home):
+                forms = [self._blame(op, form) for form in forms]
+            else:
                 forms = [WHOLE if form.mixed else form for form in forms]
         elif not op.eqn.effects and all(self.result.home(v) is None for v in op.ins):
             home = None
@@ -179,6 +181,13 @@ class _Placer:
             if value:
                 self._set(value, home, form)
         return None
+
+    @staticmethod
+    def _blame(op: Op, form: Form) -> Form:
+        """The first fragment whose result mixes environments, not one that reads it."""
+        if form.mixed is None or form.mixed.fragment or op.call is None:
+            return form
+        return form._replace(mixed=form.mixed._replace(fragment=op.name))
 
     def _infer(self, op: Op) -> tuple[list[Form], bool]:
         size = self.sites.any_size()
