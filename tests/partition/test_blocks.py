@@ -17,7 +17,8 @@ from jax import lax
 
 import choreo
 from choreo import _compat
-from choreo.partition.blocks import WHOLE, Form, demand, emit, infer
+from choreo.partition.blocks import demand, emit, infer
+from choreo.partition.forms import WHOLE, Form
 from choreo.partition.split import Axis, Mixes, Size
 
 E, BLOCK = 6, 2

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
-from choreo.partition.blocks import cut as cut_block
 from choreo.partition.demand import Needs
+from choreo.partition.forms import cut as cut_block
 from choreo.partition.program import (
     Constant,
     HostCall,

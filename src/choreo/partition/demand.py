@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Block, Op, Operand, Value
-from choreo.partition.blocks import Mixed, Pruned, Step, infer_step
+from choreo.partition.blocks import Pruned, Step, infer_step
+from choreo.partition.forms import Mixed
 from choreo.partition.place import Placement
 from choreo.partition.split import Axis, Mixes
 from choreo.types import GroupName

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
-from choreo.partition.blocks import WHOLE, Form, infer_step
+from choreo.partition.blocks import infer_step
+from choreo.partition.forms import WHOLE, Form
 from choreo.partition.split import Axis, Size
 from choreo.types import GroupName, Role
 

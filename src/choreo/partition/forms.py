@@ -1,0 +1,57 @@
+"""How a value can be had at a replica: the words of `blocks.py`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+from jax import lax
+
+from choreo.partition.split import Axis, Size
+
+
+class Mixed(NamedTuple):
+    """Why a value cannot be had at a replica."""
+
+    why: str
+    at: str
+    """The user's line."""
+    fragment: str = ""
+    """The fragment in which it happens, if it is known."""
+
+
+class Form(NamedTuple):
+    """How a value can be had at a replica; see the module's docstring."""
+
+    whole: bool
+    axis: Axis = None
+    mixed: Mixed | None = None
+
+
+WHOLE = Form(True)
+Pieces = list[set[Axis]]
+"""For each of several values, the pieces wanted of it."""
+Get = Callable[[int, Axis], Any]
+"""The piece of operand number i."""
+
+
+@runtime_checkable
+class Way(Protocol):
+    """How an equation computes on blocks."""
+
+    @property
+    def native(self) -> Sequence[Axis | Mixed]:
+        """The one piece of each result that this way computes, or why there is none."""
+        ...
+
+    def demand(self, outs: Sequence[bool]) -> Pieces: ...
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]: ...
+
+
+def cut(value: Any, axis: Axis, index: Any, size: Size) -> Any:
+    """Block `index` of a whole value."""
+    return value if axis is None else lax.dynamic_slice_in_dim(value, index * size.block, size.block, axis)
+
+
+def struct_of(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    shape = aval.shape if shape is None else shape
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -1,0 +1,114 @@
+"""A fragment called under `vmap`: what happens in it happens to one environment, so that no rule is needed inside."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+
+from choreo import _compat
+from choreo.partition.forms import Form, Get, Pieces, struct_of
+from choreo.partition.split import Axis, Size, draws_per_key
+from choreo.roles import Call
+
+
+class Mapped:
+    """A fragment called under `vmap`: environments cannot meet in it, unless it asks for the batch (`_sees_batch`).
+
+    What is emitted is `vmap` of the un-vmapped program at block size. The record of the call is trusted only if
+    mapping it over all environments gives the very program in the equation: under `grad`, an equation of the same name
+    and the same types may be the transposed program.
+    """
+
+    def __init__(self, call: Call, native: tuple[Axis, ...], size: Size):
+        self.call, self.native, self.in_axes, self.block = call, native, call.vmaps[0].in_axes, size.block
+
+    @staticmethod
+    def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
+        if len(call.vmaps) != 1 or call.vmaps[0].size != size.full or eqn.effects or call.host:
+            return None
+        if len(eqn.invars) != len(call.in_avals):  # it closes over traced values: the record is not the whole story
+            return None
+        out_axes = _mapped_out_axes(call, _text(eqn.params["jaxpr"]))
+        return Mapped(call, out_axes, size) if out_axes is not None else None
+
+    def accepts(self, forms: Sequence[Form]) -> bool:
+        return len(forms) == len(self.in_axes) and all(
+            form.whole or (axis is not None and form.axis == axis)
+            for form, axis in zip(forms, self.in_axes, strict=True)
+        )
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        _, used = _compat.prune(self.call.jaxpr, outs)
+        return [{axis} if use else set() for axis, use in zip(self.in_axes, used, strict=True)]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        pruned, used = _compat.prune(self.call.jaxpr, outs)
+        in_axes = [axis for axis, use in zip(self.in_axes, used, strict=True) if use]
+        out_axes = [axis for axis, out in zip(self.native, outs, strict=True) if out]
+        blocks = [get(i, axis) for i, (axis, use) in enumerate(zip(self.in_axes, used, strict=True)) if use]
+        run_one = functools.partial(_call_one, pruned)
+        if all(axis is None for axis in in_axes):  # depends on no environment
+            results = [jnp.stack([x] * self.block, axis) if axis is not None else x
+                       for x, axis in zip(run_one(*blocks), out_axes, strict=True)]  # fmt: skip
+        else:
+            results = jax.vmap(run_one, in_axes=in_axes, out_axes=out_axes, axis_size=self.block)(*blocks)
+        rest = iter(results)
+        return [next(rest) if out else None for out in outs]
+
+
+def _call_one(closed: jec.ClosedJaxpr, *values: Any) -> list[Any]:
+    return _compat.eval_jaxpr(closed, values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mapped_out_axes(call: Call, text: str) -> tuple[Axis, ...] | None:
+    """Where the mapped axis stands in each result; None if the record does not explain the equation."""
+    vmap = call.vmaps[0]
+    try:
+        actual = _map_call(call, vmap.size)
+        used = {n for aval in [*call.in_avals, *(v.aval for v in actual.outvars)] for n in aval.shape}
+        odd = next(n for n in (7919, 7927, 7933, 7937) if n not in used)  # a size that nothing else has
+        other = _map_call(call, odd)
+        single = call.jaxpr.jaxpr.outvars
+    except NameError:  # a collective over the mapped axis: that is how environments could meet
+        return None
+    if _text(actual.params["jaxpr"]) != text or _sees_batch(call.jaxpr):
+        return None
+    shapes = zip(_shapes(other.outvars), _shapes(single), strict=True)
+    return tuple(None if len(mapped) == len(one) else mapped.index(odd) for mapped, one in shapes)
+
+
+def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [v.aval.shape for v in variables]
+
+
+BATCH_SEEN = {"custom_vmap_call", "ffi_call", "io_callback", "pure_callback", "rng_bit_generator", "rng_uniform"}
+"""Primitives that `vmap` hands the whole batch, to do with as they like."""
+
+
+def _sees_batch(closed: jec.ClosedJaxpr) -> bool:
+    return any(
+        eqn.primitive.name in BATCH_SEEN
+        or (eqn.primitive.name in ("random_bits", "random_split", "random_fold_in") and not draws_per_key(eqn))
+        or any(_sees_batch(inner) for inner in _compat.inner_jaxprs(eqn))
+        for eqn in closed.jaxpr.eqns
+    )
+
+
+def _map_call(call: Call, size: int) -> jec.JaxprEqn:
+    def insert(aval, axis):
+        return struct_of(aval, aval.shape if axis is None else (*aval.shape[:axis], size, *aval.shape[axis:]))
+
+    in_axes = call.vmaps[0].in_axes
+    args = [insert(aval, axis) for aval, axis in zip(call.in_avals, in_axes, strict=True)]
+    closed = jax.make_jaxpr(jax.vmap(jax.jit(call.fn), in_axes=in_axes, axis_size=size))(*args)
+    return next(eqn for eqn in closed.jaxpr.eqns if _compat.call_name(eqn) is not None)
+
+
+def _text(closed: jec.ClosedJaxpr) -> str:
+    consts = "".join(f"{np.asarray(c).tobytes()!r}" if not _compat.is_key(c.dtype) else repr(c) for c in closed.consts)
+    return f"{closed.jaxpr.pretty_print(use_color=False)}{consts}"
