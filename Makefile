@@ -34,7 +34,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 test-main: setup
-	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 25
 
 # What we use of JAX beyond its documented API, and the graph code that stands on it, against the newest release.
 test-next:

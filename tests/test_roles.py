@@ -434,5 +434,8 @@ class TestAHostFragmentIsRefused:
         with pytest.raises(ChoreoError) as refusal:
             planned_run(Functions(still, go), Pond(), layout, KEY)
         lines = str(refusal.value).splitlines()
-        assert lines[0] == "Host fragment `total` is called under jax.vmap, which cannot vectorise Python."
-        assert lines[-1] == "Let it take and return whole batches, and call it without vmap."
+        assert lines[0] == (
+            "The host fragment `total` is called under jax.vmap; it is Python, and is called once for all rows."
+        )
+        assert "test_roles.py" in lines[1]
+        assert lines[-1] == "Call it on the whole batch, without jax.vmap."

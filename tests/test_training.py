@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from choreo import checkpoint, registry
+import choreo
+from choreo import checkpoint, envs, registry
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
 from choreo.folder import RunFolder
 from choreo.recipe import Recipe
@@ -466,3 +467,11 @@ def test_every_layout_is_rebuilt():
 def test_a_name_that_is_gone_says_so():
     with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which is gone"):
         registry.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm")
+
+
+def test_a_plan_by_names():
+    planned = choreo.plan(TINY, CARTPOLE, "coarse", num_envs=4)
+    assert planned == choreo.plan(Tiny(), envs.make(CARTPOLE, 4), choreo.coarse())
+    assert "env+actor" in str(planned)
+    with pytest.raises(UnknownNameError, match="no layout `corse`"):
+        choreo.plan(TINY, CARTPOLE, "corse")

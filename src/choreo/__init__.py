@@ -18,17 +18,15 @@ if TYPE_CHECKING:
     from choreo.algos.ppo import PPO as PPO
     from choreo.layouts import Group as Group, Layout as Layout, coarse as coarse, fine as fine, fused as fused
     from choreo.loops import minibatches as minibatches, rollout as rollout
-    from choreo.plans import plan as plan
     from choreo.roles import all_reduce as all_reduce, fragment as fragment, host_fragment as host_fragment
-    from choreo.training import load as load, resume as resume, train as train
+    from choreo.training import load as load, plan as plan, resume as resume, train as train
 
 _HOMES = {
     "choreo.roles": ("fragment", "host_fragment", "all_reduce"),
     "choreo.loops": ("rollout", "minibatches"),
     "choreo.algos.ppo": ("PPO",),
     "choreo.layouts": ("Layout", "Group", "fused", "coarse", "fine"),
-    "choreo.plans": ("plan",),
-    "choreo.training": ("train", "resume", "load"),
+    "choreo.training": ("train", "resume", "load", "plan"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = ("algos", "envs", "layouts", "networks", "ops", "testing")

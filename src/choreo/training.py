@@ -23,14 +23,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from choreo import checkpoint, registry
+from choreo import checkpoint, plans, registry
 from choreo.cache import use_compilation_cache
 from choreo.errors import AlgorithmError, DivergedError, RunError
 from choreo.evaluate import evaluate
 from choreo.folder import Row, RunFolder, to_json
 from choreo.loggers import Logger, Metrics, check_loggers, make_loggers
 from choreo.partition.trace import trace
-from choreo.plans import plan_traced
+from choreo.plans import Plan
 from choreo.progress import Progress
 from choreo.recipe import RUNTIMES, Recipe
 from choreo.runs import Run, Timing
@@ -90,6 +90,14 @@ def train(
     check_loggers(loggers, folder and folder.path)
     start = Start(done=0, rows=[], carry=None)
     return _drive(recipe, folder, start, loggers=loggers, on_iteration=on_iteration, progress=progress)
+
+
+def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = None) -> Plan:
+    """Say how `algo` would run on `env` in `layout`, values or names as for `train`: sites, fragments, what crosses.
+
+    Nothing is computed and nothing started.
+    """
+    return plans.plan(registry.algorithm(algo), registry.environment(env, num_envs), registry.layout(layout))
 
 
 def resume(
@@ -165,7 +173,7 @@ def _drive(
     use_compilation_cache()
     recipe.carry_structure()  # the cheapest way to hear that the algorithm and the counts do not fit
     traced = trace(algo, env)
-    the_plan = plan_traced(traced, recipe.layout, title=recipe.title)
+    the_plan = plans.plan_traced(traced, recipe.layout, title=recipe.title)
     if start.done and the_plan.num_sites > 1:
         raise RunError(
             f"This run has {the_plan.num_sites} sites; only runs with one site can be resumed.",

@@ -20,7 +20,8 @@ from choreo import fragment
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(3)(nn.tanh(nn.Dense(8)(x)))
+        dense = functools.partial(nn.Dense, param_dtype=jnp.result_type(float))
+        return dense(3)(nn.tanh(dense(8)(x)))
 
 
 class Carry(NamedTuple):

@@ -105,7 +105,13 @@ def test_replicas_agree_in_float32(algorithm, layout):
     assert_close(planned_run(algo, env, layout, jax.random.key(3)), reference, 1e-5)
 
 
-@pytest.mark.parametrize(("algorithm", "layout"), replicated_cells())
+def float64_cells():
+    """Every layout for one algorithm, two of them for the others: a wrong factor would show in any."""
+    found = replicated_cells()
+    return [cell for cell in found if cell.values[0] in ("ppo", "other") or cell.id.endswith(("coarse x2", "actor x3"))]
+
+
+@pytest.mark.parametrize(("algorithm", "layout"), float64_cells())
 def test_replicas_agree_in_float64(algorithm, layout):
     with jax.enable_x64(True):
         algo, env, reference = reference_of(algorithm, x64=True)
