@@ -13,6 +13,9 @@ FOLDER = Path(__file__).parent / "golden"
 def check_golden(name: str, text: str) -> None:
     # Where a fragment is called moves with every edit of the file; which file and function must stay.
     text = re.sub(r"(\w+\.py):\d+", r"\1:LINE", text) + "\n"
+    # How JAX spells the glue changes from release to release.
+    text = re.sub(r"\d+ equations of glue", "SOME equations of glue", text)
+    text = re.sub(r"(glue +)\d+ equations?: .*", r"\1SOME equations", text)
     path = FOLDER / f"{name}.txt"
     if os.environ.get("CHOREO_WRITE_GOLDEN"):
         FOLDER.mkdir(exist_ok=True)
