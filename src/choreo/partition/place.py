@@ -6,6 +6,7 @@ environments goes to a group that is not replicated. A scan is *split* if its fr
 them is Python, or something in it mixes environments and cannot be where the rest is); otherwise it stays whole.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,9 @@ from choreo.partition.blocks import infer_step
 from choreo.partition.forms import WHOLE, Form
 from choreo.partition.split import Axis, Size
 from choreo.types import GroupName, Role
+
+MOST_SWAPS = 8
+"""How often glue may change its home after everything else has settled."""
 
 
 @dataclass(frozen=True)
@@ -106,18 +110,19 @@ class _Placer:
         for value in [*block.consts, *block.xs]:
             if value not in self.result.forms:
                 self._set(value, None, WHOLE)
-        for _ in range(12):
-            before = [self.result.values.get(v) for v in block.carry_ins] + [
-                self.result.ops.get(op) for op in block.ops
-            ]
-            forms = [self.result.forms[v] for v in block.carry_ins]
+        for rounds in itertools.count():
+            homes, forms = self._homes(block), [self.result.forms[v] for v in block.carry_ins]
             for op in block.ops:
                 self._place_op(op)
             for position, (value, out) in enumerate(zip(block.carry_ins, block.carry_outs, strict=True)):
                 self._place_carry(value, out, init[position] if init else None)
-            after = [self.result.values.get(v) for v in block.carry_ins] + [self.result.ops.get(op) for op in block.ops]
-            if before == after and forms == [self.result.forms[v] for v in block.carry_ins]:
+            # Forms only ever go from whole to block, so they settle; two groups of equal cost could swap for ever.
+            settled = forms == [self.result.forms[v] for v in block.carry_ins]
+            if settled and (homes == self._homes(block) or rounds > len(block.carry_ins) + MOST_SWAPS):
                 return
+
+    def _homes(self, block: Block) -> list[GroupName | None]:
+        return [self.result.values.get(v) for v in block.carry_ins] + [self.result.ops.get(op) for op in block.ops]
 
     def _place_carry(self, value: Value, out: Operand, init: Operand | None) -> None:
         form, home = self.result.forms[value], self.result.home(out)
