@@ -71,7 +71,7 @@ class Other:
         value = jnp.tanh(obs @ critic) + judged  # a batch of environments, not under vmap
         return jnp.mean((value - target) ** 2)
 
-    @fragment("actor")
+    @fragment("learner")
     def judge(self, actor, obs):
         return Net().apply(actor, obs)[..., 2]
 
