@@ -4,9 +4,9 @@ Level 2: the same compiled shapes give the same bits. Level 3: replicas compute 
 in float64 with plain SGD (Adam hides a wrong factor) to 1e-10, in float32 with the real optimiser to 1e-5.
 
 What level 2 cannot promise: XLA on CPU may turn `a * b + c` into one rounding or two, depending on what is compiled with it.
-Where a cut falls between a fragment and the arithmetic next to it, the last bit may differ. In PPO it never does, in the
-carry and in all metrics. In the other program, whose loss is computed at three sites, it does in the metric `loss`, and with
-Adam in one leaf of its state: `test_what_xla_fuses_across_a_cut`.
+Where a cut falls between a fragment and the arithmetic next to it, the last bit may differ. In this matrix it never does,
+in the carry and in all metrics; but in the other program with Adam, whose gradient crosses sites, it does in one leaf:
+`test_what_xla_fuses_across_a_cut`.
 """
 
 import functools
@@ -76,9 +76,6 @@ def reference_of(algorithm, x64=False):
 def test_same_shapes_give_the_same_bits(algorithm, layout):
     algo, env, reference = reference_of(algorithm)
     run = planned_run(algo, env, layout, jax.random.key(3))
-    assert_close(run, reference, 1e-6)
-    if algorithm == "other":
-        reference, run = ({name: x for name, x in each.items() if name != "metrics/loss"} for each in (reference, run))
     assert_same_bits(run, reference)
 
 
