@@ -6,6 +6,7 @@ needs neither the user's code nor a trace of it.
 
 import functools
 import hashlib
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -78,7 +79,7 @@ class Plan:
             for step, _ in walk(program.steps):
                 digest.update(_describe(step).encode())
                 if isinstance(step, Segment):
-                    digest.update(export_segment(step))
+                    digest.update(_code(step).encode())
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -139,6 +140,13 @@ def export_segment(segment: Segment) -> bytes:
             fix="Remove jax.debug.print and other callbacks, or make the call a choreo.host_fragment; "
             "`--runtime inprocess` runs it as it is.",
         ) from error
+
+
+def _code(segment: Segment) -> str:
+    """A segment as text, without the lines it came from: where in a script a plan is made is not part of it."""
+    text = export.deserialize(bytearray(export_segment(segment))).mlir_module()
+    text = re.sub(r" ?loc\((?:[^()]|\([^()]*\))*\)", "", text)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("#loc"))
 
 
 @dataclass(frozen=True)
