@@ -60,13 +60,18 @@ def test_promise_is_that_of_the_law(plans):
 
 
 class Weighing(InProcess):
-    """Weighs what arrives at every site."""
+    """Adds up the bytes that arrive somewhere."""
 
-    arrived = 0
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.arrived, hand_over = 0, self.device.reshard
 
-    def _transfer(self, step, stores):
-        super()._transfer(step, stores)
-        self.arrived += sum(store[move.dst].nbytes for move in step.moves for store in stores[step.dst])
+        def weigh(*args):
+            value = hand_over(*args)
+            self.arrived += value.nbytes
+            return value
+
+        self.device.reshard = weigh
 
 
 @pytest.mark.parametrize(

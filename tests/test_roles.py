@@ -419,7 +419,7 @@ class TestAHostFragmentIsRefused:
             "environment."
         )
         assert "test_roles.py" in lines[1]
-        assert lines[2] == "Use one site for `env`."
+        assert lines[2] == "Use one site for `env`, or make it a method of an object: choreo.host_method."
 
     @pytest.mark.parametrize("layout", [fused(), fine(1)], ids=["fused", "fine"])
     def test_under_vmap(self, layout):

@@ -155,5 +155,10 @@ def where(eqn: jec.JaxprEqn) -> str:
     return "" if line.startswith("<") or line == "unknown" else line
 
 
+def key_impl(dtype: Any) -> str:
+    """The name of the generator behind a type of random keys."""
+    return dtype._impl.name
+
+
 def is_key(dtype: Any) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)

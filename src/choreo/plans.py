@@ -7,6 +7,7 @@ needs neither the user's code nor a trace of it.
 import functools
 import hashlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +16,13 @@ import jax
 import numpy as np
 from jax import export
 
+from choreo._compat import key_impl
 from choreo.errors import PartitionError
 from choreo.graph.ir import Graph
 from choreo.layouts.base import Layout
-from choreo.partition import partition
+from choreo.partition.passes import partition
 from choreo.partition.place import Sites
-from choreo.partition.program import HostCall, Loop, Program, Segment, Step, walk
+from choreo.partition.program import ArrayType, KeyType, Loop, Program, Segment, Step, Transfer, groups_of, walk
 from choreo.partition.trace import Traced, trace
 from choreo.types import GroupName, PyTree
 
@@ -52,6 +54,14 @@ class Plan:
 
     def replicas(self, group: GroupName) -> int:
         return self.sites.replicas[group] or 1
+
+    def platform(self, group: GroupName) -> str | None:
+        """The kind of device a group runs on; None: whatever JAX prefers."""
+        return next(g.device for g in self.layout.groups if g.name == group)
+
+    @property
+    def all_sites(self) -> list[tuple[GroupName, int]]:
+        return [(group, r) for group in self.sites.replicas for r in range(self.replicas(group))]
 
     @property
     def metric_names(self) -> list[str]:
@@ -101,7 +111,8 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in ("title", "layout", "sites", "num_carry")}
-        return state | {"carry": None, "init": _exported(self.init), "iterate": _exported(self.iterate)}
+        groups = list(self.sites.replicas)
+        return state | {"carry": None, "init": exported(self.init, groups), "iterate": exported(self.iterate, groups)}
 
 
 def plan(algo: Any, env: Any, layout: Layout) -> Plan:
@@ -117,8 +128,18 @@ def plan(algo: Any, env: Any, layout: Layout) -> Plan:
 def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     roles = dict.fromkeys([*traced.iterate.roles, *traced.init.roles])
     sites = layout.sites(roles, traced.num_envs)
+    sites = replace(sites, python=_python_groups(traced, sites))
     init, iterate = partition(traced, sites)
     return Plan(title, layout, sites, init, iterate, traced.iterate.block.num_carry, traced.carry)
+
+
+def _python_groups(traced: Traced, sites: Sites) -> frozenset[GroupName]:
+    """Groups whose fragments are all Python: nothing has to be compiled there."""
+    compiled = {sites.default}
+    for program in (traced.init, traced.iterate):
+        for op in program.fragments():
+            compiled |= set() if op.call and op.call.host else {sites.group(role) for role in op.roles}
+    return frozenset(sites.replicas) - compiled
 
 
 def graph(algo: Any, env: Any) -> Graph:
@@ -166,21 +187,39 @@ class ExportedFn:
         return {"serialized": self.serialized}
 
 
-def _exported(program: Program) -> Program:
-    return replace(program, steps=tuple(_export_step(step) for step in program.steps))
+def exported(program: Program, groups: Collection[GroupName]) -> Program:
+    """A program as the workers of these groups need it: without traces, and without what others do alone."""
+    steps = tuple(_export_step(step, groups) for step in program.steps if not groups_of(step).isdisjoint(groups))
+    ins, outs = (tuple(replace(p, aval=array_type(p.aval)) for p in ports) for ports in (program.ins, program.outs))
+    return replace(program, steps=steps, ins=ins, outs=outs)
 
 
-def _export_step(step: Step) -> Step:
+def _export_step(step: Step, groups: Collection[GroupName]) -> Step:
     if isinstance(step, Segment):
-        return replace(step, fn=ExportedFn(export_segment(step)))
+        ins = tuple(replace(given, aval=array_type(given.aval)) for given in step.ins)
+        out_avals = tuple(array_type(aval) for aval in step.out_avals)
+        return replace(step, fn=ExportedFn(export_segment(step)), ins=ins, out_avals=out_avals)
     if isinstance(step, Loop):
-        return replace(step, body=tuple(_export_step(inner) for inner in step.body))
-    if isinstance(step, HostCall):
-        raise PartitionError(
-            f"The host fragment `{step.name}` is Python of this process, and does not travel with a plan.",
-            fix="Run the plan here: `--runtime inprocess`.",
-        )
+        body = tuple(_export_step(inner, groups) for inner in step.body if not groups_of(inner).isdisjoint(groups))
+        parts = {g: replace(part, ys=_export_ys(part.ys)) for g, part in step.parts.items() if g in groups}
+        return replace(step, body=body, parts=parts)
+    if isinstance(step, Transfer):
+        return replace(step, moves=tuple(replace(move, aval=array_type(move.aval)) for move in step.moves))
     return step
+
+
+def _export_ys(ys: Any) -> Any:
+    return tuple((ref, slot, array_type(aval)) for ref, slot, aval in ys)
+
+
+def array_type(aval: Any) -> ArrayType:
+    """A type that can be read without JAX."""
+    if isinstance(aval, ArrayType):
+        return aval
+    if isinstance(aval.dtype, np.dtype):
+        return ArrayType(tuple(aval.shape), aval.dtype)
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), aval.dtype))
+    return ArrayType(tuple(aval.shape), KeyType(key_impl(aval.dtype), data.shape[0]))
 
 
 def _describe(step: Step) -> str:

@@ -11,7 +11,7 @@ inside an Equinox module, a flag) pass through as they would in a plain call.
 import functools
 import itertools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -23,6 +23,7 @@ from jax.flatten_util import ravel_pytree
 
 from choreo._compat import Vmap, bound_axis_names, enclosing_vmaps
 from choreo.errors import AlgorithmError
+from choreo.host import HostFn, HostMethod, HostObjects
 from choreo.types import PyTree, Role
 
 source_info_util.register_exclusion(__file__)
@@ -44,8 +45,8 @@ class Call:
     """Types of `fn`'s arguments, un-vmapped."""
     vmaps: tuple[Vmap, ...]
     """The vmaps around the call, innermost first."""
-    host: Callable[..., tuple[np.ndarray, ...]] | None = None
-    """For a host fragment: the Python function on numpy leaves, run by the site itself."""
+    host: HostFn | None = None
+    """For a host fragment: the Python on numpy leaves, run by the site itself."""
     out_names: list[str] = field(default_factory=list)
     """Where each result stands in what the function returns (`[1].reward`); known once it has been traced."""
 
@@ -84,7 +85,7 @@ def fragment(role: Role) -> Callable[[Callable[..., Any]], "Fragment"]:
 class Fragment:
     """A function with a role. Calls of the same form (types, statics, vmaps) share one compiled function."""
 
-    def __init__(self, fn: Callable[..., Any], role: Role, *, name: str | None = None, host: Any = None):
+    def __init__(self, fn: Callable[..., Any], role: Role, *, name: str | None = None, host: HostFn | None = None):
         functools.update_wrapper(self, fn)
         self.fn, self.role, self.name, self.host = fn, role, name or getattr(fn, "__name__", "fragment"), host
         self.forms: dict[Hashable, tuple[Callable[..., Any], Call]] = {}
@@ -128,20 +129,13 @@ class Fragment:
 
         out_names: list[str] = []
         number = next(_numbers)
-        host = functools.partial(self._call_host, tree, statics, avals) if self.host else None
+        host = self.host.at(tree, statics, avals) if isinstance(self.host, HostFunction) else self.host
         record = Call(
             self.role, self.name, lambda *arrays: jax.tree.leaves(call(*arrays)), avals, vmaps, host, out_names
         )
         _calls[number] = record
         call.__name__ = call.__qualname__ = f"{PREFIX}:{self.role}:{self.name}:{number}"
         return jax.jit(call), record
-
-    def _call_host(self, tree, statics, avals, *leaves: np.ndarray) -> tuple[np.ndarray, ...]:
-        if [x.shape for x in leaves] != [aval.shape for aval in avals]:
-            raise AlgorithmError(f"Host fragment `{self.name}` is called under jax.vmap, which cannot vectorise Python.",
-                                 fix="Let it take and return whole batches, and call it without vmap.")  # fmt: skip
-        rest = iter(leaves)  # a Python number goes in as an array of JAX's type for it, as it would into a callback
-        return self.host(tree, *(next(rest) if x is _NoArray else jax.numpy.asarray(x) for x in statics))
 
 
 def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, name: str | None = None) -> Fragment:
@@ -152,30 +146,77 @@ def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, na
     threaded through as a token (an array it returns and takes back), so that its calls stay in order.
     """
     specs, out_tree = jax.tree.flatten(out_spec)
-    name = name or getattr(fn, "__name__", "host")
+    host = HostFunction(name or getattr(fn, "__name__", "host"), fn, tuple(specs), out_tree)
 
-    def flat(in_tree, *leaves: Any) -> tuple[np.ndarray, ...]:
+    def call(*args, **kwargs):
+        leaves, in_tree = jax.tree.flatten((args, kwargs))
+        out = io_callback(functools.partial(host.on_leaves, in_tree), host.specs, *leaves)
+        return jax.tree.unflatten(out_tree, out)
+
+    return Fragment(call, role, name=host.name, host=host)
+
+
+@dataclass(frozen=True, eq=False)
+class HostFunction:
+    """A function on pytrees of numpy arrays, called on their leaves; it can travel to a worker."""
+
+    name: str
+    fn: Callable[..., PyTree]
+    specs: tuple[jax.ShapeDtypeStruct, ...]
+    """Types of the results."""
+    out_tree: Any
+    in_tree: Any = None
+    statics: tuple[Any, ...] = ()
+    """Arguments that are no arrays, in their places among the leaves."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the arguments that are arrays."""
+
+    def at(self, in_tree: Any, statics: tuple[Any, ...], avals: tuple[Any, ...]) -> "HostFunction":
+        """For one form of call."""
+        return replace(self, in_tree=in_tree, statics=statics, shapes=tuple(aval.shape for aval in avals))
+
+    def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        if tuple(x.shape for x in arrays) != self.shapes:
+            raise AlgorithmError(f"Host fragment `{self.name}` is called under jax.vmap, which cannot vectorise Python.",
+                                 fix="Let it take and return whole batches, and call it without vmap.")  # fmt: skip
+        rest = iter(arrays)  # a Python number goes in as an array of JAX's type for it, as it would into a callback
+        leaves = [next(rest) if x is _NoArray else jax.numpy.asarray(x) for x in self.statics]
+        return self.on_leaves(self.in_tree, *leaves)
+
+    def on_leaves(self, in_tree: Any, *leaves: Any) -> tuple[np.ndarray, ...]:
         # A callback is given JAX arrays; computing with those inside of it can wait for itself.
         args, kwargs = jax.tree.unflatten(in_tree, [np.asarray(x) for x in leaves])
-        out, tree = jax.tree.flatten(fn(*args, **kwargs))
-        if tree != out_tree:
-            raise AlgorithmError(f"Host fragment `{name}` returned {tree}, but its out_spec says {out_tree}.")
+        out, tree = jax.tree.flatten(self.fn(*args, **kwargs))
+        if tree != self.out_tree:
+            raise AlgorithmError(f"Host fragment `{self.name}` returned {tree}, but its out_spec says {self.out_tree}.")
         out = tuple(np.array(x) for x in out)  # copied: a simulator may write its next observation into the same buffer
-        for x, spec in zip(out, specs, strict=True):
+        for x, spec in zip(out, self.specs, strict=True):
             if x.shape != spec.shape or x.dtype != spec.dtype:
                 raise AlgorithmError(
-                    f"Host fragment `{name}` returned {x.dtype}{list(x.shape)}, but its out_spec says "
+                    f"Host fragment `{self.name}` returned {x.dtype}{list(x.shape)}, but its out_spec says "
                     f"{spec.dtype}{list(spec.shape)}.",
                     fix="Correct the out_spec, or convert what the function returns.",
                 )
         return out
 
-    def call(*args, **kwargs):
-        leaves, in_tree = jax.tree.flatten((args, kwargs))
-        out = io_callback(functools.partial(flat, in_tree), tuple(specs), *leaves)
-        return jax.tree.unflatten(out_tree, out)
 
-    return Fragment(call, role, name=name, host=flat)
+def host_method(role: Role, method: HostMethod) -> Fragment:
+    """A method of a Python object as a fragment: flat arrays in, a tuple of arrays out, the env axis first in each.
+
+    Unlike `host_fragment` it can be replicated: each site makes an object for its own environments. In a compiled
+    program it is a callback to an object that this process keeps.
+    """
+    specs = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in method.outs)
+
+    def here(*leaves: Any) -> tuple[np.ndarray, ...]:
+        objects = _host_objects.setdefault(method.num_envs, HostObjects())
+        return objects.bind(method)(*(np.asarray(x) for x in leaves))
+
+    return Fragment(lambda *leaves: io_callback(here, specs, *leaves), role, name=method.method, host=method)
+
+
+_host_objects: dict[int, HostObjects] = {}
+"""What callbacks of compiled programs use, by number of environments."""
 
 
 def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:

@@ -1,9 +1,13 @@
-"""Shared names for types; no logic."""
+"""Shared names for types; no logic, and no JAX until somebody asks for `Key`."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
+if TYPE_CHECKING:
+    import jax
+
+    Key: TypeAlias = jax.Array
+    """A typed JAX random key."""
 
 Role: TypeAlias = str
 """What a fragment does: "env", "actor", "learner", or any word of the user's."""
@@ -11,11 +15,16 @@ Role: TypeAlias = str
 GroupName: TypeAlias = str
 """Roles that live together, joined by "+": "env+actor"."""
 
-Key: TypeAlias = jax.Array
-"""A typed JAX random key."""
-
 PyTree: TypeAlias = Any
 """Nested containers with arrays at the leaves."""
 
 Network: TypeAlias = Callable[..., Any]
 """`(observation_space, action_space, key) -> module`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Key":
+        import jax
+
+        return jax.Array
+    raise AttributeError(f"module `choreo.types` has no attribute `{name}`")

@@ -42,9 +42,8 @@ REPLAY = Functions(start, go)
 def buffers(runtime: InProcess) -> list[jax.Array]:
     return [
         leaf
-        for replicas in runtime.leaves.values()
-        for row in replicas
-        for leaf in row
+        for leaves in runtime.execution.leaves.values()
+        for leaf in leaves
         if leaf is not None and leaf.shape == (SIZE, 18)
     ]
 

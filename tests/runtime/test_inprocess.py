@@ -186,7 +186,7 @@ def test_it_is_a_runtime_and_closes(plans):
     assert isinstance(runtime, Runtime)
     runtime.start(KEY)
     runtime.close()
-    assert not runtime.leaves and not runtime.compiled
+    assert not runtime.execution.leaves
 
 
 def test_a_device_that_is_not_there():

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from choreo import _compat
+from choreo.host import HostMethod
 from choreo.partition.forms import WHOLE, Form, Get, Mixed, Pieces, Way, cut, struct_of
 from choreo.partition.mapped import Mapped
 from choreo.partition.split import Axis, Mixes, Size, Split, split
@@ -116,7 +117,10 @@ class Pruned:
 def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "") -> Step:
     """The forms of an equation's results. `at`: the line of the call around it, for equations without a line."""
     at = _compat.where(eqn) or at
-    whole = all(form.whole for form in forms)
+    call = find_call(_compat.call_name(eqn))
+    # Python is called for the replica's own environments, also where its operands are the same everywhere.
+    on_host = call is not None and isinstance(call.host, HostMethod)
+    whole = all(form.whole for form in forms) and not on_host
     try:
         way = _find_way(eqn, forms, size, at)
         native = way.native if way else [None] * len(eqn.outvars)
@@ -146,6 +150,8 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> 
             raise Mixes(form.mixed)
     name = eqn.primitive.name
     call = find_call(_compat.call_name(eqn))
+    if call and isinstance(call.host, HostMethod):
+        return OnHost(eqn, forms, size)
     if call and (mapped := Mapped.of(eqn, call, size)) and mapped.accepts(forms):
         return mapped
     if all(form.axis is None for form in forms):
@@ -164,6 +170,23 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> 
         if less == axes or all(axis is None for axis in less):
             raise
         return Cut(eqn, split(eqn, less, size), forms)
+
+
+class OnHost:
+    """A method of an object that each site makes for its own environments: every operand and result is a block."""
+
+    def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size):
+        for var, form in zip(eqn.invars, forms, strict=True):
+            if not var.aval.shape or var.aval.shape[0] != size.full or not (form.whole or form.axis == 0):  # pyright: ignore[reportAttributeAccessIssue]
+                raise Mixes("a host method needs operands whose first axis is that of the environments")
+        self.native = [0] * len(eqn.outvars)
+        self.num_ins = len(eqn.invars)
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        return [{0} for _ in range(self.num_ins)]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        raise AssertionError("Python is called by the site, not from a segment")
 
 
 class Cut:

@@ -117,10 +117,9 @@ class _Cutter:
             elif op.call and op.call.host:
                 home = self.placement.ops[op]
                 assert home is not None
-                entries = [(v, home, None) for v in op.ins]
+                call, entries = self._host_call(op, home, producers)
                 steps += self._make(entries, made_already, block, producers, stacked)
-                outs = tuple(self.slot(v, None) if v else None for v in op.outs)
-                steps.append(HostCall(home, op.name, tuple(self.ref(v, None) for v in op.ins), outs, op.call.host))
+                steps.append(call)
                 rest.remove(op)
                 made = [v for v in op.outs if v]
             else:
@@ -136,6 +135,21 @@ class _Cutter:
                     ready[home].add(value)
             steps += self._transfers(made, ready)
         return steps + self._make(exits, made_already, block, producers, stacked)
+
+    def _host_call(self, op: Op, home: GroupName, producers: dict[Value, Op]) -> tuple[HostCall, list[Piece]]:
+        """A call of Python, and the pieces that must be there before it."""
+        assert op.call is not None and op.call.host is not None
+        axis = 0 if self.sites.size(home) else None
+        ins: list[Piece] = []
+        for operand in op.ins:
+            whole = not isinstance(operand, Value) or operand in self.consts
+            if isinstance(operand, Value) and not whole and not self._homeless(operand, producers):
+                whole = self.needs.held(operand, home, {axis}) == {None}
+            ins.append((operand, home, None if whole else axis))
+        refs = tuple(self.ref(operand, have) for operand, _, have in ins)
+        cuts = tuple(have != axis for _, _, have in ins)
+        outs = tuple(self.slot(v, axis) if v else None for v in op.outs)
+        return HostCall(home, op.name, refs, cuts, outs, op.call.host), ins
 
     def _live(self, op: Op) -> bool:
         if op not in self.placement.ops:

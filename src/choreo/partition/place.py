@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
+from choreo.host import HostMethod
 from choreo.partition.blocks import infer_step
 from choreo.partition.forms import WHOLE, Form
 from choreo.partition.split import Axis, Size
@@ -32,6 +33,8 @@ class Sites:
     default: GroupName
     """Where roles that the layout does not name, and all that has no better place, live."""
     num_envs: int
+    python: frozenset[GroupName] = frozenset()
+    """Groups that only run Python: nothing is compiled there, so that their workers need no JAX."""
 
     def group(self, role: Role) -> GroupName:
         return self.group_of.get(role, self.default)
@@ -140,11 +143,17 @@ class _Placer:
             form = Form(False, out_form.axis)
         if not form.whole and home is None:
             home = self._some_reader(value)
+        if home is None and out is not value and self._read_by_python(value):
+            home = self.sites.default
         self._set(value, home, form)
 
     def _some_reader(self, value: Value) -> GroupName:
         readers = self._consumer_groups(value)
         return sorted(readers)[0] if readers else self.sites.default
+
+    def _read_by_python(self, value: Value) -> bool:
+        """Is it read where nothing can be computed?"""
+        return not self.sites.python.isdisjoint(self._consumer_groups(value))
 
     def _consumer_groups(self, value: Value) -> set[GroupName]:
         groups = set()
@@ -167,10 +176,11 @@ class _Placer:
                     at=op.at,
                     fix="Call it on the whole batch, without jax.vmap.",
                 )
-            if op.call and op.call.host and self.sites.size(home):
+            if op.call and op.call.host and not isinstance(op.call.host, HostMethod) and self.sites.size(home):
                 raise PartitionError(
                     f"The host fragment `{op.name}` cannot be replicated: Choreo does not know which of its rows belong to "
-                    "which environment.", at=op.at, fix=f"Use one site for `{home}`.")  # fmt: skip
+                    "which environment.", at=op.at,
+                    fix=f"Use one site for `{home}`, or make it a method of an object: choreo.host_method.")  # fmt: skip
             if mixed and op.body and self.sites.size(home):
                 return self._place_split(op, groups)
             if self.sites.size(home):
@@ -178,7 +188,7 @@ class _Placer:
             else:
                 forms = [WHOLE if form.mixed else form for form in forms]
         elif not op.eqn.effects and all(self.result.home(v) is None for v in op.ins):
-            home = None
+            home = self.sites.default if any(self._read_by_python(v) for v in op.outs if v) else None
         else:
             home = self._cheapest(op, mixed)
             forms = [WHOLE if form.mixed else form for form in forms]
@@ -206,7 +216,7 @@ class _Placer:
         """The group where glue costs the fewest bytes sent."""
         near = {home for v in op.values() if (home := self.result.home(v)) is not None}
         near |= {group for value in op.outs if value for group in self._consumer_groups(value)}
-        allowed = [g for g in self.sites.replicas if g in near] or [self.sites.default]
+        allowed = [g for g in self.sites.replicas if g in near - self.sites.python] or [self.sites.default]
         if mixed:
             allowed = [g for g in allowed if not self.sites.size(g)] or self._fallback() or self._refuse_mixing(op)
 
@@ -219,7 +229,7 @@ class _Placer:
         return min(allowed, key=lambda group: (cost(group), bool(self.sites.size(group)), group != self.sites.default))
 
     def _fallback(self) -> list[GroupName]:
-        single = self.sites.single()
+        single = [group for group in self.sites.single() if group not in self.sites.python]
         return [self.sites.default] if self.sites.default in single else single[:1]
 
     def _refuse_mixing(self, op: Op) -> list[GroupName]:

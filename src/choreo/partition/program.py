@@ -3,20 +3,41 @@
     Segment   one compiled function at every replica of a group
     Transfer  values from the replicas of one group to those of another
     Loop      a scan that is split: its body again and again, at all groups that take part
-    HostCall  Python on numpy arrays at a group of one site
+    HostCall  Python on numpy arrays at every replica of a group
 
 Since every site runs a subsequence of the same order, and a transfer stands at the same place in both, nobody can wait in a
-circle. A *slot* names one piece of one value; each site has slots of its own.
+circle. A *slot* names one piece of one value; each site has slots of its own. Nothing here imports JAX.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from choreo.partition.split import Axis
+import numpy as np
+
+from choreo.host import HostFn
 from choreo.types import GroupName
 
 Slot = int
+Axis = int | None
+"""Which axis is cut into blocks; None for a value given whole."""
+
+
+@dataclass(frozen=True)
+class KeyType:
+    """The type of random keys, where there is no JAX to tell."""
+
+    impl: str
+    words: int
+    """How many numbers (uint32) make a key."""
+
+
+@dataclass(frozen=True)
+class ArrayType:
+    """Shape and type of a value, in a program that has left its process; until then JAX's own `aval` tells."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype | KeyType
 
 
 @dataclass(frozen=True)
@@ -24,6 +45,19 @@ class Constant:
     """A known array, in place of a slot."""
 
     value: Any
+
+    def __reduce__(self):
+        if isinstance(self.value.dtype, np.dtype):
+            return Constant, (np.asarray(self.value),)
+        import jax
+
+        return _constant_key, (np.asarray(jax.random.key_data(self.value)), str(jax.random.key_impl(self.value)))
+
+
+def _constant_key(data: np.ndarray, impl: str) -> Constant:
+    import jax
+
+    return Constant(jax.random.wrap_key_data(jax.numpy.asarray(data), impl=impl))
 
 
 Ref = Slot | Constant
@@ -113,8 +147,10 @@ class HostCall:
     group: GroupName
     name: str
     ins: tuple[Ref, ...]
+    cuts: tuple[bool, ...]
+    """Which operands are held whole, and are cut to the replica's environments for the call."""
     outs: tuple[Slot | None, ...]
-    fn: Callable[..., tuple[Any, ...]]
+    fn: HostFn
 
 
 Step = Segment | Transfer | Loop | HostCall

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import jax.extend.core as jec
 
-Axis = int | None
-"""Which axis is cut into blocks; None for a value given whole."""
+from choreo.partition.program import Axis
 
 
 class Size(NamedTuple):

@@ -1,6 +1,6 @@
 """What a runtime is: it executes a plan. All runtimes give the same bits for the same plan."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -11,8 +11,10 @@ from choreo.types import Key, PyTree
 class Runtime(Protocol):
     """Executes a plan. Between calls everything stands at a boundary: a consistent cut."""
 
-    compile_seconds: float
-    """Time spent compiling so far."""
+    @property
+    def compile_seconds(self) -> float:
+        """Time spent compiling so far."""
+        ...
 
     def start(self, key: Key) -> None:
         """Run `init`."""
@@ -33,8 +35,3 @@ class Runtime(Protocol):
     def close(self) -> None:
         """End everything that was started."""
         ...
-
-
-def as_numpy(values: list[Any]) -> np.ndarray:
-    """Stack one metric over iterations."""
-    return np.stack([np.asarray(value) for value in values])

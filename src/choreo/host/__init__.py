@@ -1,0 +1,107 @@
+"""Python at a site: the objects that live there, and the calls that a plan makes on them.
+
+A site makes one object for its own block of the environments, and keeps it:
+
+    environments  0 1 2 3 | 4 5 6 7        HostMethod(make, "step")
+    site          env-0   | env-1          env-0: make(range(0, 4)).step(...)   env-1: make(range(4, 8)).step(...)
+
+Nothing here imports JAX: a worker that only steps environments stays small.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from choreo.errors import AlgorithmError
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The type of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class HostMethod:
+    """One method of an object that each site makes for its own environments.
+
+    It takes arrays and returns a tuple of new ones, all with the env axis first. A call for a block of environments must
+    give the block of a call for all of them: what happens to one environment may not depend on another.
+    """
+
+    make: Callable[[range], Any]
+    """From the numbers of the site's environments to its object. Methods with an equal `make` share the object; a `close`
+    method ends it."""
+    method: str
+    outs: tuple[Spec, ...]
+    """Types of the results for all environments."""
+
+    @property
+    def num_envs(self) -> int:
+        return self.outs[0].shape[0]
+
+
+HostFn = HostMethod | Callable[..., tuple[np.ndarray, ...]]
+"""What a host fragment calls: a method, or a function on all environments at once."""
+
+
+class HostObjects:
+    """What one site has made, for its `replica`-th of `replicas` equal blocks of environments."""
+
+    def __init__(self, replica: int = 0, replicas: int = 1):
+        self.replica, self.replicas = replica, replicas
+        self.made: dict[Any, Any] = {}
+        self.calls = 0
+        """Counts up at the beginning and at the end of every call."""
+
+    def bind(self, fn: HostFn) -> Callable[..., tuple[np.ndarray, ...]]:
+        """The function to call at this site."""
+        if not isinstance(fn, HostMethod):
+            return self._counted(fn)
+        size = fn.num_envs // self.replicas
+        envs = range(self.replica * size, (self.replica + 1) * size)
+        expected = [((size, *spec.shape[1:]), np.dtype(spec.dtype)) for spec in fn.outs]
+
+        def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:
+            if (obj := self.made.get(fn.make)) is None:
+                obj = self.made[fn.make] = fn.make(envs)
+            results = getattr(obj, fn.method)(*leaves)
+            if [(x.shape, x.dtype) for x in results] != expected:
+                raise _wrong_types(fn, results, expected)
+            return results
+
+        return self._counted(call)
+
+    def _counted(self, fn: Callable[..., tuple[np.ndarray, ...]]) -> Callable[..., tuple[np.ndarray, ...]]:
+        def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:
+            self.calls += 1
+            results = fn(*leaves)
+            self.calls += 1
+            return results
+
+        return call
+
+    def current(self) -> int | None:
+        """The environment that is being worked on, as far as an object tells by its attribute `current`."""
+        found = (getattr(obj, "current", None) for obj in self.made.values())
+        return next((index for index in found if index is not None), None)
+
+    def close(self) -> None:
+        while self.made:
+            _, obj = self.made.popitem()
+            obj.close()
+
+
+def _wrong_types(fn: HostMethod, results: Any, expected: list[Any]) -> AlgorithmError:
+    def words(types: Any) -> str:
+        return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types)
+
+    got = words((np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in results)
+    return AlgorithmError(
+        f"The host method `{fn.method}` returned {got}; it was declared to return {words(expected)}.",
+        fix="Correct the `outs` of its HostMethod, or what it returns.",
+    )

@@ -1,0 +1,36 @@
+"""From a traced algorithm and homes for its roles to a program for every site.
+
+trace    algorithm x environment -> graphs of `init` and `iterate`
+place    a home for every op and value
+demand   who needs which piece of which value
+cut      one global order of segments, transfers and split loops
+donate   whose memory may be taken over
+"""
+
+from choreo.partition.cut import cut
+from choreo.partition.demand import find_needs
+from choreo.partition.donate import donate
+from choreo.partition.place import Sites, place
+from choreo.partition.program import Program
+from choreo.partition.trace import Traced
+from choreo.partition.verify import verify_program
+
+
+def partition(traced: Traced, sites: Sites) -> tuple[Program, Program]:
+    """The programs of `init` and `iterate`: what `init` computes lies where `iterate` reads it."""
+    block = traced.iterate.block
+    placement = place(traced.iterate, sites, traced.carry_axes)
+    outputs = {}
+    for position in range(block.num_carry, len(block.outs)):
+        home = placement.home(block.outs[position]) or sites.default
+        outputs[position] = {home: placement.natural(block.outs[position], home)}
+    iterate = cut(traced.iterate, find_needs(placement, block, outputs), outputs)
+
+    held = {
+        i: {group: axis for group, (_, axis) in port.held.items()}
+        for i, port in enumerate(iterate.ins[: block.num_carry])
+    }
+    homes = {i: next(iter(groups)) for i, groups in held.items()}
+    init_placement = place(traced.init, sites, wanted_at=homes)
+    init = cut(traced.init, find_needs(init_placement, traced.init.block, held), held)
+    return verify_program(init), donate(verify_program(iterate), num_carry=block.num_carry)

@@ -1,0 +1,121 @@
+"""A plan, executed at the sites that live in this process: all of them (`inprocess`), or those of one worker."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from choreo.host import HostObjects
+from choreo.partition.program import Program, Segment
+from choreo.runtime.machine import Action, Backend, Machine, Neighbourhood, Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What a process must know of a plan."""
+
+    init: Program
+    """key -> carry"""
+    iterate: Program
+    """carry, key, iteration -> carry, metrics"""
+    num_carry: int
+    """How many of iterate's inputs and outputs are the carry."""
+    single: Segment | None = None
+    """The one segment of an iteration, if everything is compiled into one."""
+
+
+Pieces = dict[Site, list[Any]]
+"""For each site here, what it holds of a list of values; None where it holds nothing."""
+
+
+class Execution:
+    """Runs iterations. Between calls every site stands at a boundary, and `leaves` is what it holds of the carry."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        hood: Neighbourhood,
+        backend: Backend,
+        watch: Callable[[str, str, Action], Action] | None = None,
+    ):
+        self.orders, self.hood, self.backend = orders, hood, backend
+        self.hosts = {site: HostObjects(site[1], hood.replicas(site[0])) for site in hood.sites}
+        self.init = Machine(orders.init, hood, backend, self.hosts, watch)
+        self.iterate = Machine(orders.iterate, hood, backend, self.hosts, watch)
+        self.chunks = backend.chunks(orders.iterate, orders.single, orders.num_carry) if orders.single else None
+        self.leaves: Pieces = {}
+        self.key: dict[Site, Any] = {}
+
+    def start(self, init_key: np.ndarray, run_key: np.ndarray) -> None:
+        """Run `init`; keys are given as their numbers."""
+        given = {site: {0: self._keys(init_key, site)} for site in self.hood.sites}
+        self.leaves = self._owned(self.orders.init, self.init.run(given))
+        self.key = {site: self._keys(run_key, site) for site in self.hood.sites}
+
+    def restore(self, leaves: Pieces, run_key: np.ndarray) -> None:
+        """Take a carry in place of running `init`."""
+        self.leaves = leaves
+        self.key = {site: self._keys(run_key, site) for site in self.hood.sites}
+
+    def run(self, first: int, stop: int) -> dict[Site, dict[str, np.ndarray]]:
+        """Run iterations first .. stop - 1: the metrics each site holds, one entry per iteration."""
+        if self.chunks is not None and stop > first:
+            return self._run_chunk(first, stop)
+        rows = [self._run_one(i) for i in range(first, stop)]
+        return {
+            site: {name: np.stack([self.backend.to_host(row[site][name]) for row in rows]) for name in rows[0][site]}
+            for site in (self.hood.sites if rows else [])
+        }
+
+    def host_calls(self) -> int:
+        """Counts up at the beginning and at the end of every call of Python: odd while one is running."""
+        return sum(objects.calls for objects in self.hosts.values())
+
+    def current_env(self) -> int | None:
+        """The environment that is being stepped, if one is."""
+        return next((i for objects in self.hosts.values() if (i := objects.current()) is not None), None)
+
+    def close(self) -> None:
+        self.leaves.clear()
+        for objects in self.hosts.values():
+            objects.close()
+
+    def _run_one(self, i: int) -> dict[Site, dict[str, Any]]:
+        num_carry = self.orders.num_carry
+        given = {
+            site: {**dict(enumerate(leaves)), num_carry: self.key[site], num_carry + 1: self.backend.number(i, site[0])}
+            for site, leaves in self.leaves.items()
+        }
+        self.leaves = {}  # segments may take over their memory
+        results = self.iterate.run(given)
+        del given
+        self.leaves = self._owned(self.orders.iterate, results)
+        metrics: dict[Site, dict[str, Any]] = {site: {} for site in results}
+        for site, values in results.items():
+            carried = {id(leaf) for leaf in self.leaves[site]}
+            for port, value in zip(self.orders.iterate.outs[num_carry:], values[num_carry:], strict=True):
+                if next(iter(port.held)) == site[0]:
+                    # The next iteration may take over the memory of what is carried.
+                    metrics[site][port.name] = self.backend.copy(value) if id(value) in carried else value
+        return metrics
+
+    def _run_chunk(self, first: int, stop: int) -> dict[Site, dict[str, np.ndarray]]:
+        assert self.chunks is not None
+        ((site, leaves),) = self.leaves.items()
+        self.leaves = {}
+        carry, rows = self.chunks.run(leaves, self.key[site], first, stop)
+        self.leaves = {site: carry}
+        names = [port.name for port in self.orders.iterate.outs[self.orders.num_carry :]]
+        return {site: dict(zip(names, rows, strict=True))}
+
+    def _owned(self, program: Program, results: Mapping[Site, list[Any]]) -> Pieces:
+        ports = program.outs[: self.orders.num_carry]
+        owned = {}
+        for site, values in results.items():
+            refs = [port.held[site[0]][0] if site[0] in port.held else None for port in ports]
+            owned[site] = self.backend.own(values[: self.orders.num_carry], refs)
+        return owned
+
+    def _keys(self, data: np.ndarray, site: Site) -> Any:
+        return self.backend.key(data, site[0])

@@ -1,0 +1,414 @@
+"""Worker processes on this machine, one per site; nothing to install or start.
+
+The coordinator (this object, in the user's process) owns them:
+
+    coordinator ── control socket ── worker env+actor-0 ══ shared memory ══ worker learner
+                └─ control socket ── worker env+actor-1 ══ shared memory ══╝
+
+It hears of a worker's end at once (its control socket closes), looks for whoever began it, ends all others and raises one
+error with that worker's name and traceback. All shared memory and all sockets are without names, so nothing outlives the
+processes. It runs no threads: worker output and replies are read while it waits for workers.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo import errors
+from choreo._compat import is_key, key_impl
+from choreo.errors import ChoreoError, PartitionError, RunError
+from choreo.partition.program import HostCall, Segment, Transfer, walk
+from choreo.plans import Plan, array_type, exported
+from choreo.runtime.channel import message_bytes
+from choreo.runtime.device import host_type
+from choreo.runtime.execution import Orders
+from choreo.runtime.inprocess import join_carry, join_metrics, split_carry, split_key
+from choreo.runtime.machine import Neighbourhood, messages
+from choreo.runtime.shm import make_shm_channel
+from choreo.runtime.wire import Frame, receive_frame, send_frame
+from choreo.types import Key, PyTree
+
+SLOTS = 2
+"""Messages that may wait in a channel."""
+GRACE_S = 2.0
+"""How long to look for the worker that failed first, and how long workers have to end."""
+START_S = 120.0
+"""How long a worker may take to be ready."""
+LAST_LINES = 20
+"""Of a worker's output, shown when it dies without a word."""
+
+
+class WorkerError(RunError):
+    """A worker failed or was lost."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A worker as its coordinator sees it."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    control: socket.socket
+    lines: "deque[str]" = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    """Its last output."""
+    rest: bytes = b""
+    """Output that is no whole line yet."""
+    error: dict[str, Any] | None = None
+    """Why it ended, in its own words."""
+    state: str = "starting"
+    """For people: what it is doing."""
+
+
+class Local:
+    """Executes a plan with worker processes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        carrier: str = "shm",
+        env_timeout_s: float = 60.0,
+        profile: bool = False,
+        on_output: Callable[[str, str], None] | None = None,
+    ):
+        self.plan, self.profile, self.env_timeout_s = plan, profile, env_timeout_s
+        self.on_output = on_output or _print_line
+        self.seconds: dict[str, float] = {}
+        self.members: dict[str, Member] = {}
+        self.selector = selectors.DefaultSelector()
+        self.hood = Neighbourhood(me="coordinator", homes=_homes(plan))
+        self.workers = list(dict.fromkeys(self.hood.homes.values()))
+        orders = {name: self._orders(name) for name in self.workers}  # refuses before anything is started
+        try:
+            self._launch(orders, carrier)
+        except BaseException:
+            self._kill()
+            raise
+
+    @property
+    def compile_seconds(self) -> float:
+        return max(self.seconds.values(), default=0.0)
+
+    def start(self, key: Key) -> None:
+        self._tell({"kind": "start"}, split_key(key))
+        self._await("done", doing="init")
+
+    def run(self, first: int, stop: int) -> dict[str, np.ndarray]:
+        self._tell({"kind": "run", "first": first, "stop": stop})
+        pieces: dict[Any, dict[str, np.ndarray]] = {}
+        for header, arrays in self._await("ran", doing=f"iterations {first} to {stop - 1}"):
+            for (group, r, name), array in zip(header["names"], arrays, strict=True):
+                pieces.setdefault((group, r), {})[name] = array
+        return join_metrics(self.plan, pieces)
+
+    def carry(self) -> PyTree:
+        self._tell({"kind": "carry"})
+        pieces: dict[Any, list[Any]] = {site: [None] * self.plan.num_carry for site in self.plan.all_sites}
+        for header, arrays in self._await("carry", doing="sending the carry"):
+            for (group, r, i), array in zip(header["names"], arrays, strict=True):
+                pieces[group, r][i] = _to_jax(array, self.plan.iterate.ins[i].aval)
+        return self.plan.combine([jnp.asarray(leaf) for leaf in join_carry(self.plan, pieces)])
+
+    def restore(self, carry: PyTree, key: Key) -> None:
+        pieces, run_key = split_carry(self.plan, carry), split_key(key)[1]
+        for name in self.workers:
+            held = [((*site, i), _to_numpy(leaf)) for site, leaves in pieces.items()
+                    for i, leaf in enumerate(leaves) if self.hood.homes[site] == name and leaf is not None]  # fmt: skip
+            header = {"kind": "restore", "num_carry": self.plan.num_carry, "names": [where for where, _ in held]}
+            self._tell_one(self.members[name], header, [run_key, *(leaf for _, leaf in held)])
+        self._await("done", doing="taking the carry")
+
+    def spans(self) -> dict[str, list[Any]]:
+        """What each worker did when, since it was last asked; for `profile`."""
+        self._tell({"kind": "profile"})
+        replies = self._await("profile", doing="telling what they did")
+        return {name: header["spans"] for name, (header, _) in zip(self.workers, replies, strict=True)}
+
+    def states(self) -> dict[str, str]:
+        """For people: what each worker is doing."""
+        return {name: member.state for name, member in self.members.items()}
+
+    def close(self) -> None:
+        """End all workers: politely, so that environments are closed; then by force."""
+        for member in self.members.values():
+            with contextlib.suppress(OSError):  # it may be gone already
+                send_frame(member.control, {"kind": "stop"})
+        deadline = time.monotonic() + GRACE_S
+        while any(m.process.poll() is None for m in self.members.values()) and time.monotonic() < deadline:
+            self._read_output(timeout_s=0.02)
+        self._kill()
+
+    def _launch(self, orders: dict[str, bytes], carrier: str) -> None:
+        links, ends = self._links(carrier)
+        for name in self.workers:
+            ours, theirs = socket.socketpair()
+            fds = [theirs.fileno(), *(fd for end in ends[name] for fd in end.fds)]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "choreo.worker", str(theirs.fileno())],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._environment(name),
+                start_new_session=True,  # Ctrl-C is ours to hear; and what an environment starts ends with it
+            )
+            theirs.close()
+            member = self.members[name] = Member(name, process, ours)
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            self.selector.register(process.stdout, selectors.EVENT_READ, (member, "output"))
+            self.selector.register(ours, selectors.EVENT_READ, (member, "control"))
+        for each in ends.values():
+            for end in each:
+                end.close()  # from here on only workers hold them: when one dies, its peers hear it
+        token = os.urandom(32)
+        for name in self.workers:
+            header = {
+                "kind": "brief",
+                "name": name,
+                "homes": [[*site, home] for site, home in self.hood.homes.items()],
+                "links": links[name],
+                "token": token.hex(),
+                "compiled": {g: self.plan.platform(g) for g in self._groups(name)} if self._compiles(name) else None,
+                "x64": bool(jax.config.jax_enable_x64),
+                "prng": jax.config.jax_default_prng_impl,
+                "profile": self.profile,
+                "env_timeout_s": self.env_timeout_s,
+            }
+            self._tell_one(self.members[name], header, [np.frombuffer(orders[name], np.uint8)])
+        if carrier == "tcp" and len(self.workers) > 1:
+            replies = self._await("listening", doing="starting", timeout_s=START_S)
+            addresses = {n: header["address"] for n, (header, _) in zip(self.workers, replies, strict=True)}
+            self._tell({"kind": "addresses", "addresses": addresses})
+        self._await("ready", doing="starting", timeout_s=START_S)
+
+    def _orders(self, name: str) -> bytes:
+        """What a worker has to do, ready to be sent."""
+        plan, groups = self.plan, self._groups(name)
+        init, iterate = exported(plan.init, groups), exported(plan.iterate, groups)
+        single = iterate.steps[0] if plan.single else None
+        assert single is None or isinstance(single, Segment)
+        orders = Orders(init=init, iterate=iterate, num_carry=plan.num_carry, single=single)
+        try:
+            return cloudpickle.dumps(orders)
+        except (TypeError, AttributeError, ValueError, NotImplementedError, OSError) as error:
+            python = [step.name for step, _ in walk(iterate.steps) if isinstance(step, HostCall)]
+            raise PartitionError(
+                f"What `{name}` must run cannot leave this process: {error}",
+                fix=f"Make what {', '.join(f'`{n}`' for n in python) or 'it'} holds picklable (open files, locks and "
+                "windows inside the factory, not before), or use `--runtime inprocess`.",
+            ) from error
+
+    def _groups(self, name: str) -> list[str]:
+        return list(dict.fromkeys(group for (group, _), home in self.hood.homes.items() if home == name))
+
+    def _compiles(self, name: str) -> bool:
+        groups = self._groups(name)
+        programs = (self.plan.init, self.plan.iterate)
+        return any(isinstance(step, Segment) and step.group in groups for p in programs for step, _ in walk(p.steps))
+
+    def _links(self, carrier: str) -> tuple[dict[str, list[list[Any]]], dict[str, list[Any]]]:
+        """For each worker, the description of its channels and its ends of them."""
+        sizes: dict[tuple[str, str], int] = {}
+        for program in (self.plan.init, self.plan.iterate):
+            for step, _ in walk(program.steps):
+                for pair, pieces in messages(step, self.hood).items() if isinstance(step, Transfer) else ():
+                    if pair[0] != pair[1]:
+                        sizes[pair] = max(sizes.get(pair, 0), _message_bytes(pieces))
+        links: dict[str, list[list[Any]]] = {name: [] for name in self.workers}
+        ends: dict[str, list[Any]] = {name: [] for name in self.workers}
+        for pair, size in sizes.items():
+            if carrier == "tcp":
+                for name in pair:
+                    links[name].append([*pair, "tcp", SLOTS])
+                continue
+            for name, end in zip(pair, make_shm_channel(size, SLOTS), strict=True):
+                links[name].append([*pair, "shm", *end.fds, end.slot_bytes, end.slots])
+                ends[name].append(end)
+        return links, ends
+
+    def _environment(self, name: str) -> dict[str, str]:
+        """Environment variables of a worker: no more threads than it has cores to itself."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = str(max(1, cores // len(self.workers)))
+        limits = dict.fromkeys(
+            ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC", "PJRT_NPROC"), threads
+        )
+        platforms = {self.plan.platform(group) for group in self._groups(name)}
+        chosen = {"JAX_PLATFORMS": ",".join(sorted(p for p in platforms if p))} if None not in platforms else {}
+        # Several workers may share an accelerator: none may take all of its memory at the start.
+        shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        return {**limits, **shared, **os.environ, **chosen, "PYTHONUNBUFFERED": "1"}
+
+    def _tell(self, header: dict[str, Any], arrays: Iterable[np.ndarray] = ()) -> None:
+        arrays = list(arrays)
+        for name in self.workers:
+            self._tell_one(self.members[name], header, arrays)
+
+    def _tell_one(self, member: Member, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        try:
+            send_frame(member.control, header, arrays)
+        except OSError:
+            self._fail(member)
+        member.state = header["kind"]
+
+    def _await(self, kind: str, *, doing: str, timeout_s: float | None = None) -> list[Frame]:
+        """One reply of each worker, in their order; meanwhile their output is passed on."""
+        replies: dict[str, Frame] = {}
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while len(replies) < len(self.workers):
+            if deadline is not None and time.monotonic() > deadline:
+                late = ", ".join(f"`{name}`" for name in self.workers if name not in replies)
+                self._kill()
+                raise WorkerError(f"{late} did not answer within {timeout_s:g} s while {doing}.",
+                                  fix="The machine may be overloaded: use fewer workers.")  # fmt: skip
+            for selected, _ in self.selector.select(timeout=1.0):
+                member, what = selected.data
+                if what == "output":
+                    self._take_output(member)
+                    continue
+                frame = receive_frame(member.control)
+                if frame is None or frame[0]["kind"] == "error":
+                    member.error = frame and frame[0]
+                    self._fail(member)
+                assert frame[0]["kind"] == kind, (frame[0], kind)
+                replies[member.name] = frame
+                member.state = "idle"
+                self.seconds[member.name] = frame[0].get("compile_seconds", self.seconds.get(member.name, 0.0))
+        return [replies[name] for name in self.workers]
+
+    def _fail(self, member: Member) -> NoReturn:
+        """A worker ended. Find out who was the first, end all, and say so once."""
+        lost = [member]
+        deadline = time.monotonic() + GRACE_S
+        while _only_suffers(lost[-1]) and time.monotonic() < deadline:
+            for selected, _ in self.selector.select(timeout=0.05):
+                other, what = selected.data
+                if what == "output":
+                    self._take_output(other)
+                elif other not in lost or other.error is None:
+                    frame = receive_frame(other.control)
+                    if frame is None:
+                        self.selector.unregister(other.control)
+                        lost.append(other)
+                    elif frame[0]["kind"] == "error":
+                        other.error = frame[0]
+                        lost.append(other)
+                    if lost[-1] is other and not _only_suffers(other):
+                        break
+        culprit = next((m for m in lost if not _only_suffers(m)), member)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a worker that reported may take a moment to end
+            culprit.process.wait(timeout=1.0)
+        self._read_output(timeout_s=0.0)
+        self._kill()
+        raise _describe(culprit)
+
+    def _read_output(self, *, timeout_s: float) -> None:
+        for selected, _ in self.selector.select(timeout=timeout_s):
+            member, what = selected.data
+            if what == "output":
+                self._take_output(member)
+            elif receive_frame(member.control) is None:
+                self.selector.unregister(member.control)
+
+    def _take_output(self, member: Member) -> None:
+        assert member.process.stdout is not None
+        data = os.read(member.process.stdout.fileno(), 65536)
+        if not data:
+            self.selector.unregister(member.process.stdout)
+        *lines, member.rest = (member.rest + data).split(b"\n")
+        if not data and member.rest:
+            lines, member.rest = [member.rest], b""
+        for line in lines:
+            text = line.decode(errors="replace")
+            member.lines.append(text)
+            self.on_output(member.name, text)
+
+    def _kill(self) -> None:
+        for member in self.members.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
+                os.killpg(member.process.pid, signal.SIGKILL)
+        for member in self.members.values():
+            member.process.wait()
+            member.control.close()
+            if member.process.stdout is not None:
+                member.process.stdout.close()
+        self.members.clear()
+        self.selector.close()
+
+
+def _homes(plan: Plan) -> dict[tuple[str, int], str]:
+    """The worker of each site: one each; with `exact`, several blocks of environments share one."""
+    homes = {}
+    for group, r in plan.all_sites:
+        blocks = plan.replicas(group)
+        workers = next(g.replicas for g in plan.layout.groups if g.name == group)
+        homes[group, r] = group if workers is None else f"{group}-{r * workers // blocks}"
+    return homes
+
+
+def _message_bytes(pieces: list[Any]) -> int:
+    types = [host_type(array_type(piece.move.aval)) for piece in pieces]
+    return message_bytes(
+        jax.ShapeDtypeStruct(piece.shape(shape), dtype) for piece, (shape, dtype) in zip(pieces, types, strict=True)
+    )
+
+
+def _to_jax(array: np.ndarray, aval: Any) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(array), impl=key_impl(aval.dtype)) if is_key(aval.dtype) else array  # pyright: ignore[reportReturnType]
+
+
+def _to_numpy(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf)
+
+
+def _only_suffers(member: Member) -> bool:
+    """Did it end because another one did?"""
+    return member.error is not None and member.error["type"] in ("PeerLost", "ReceiverClosed", "EndOfChannel")
+
+
+def _describe(member: Member) -> ChoreoError:
+    """The one error for a worker's end."""
+    if member.error is not None:
+        error = member.error
+        cls = getattr(errors, error["type"], None)
+        if isinstance(cls, type) and issubclass(cls, ChoreoError):
+            found = cls(error["what"], fix=error["fix"], worker=member.name, **error["places"])
+        else:
+            found = WorkerError(f"Worker `{member.name}` failed: {error['type']}: {error['what']}")
+        found.add_note(f"In worker `{member.name}`:\n{error['traceback'].rstrip()}")
+        return found
+    code = member.process.poll()
+    if code is None:
+        ended = "closed its connection"
+    else:
+        ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    last = "".join(f"\n  {line}" for line in member.lines)
+    return WorkerError(
+        f"Worker `{member.name}` (process {member.process.pid}) {ended}.{' Its last output:' if last else ''}{last}",
+        fix="SIGKILL without a cause is often the kernel, out of memory: use fewer workers or environments."
+        if code == -signal.SIGKILL
+        else None,
+    )
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in {s.value for s in signal.Signals} else f"signal {number}"
+
+
+def _print_line(worker: str, line: str) -> None:
+    print(f"[{worker}] {line}", file=sys.stderr, flush=True)

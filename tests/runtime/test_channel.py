@@ -1,0 +1,429 @@
+"""Both carriers keep the laws of channels, and what only processes and networks can show: death, silence, strangers."""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import zmq
+
+from choreo.runtime.channel import (
+    ChannelError,
+    ChannelTimeout,
+    EndOfChannel,
+    HelloRefused,
+    MessageMismatch,
+    PeerLost,
+    ReceiverClosed,
+    message_bytes,
+    peer_lost,
+)
+from choreo.runtime.shm import ShmReceiver, ShmSender, make_shm_channel
+from choreo.runtime.tcp import TcpListener, connect
+from choreo.testing import check_channel
+
+PEER = Path(__file__).parent / "channel_peer.py"
+TOKEN = b"sixteen bytes or more, and secret"
+CARRIERS = ("shm", "tcp")
+
+
+def make_shm(slot_bytes, *, slots=2, timeout_s=None, spin_us=0.0):
+    sender, receiver = make_shm_channel(slot_bytes, slots)
+    options = {"timeout_s": timeout_s, "spin_us": spin_us}
+    return sender.open(peer="receiver-0", **options), receiver.open(peer="sender-0", **options)
+
+
+def make_tcp(slot_bytes, *, slots=2, timeout_s=None, accepts="receiver"):
+    """Over loopback; `accepts` says which end listens."""
+    connects = "sender" if accepts == "receiver" else "receiver"
+    options = {"slots": slots, "timeout_s": timeout_s, "hello_timeout_s": 20.0}
+    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+        accept = partial(listener.accept_channel, "a", end=accepts, peer=f"{connects}-0", **options)
+        call = partial(connect, listener.address, "a", TOKEN, end=connects, peer=f"{accepts}-0", **options)
+        accepted, connected = at_once(accept, call)
+    return (connected, accepted) if accepts == "receiver" else (accepted, connected)
+
+
+def at_once(here, there):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(there()))
+    thread.start()
+    result = here()
+    thread.join()
+    return result, results[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_shm,
+        partial(make_shm, spin_us=50.0),
+        make_tcp,
+        partial(make_tcp, accepts="sender"),
+    ],
+    ids=["shm", "shm-spinning", "tcp", "tcp-sender-listens"],
+)
+def test_the_laws_hold(make):
+    check_channel(make)
+
+
+@contextmanager
+def peer_process(carrier, does, ends, **options):
+    """This process's ends of channels, the first of which is the first of the peer's `ends`; and the peer."""
+    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+        mine, theirs, inherited = [], [], []
+        for i, end in enumerate(ends):
+            if carrier == "shm":
+                sender, receiver = make_shm_channel(8 * options.get("size", 1))
+                their_end, my_end = (sender, receiver) if end == "sender" else (receiver, sender)
+                mine.append(partial(my_end.open, peer="worker-0", timeout_s=20.0))
+                theirs.append({"end": end, "where": [*their_end.fds, their_end.slot_bytes, their_end.slots]})
+                inherited.append(their_end)
+            else:
+                my_end = "receiver" if end == "sender" else "sender"
+                silent = {"silence_s": options.pop("silence_s", 5.0), "timeout_s": 20.0}
+                mine.append(partial(listener.accept_channel, f"c{i}", peer="worker-0", end=my_end, **silent))
+                theirs.append({"end": end, "where": [listener.address, f"c{i}", TOKEN.hex()]})
+        brief = {"carrier": carrier, "does": does, "ends": theirs, **options}
+        process = subprocess.Popen(
+            [sys.executable, PEER, json.dumps(brief)],
+            pass_fds=[fd for end in inherited for fd in end.fds],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for end in inherited:
+            end.close()
+        try:
+            yield *[open_mine() for open_mine in mine], process
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def receive(receiver, size=1):
+    array = np.full(size, -1, np.int64)
+    receiver.receive([array])
+    assert (array == array[0]).all()
+    return int(array[0])
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_killed_sender_is_named(carrier):
+    with peer_process(carrier, "send_and_hang", ["sender"], count=2) as (receiver, process):
+        process.stdout.readline()
+        process.kill()
+        with receiver:
+            assert [receive(receiver), receive(receiver)] == [0, 1]  # what it had sent is not lost
+            for _ in range(2):
+                with pytest.raises(PeerLost, match="`worker-0` was lost after 2 messages") as caught:
+                    receive(receiver)
+            assert caught.value.peer == "worker-0"
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_waiting_receiver_wakes_when_the_sender_is_killed(carrier):
+    with peer_process(carrier, "send_and_hang", ["sender"], count=0) as (receiver, process), receiver:
+        process.stdout.readline()
+        threading.Timer(0.2, process.kill).start()
+        with pytest.raises(PeerLost, match="`worker-0`"):  # after 20 s it would be ChannelTimeout
+            receive(receiver)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_waiting_sender_wakes_when_the_receiver_is_killed(carrier):
+    with peer_process(carrier, "receive_and_hang", ["receiver"], count=1) as (sender, process), sender:
+        for _ in range(3):
+            sender.send([np.zeros(1, np.int64)])
+        process.stdout.readline()
+        threading.Timer(0.2, process.kill).start()
+        with pytest.raises(PeerLost, match="`worker-0` was lost after 3 messages"):
+            sender.send([np.zeros(1, np.int64)])
+
+
+def test_a_process_that_the_peer_forked_does_not_hide_its_death():
+    with peer_process("shm", "fork_send_and_hang", ["sender"], count=1) as (receiver, process), receiver:
+        process.stdout.readline()
+        process.kill()
+        assert receive(receiver) == 0
+        with pytest.raises(PeerLost):
+            receive(receiver)
+        process.stdout.close()  # the forked process holds its other end; do not wait for that
+        process.stderr.close()
+        process.stdout = process.stderr = None
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_process_that_fails_is_lost_not_finished(carrier):
+    with peer_process(carrier, "send_and_fail", ["sender"], count=1) as (receiver, _), receiver:
+        assert receive(receiver) == 0
+        with pytest.raises(PeerLost):
+            receive(receiver)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_process_that_exits_loses_no_message(carrier):
+    size = 1 << 20
+    with peer_process(carrier, "send_and_exit", ["sender"], count=4, size=size) as (receiver, _), receiver:
+        assert [receive(receiver, size) for _ in range(2)] == [0, 1]
+        time.sleep(0.3)  # the others are sent, the sender is closed, its process is about to end
+        assert [receive(receiver, size) for _ in range(2)] == [2, 3]
+        with pytest.raises(EndOfChannel, match="its 4 messages have all been read"):
+            receive(receiver)
+
+
+@pytest.mark.parametrize(("carrier", "spin_us"), [("shm", 0.0), ("shm", 50.0), ("tcp", 0.0)])
+def test_no_wake_up_is_lost(carrier, spin_us):
+    """Thousands of times, each end is about to sleep when the other hands over; one lost wake-up would be a time-out."""
+    count = 10_000 if carrier == "shm" else 2_000
+    rng, message = np.random.default_rng(0), np.zeros(1, np.int64)
+    with peer_process(carrier, "echo", ["receiver", "sender"], count=count, spin_us=spin_us) as (sender, receiver, _):
+        with sender, receiver:
+            for i in range(count):
+                message[...] = i
+                sender.send([message])
+                for _ in range(rng.integers(20)):
+                    time.perf_counter()
+                assert receive(receiver) == i
+
+
+def test_a_peer_that_falls_silent_is_lost():
+    with peer_process("tcp", "send_and_hang", ["sender"], count=1, silence_s=0.5) as (receiver, process), receiver:
+        process.stdout.readline()
+        assert receive(receiver) == 0
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(PeerLost):
+            receive(receiver)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_peer_that_pauses_is_not_lost(carrier):
+    with (
+        peer_process(carrier, "echo", ["receiver", "sender"], count=2) as (sender, receiver, process),
+        sender,
+        receiver,
+    ):
+        for i in range(2):
+            process.send_signal(signal.SIGSTOP)
+            threading.Timer(0.5, process.send_signal, [signal.SIGCONT]).start()
+            sender.send([np.full(1, i, np.int64)])
+            assert receive(receiver) == i
+
+
+def open_files():
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("make", [make_shm, make_tcp], ids=CARRIERS)
+def test_nothing_is_left_behind(make):
+    def use():
+        sender, receiver = make(64)
+        sender.send([np.zeros(1, np.int64)])
+        receive(receiver)
+        receiver.close()
+        sender.close()
+
+    use()  # opens what is opened once
+    files, shared = len(open_files()), os.listdir("/dev/shm")
+    for _ in range(200):
+        use()
+    deadline = time.monotonic() + 5
+    while len(open_files()) > files + 8 and time.monotonic() < deadline:
+        time.sleep(0.05)  # ZeroMQ closes files in a thread of its own
+    assert len(open_files()) <= files + 8
+    assert os.listdir("/dev/shm") == shared
+
+
+@pytest.mark.parametrize("make", [make_shm, make_tcp], ids=CARRIERS)
+def test_types_that_numpy_does_not_know_pass(make):
+    array = np.arange(100_000).astype(ml_dtypes.bfloat16)
+    sender, receiver = make(message_bytes([array, array[:7]]), timeout_s=20.0)
+    into = [np.zeros_like(array), np.zeros_like(array[:7])]
+    with sender, receiver:
+        sender.send([array, array[:7]])
+        receiver.receive(into)
+    assert (into[0] == array).all() and (into[1] == array[:7]).all()
+
+
+@pytest.mark.parametrize("make", [make_shm, make_tcp], ids=CARRIERS)
+def test_python_objects_do_not_pass(make):
+    sender, receiver = make(64)
+    with sender, receiver, pytest.raises(ChannelError, match="references to Python objects"):
+        sender.send([np.array([object()])])
+
+
+def test_a_message_must_fit_its_slot():
+    sender, receiver = make_shm(64)
+    with sender, receiver, pytest.raises(ChannelError, match="of 128 bytes does not fit a slot of 64 bytes") as caught:
+        sender.send([np.zeros(9)])
+    assert caught.value.peer == "receiver-0"
+
+
+@pytest.mark.parametrize("make", [make_shm, make_tcp], ids=CARRIERS)
+def test_the_parts_of_a_message_must_agree_in_number(make):
+    sender, receiver = make(1024, timeout_s=20.0)
+    with sender, receiver:
+        sender.send([np.zeros(4, np.float32)])
+        with pytest.raises(MessageMismatch, match="`sender-0` sent message 0 of 16 bytes where message 0 of 20 bytes"):
+            receiver.receive([np.zeros(4, np.float32), np.zeros(1, np.float32)])
+
+
+def test_options_are_checked():
+    with pytest.raises(ChannelError, match="0 slots can hold no message"):
+        make_shm_channel(8, 0)
+    with pytest.raises(ChannelError, match="spin_us=1000 is not between 0 and 50"):
+        ShmSender.open(-1, -1, 8, 2, peer="p", spin_us=1000.0)
+    with pytest.raises(ChannelError, match="A token of 3 bytes can be guessed"):
+        TcpListener.open("127.0.0.1", token=b"abc")
+    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+        port = int(listener.address.rpartition(":")[2])
+        with pytest.raises(ChannelError, match="Cannot listen at 127.0.0.1:.*in use"):
+            TcpListener.open("127.0.0.1", port, token=TOKEN)
+
+
+def test_ends_open_from_plain_numbers():
+    sender_end, receiver_end = make_shm_channel(8, 3)
+    with (
+        ShmSender.open(*sender_end.fds, sender_end.slot_bytes, 3, peer="b") as sender,
+        ShmReceiver.open(
+            *pickle.loads(pickle.dumps(receiver_end)).fds, receiver_end.slot_bytes, 3, peer="a"
+        ) as receiver,
+    ):
+        sender.send([np.full(1, 7, np.int64)])
+        assert receive(receiver) == 7
+
+
+def test_errors_cross_processes():
+    error = pickle.loads(pickle.dumps(peer_lost("learner-0", 3, "it ended.")))
+    assert isinstance(error, PeerLost) and error.peer == "learner-0"
+    assert str(error).splitlines()[:2] == ["`learner-0` was lost after 3 messages: it ended.", "  peer  learner-0"]
+
+
+def test_who_does_not_know_the_token_is_refused():
+    """Both sides say so, no data is read, and whoever knows it is accepted afterwards."""
+    wrong = b"another sixteen bytes"
+    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+
+        def call_twice():
+            with pytest.raises(HelloRefused, match=f"Whoever is at {listener.address} does not know the token"):
+                connect(listener.address, "a", wrong, peer="learner-0")
+            return connect(listener.address, "a", TOKEN, peer="learner-0")
+
+        receiver, sender = at_once(partial(listener.accept_channel, "a", peer="worker-0"), call_twice)
+        with sender, receiver:
+            sender.send([np.full(1, 7, np.int64)])
+            assert receive(receiver) == 7
+
+        def call_once():
+            with pytest.raises(HelloRefused, match=r"does not know the token"):
+                connect(listener.address, "b", wrong, peer="learner-0")
+
+        def accept():
+            with pytest.raises(HelloRefused, match=r"Whoever is at 127\.0\.0\.1 does not know the token"):
+                listener.accept_channel("b", peer="worker-0", hello_timeout_s=1.0)
+
+        at_once(accept, call_once)
+
+
+def test_a_proof_is_good_for_one_hello_only():
+    """Who overheard a hello and repeats the proof gets nowhere: the listener's nonce is another."""
+    with TcpListener.open("127.0.0.1", token=TOKEN) as listener, zmq.Context() as context:
+
+        def repeat():
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.connect(listener.address)
+                stranger.send_multipart([b"choreo-channel-1", b"a", b"sender", bytes(32)])
+                _, proof = stranger.recv_multipart()
+                stranger.send(proof)  # the listener's own, handed back
+                return stranger.recv_multipart()
+
+        def accept():
+            with pytest.raises(HelloRefused):
+                listener.accept_channel("a", peer="worker-0", hello_timeout_s=1.0)
+
+        assert at_once(accept, repeat)[1] == [b"refused"]
+
+
+def test_strangers_do_no_harm():
+    with TcpListener.open("127.0.0.1", token=TOKEN) as listener, zmq.Context() as context:
+        host, port = listener.address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port))) as http, context.socket(zmq.DEALER) as other:
+            http.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            other.set(zmq.LINGER, 0)
+            other.connect(listener.address)
+            other.send_multipart([b"what", b"is", b"this"])
+            other.send(b"a proof of nothing")
+            call = partial(connect, listener.address, "a", TOKEN, peer="learner-0")
+            receiver, sender = at_once(partial(listener.accept_channel, "a", peer="worker-0"), call)
+        with sender, receiver:
+            sender.send([np.full(1, 7, np.int64)])
+            assert receive(receiver) == 7
+
+
+def test_callers_may_come_in_another_order():
+    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+        senders = {}
+
+        def call(name):
+            senders[name] = connect(listener.address, name, TOKEN, peer="learner-0")
+
+        threads = [threading.Thread(target=call, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        receivers = {name: listener.accept_channel(name, peer="worker-0", timeout_s=20.0) for name in "cab"}
+        for thread in threads:
+            thread.join()
+        for i, name in enumerate("abc"):
+            senders[name].send([np.full(1, i, np.int64)])
+        assert [receive(receivers[name]) for name in "abc"] == [0, 1, 2]
+        for end in (*senders.values(), *receivers.values()):
+            end.close()
+
+
+def test_two_senders_are_no_channel():
+    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+
+        def call():
+            with pytest.raises(HelloRefused, match="refused channel `a`"):
+                connect(listener.address, "a", TOKEN, peer="learner-0")
+
+        def accept():
+            with pytest.raises(HelloRefused, match="wants to be the sender of channel `a`, and so does this site"):
+                listener.accept_channel("a", end="sender", peer="worker-0")
+
+        at_once(accept, call)
+
+
+def test_nobody_waits_for_ever():
+    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+        with pytest.raises(
+            ChannelTimeout, match=r"`worker-0` did not connect to channel `a` at tcp://.* within 0\.1 s"
+        ):
+            listener.accept_channel("a", peer="worker-0", hello_timeout_s=0.1)
+        with pytest.raises(ChannelTimeout, match=r"`learner-0` at tcp://.* did not accept channel `a` in time"):
+            connect(listener.address, "a", TOKEN, peer="learner-0", hello_timeout_s=0.1)
+
+
+def test_a_sender_learns_of_a_clean_close_over_tcp_even_with_room_left():
+    sender, receiver = make_tcp(8, slots=1000)
+    receiver.close()
+    with sender, pytest.raises(ReceiverClosed):
+        for _ in range(1000):
+            sender.send([np.zeros(1, np.int64)])
+            time.sleep(0.01)
+
+
+def test_carriers_do_not_import_jax():
+    code = "import sys, choreo.runtime.shm, choreo.runtime.tcp; print([m for m in ('jax', 'gymnasium') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
