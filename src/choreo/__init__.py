@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from choreo.algos.ppo import PPO as PPO
     from choreo.layouts import Group as Group, Layout as Layout, coarse as coarse, fine as fine, fused as fused
     from choreo.loops import minibatches as minibatches, rollout as rollout
-    from choreo.roles import all_reduce as all_reduce, fragment as fragment, host_fragment as host_fragment, host_method as host_method
+    from choreo.roles import (
+        all_reduce as all_reduce,
+        fragment as fragment,
+        host_fragment as host_fragment,
+        host_method as host_method,
+    )
     from choreo.training import load as load, plan as plan, resume as resume, train as train
 
 _HOMES = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from choreo.errors import ChoreoError, LayoutError, UnknownNameError
+from choreo.errors import ChoreoError, EnvError, LayoutError, UnknownNameError
 
 HELP = """\
 An RL algorithm is written once, as plain JAX; a layout decides where it runs.
@@ -22,11 +22,14 @@ An RL algorithm is written once, as plain JAX; a layout decides where it runs.
   choreo graph ALGORITHM ENVIRONMENT [options]    the fragmented dataflow graph; with --layout the plan
   choreo evaluate RUN [--episodes 100]            greedy episodes with what was trained
   choreo resume RUN [--steps N]                   go on from the last checkpoint
+  choreo compare RUN RUN ... [-o compare.png]     return against steps and time, speed-up, as table and picture
   choreo list algos|envs|layouts                  what there is
 
 An ALGORITHM is a name (ppo) or a class in a file (my_ppo.py:MyPPO), a RUN is a run folder. For example:
 
   choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/x
+
+The run.toml of a run stands for ALGORITHM ENVIRONMENT and all its options: choreo train runs/x/run.toml --seed 1
 
 `choreo train --help` lists the options of a run, `choreo train ppo --help` also those of the algorithm.
 CHOREO_TRACEBACK=1 shows where in Choreo an error was raised; CHOREO_CACHE=off keeps no compiled programs.
@@ -54,10 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("CHOREO_TRACEBACK") == "1":
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        for note in _traceback_of_the_user(error):
+            print(note, file=sys.stderr)
         return 2 if isinstance(error, UsageError | UnknownNameError | LayoutError) else 1
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
+
+
+def _traceback_of_the_user(error: ChoreoError) -> list[str]:
+    """What the user's own code raised, here or in a worker."""
+    cause = error.__cause__
+    if cause is None or isinstance(cause, ChoreoError) or not isinstance(error, EnvError):
+        return list(getattr(error, "__notes__", []))
+    import traceback
+
+    return ["".join(traceback.format_exception(cause)).rstrip()]
 
 
 class UsageError(ChoreoError):
@@ -66,7 +81,7 @@ class UsageError(ChoreoError):
 
 def train(args: list[str]) -> int:
     """Train an algorithm."""
-    parser = _parser("train", "choreo train ALGORITHM ENVIRONMENT [options] [hyper-parameters]")
+    parser = _parser("train", "choreo train ALGORITHM ENVIRONMENT|RUN.TOML [options] [hyper-parameters]")
     _add_layout(parser, default="fused")
     add = parser.add_argument
     add("--num-envs", type=_count, default=8, help="environments stepped together (8)")
@@ -74,23 +89,24 @@ def train(args: list[str]) -> int:
     add("--seed", type=_count, default=0, help="the run's only source of randomness (0)")
     add("--out", type=Path, help="the run folder (runs/ALGORITHM-ENVIRONMENT-SEED, numbered)")
     add("--overwrite", action="store_true", help="replace an earlier run in --out")
-    add("--runtime", default="inprocess", help="who executes the plan (inprocess)")
+    add("--runtime", help="inprocess, or local: worker processes (local if the layout has several sites)")
+    add("--env-timeout", type=float, default=60.0, help="seconds after which an environment counts as hanging (60)")
+    add("--profile", action="store_true", help="where the time goes, site by site; writes trace.json for Perfetto")
     add("--eval-every", type=_count, help="iterations between evaluations (none)")
     add("--eval-episodes", type=_count, default=20, help="episodes per evaluation during training (20)")
     add("--stop-at-return", type=float, help="end once this return is reached, by evaluation if there is --eval-every")
     add("--checkpoint-every", type=_count, help="iterations between checkpoints (ten per run)")
+    add("--init-from", type=Path, help="a run folder: begin with its weights (optimiser and counters start anew)")
     add("--logger", action="append", default=[], help="also log to: tensorboard")
     _add_output(parser)
-    names, options, algo = _parse_named(parser, args)
+    options, algo, env = _parse_named(parser, args)
 
-    from choreo import registry
     from choreo.training import train as run_training
 
-    out = options.out or _free_folder(names[0], names[1], options.seed)
-    layout = registry.layout(options.layout, workers=options.workers, exact=options.exact or None)
-    env = registry.environment(names[1], options.num_envs)
+    layout = _layout(options)
+    out = options.out or _free_folder(algo, env, options.seed)
     if options.overwrite:
-        _remove_run(out)
+        _remove_run(out, keep=options.init_from)
     return _report(
         out,
         options,
@@ -106,6 +122,9 @@ def train(args: list[str]) -> int:
             eval_episodes=options.eval_episodes,
             stop_at_return=options.stop_at_return,
             checkpoint_every=options.checkpoint_every,
+            init_from=options.init_from,
+            env_timeout=options.env_timeout,
+            profile=options.profile,
             loggers=options.logger,
             progress=not options.quiet,
         ),
@@ -151,32 +170,54 @@ def evaluate(args: list[str]) -> int:
 
 def graph(args: list[str]) -> int:
     """Print or draw the fragmented dataflow graph, or the plan."""
-    parser = _parser("graph", "choreo graph ALGORITHM ENVIRONMENT [options] [hyper-parameters]")
+    parser = _parser("graph", "choreo graph ALGORITHM ENVIRONMENT|RUN.TOML [options] [hyper-parameters]")
     _add_layout(parser, default=None)
     parser.add_argument("--num-envs", type=_count, default=8, help="environments stepped together (8)")
     parser.add_argument("-o", "--out", type=Path, help="write a picture (SVG) instead of printing")
-    names, options, algo = _parse_named(parser, args)
+    options, algo, env = _parse_named(parser, args)
     if options.layout is None and (options.workers is not None or options.exact):
         raise UsageError("--workers and --exact belong to a layout.", fix="Add --layout coarse.")
+    _check_out(options.out)
 
-    from choreo import registry
     from choreo.checkpoint import write_atomic
     from choreo.plans import graph as make_graph
     from choreo.plans import plan
 
-    env = registry.environment(names[1], options.num_envs)
-    if options.layout is None:
-        shown = make_graph(algo, env)
-    else:
-        layout = registry.layout(options.layout, workers=options.workers, exact=options.exact or None)
-        shown = plan(algo, env, layout)
+    shown = make_graph(algo, env) if options.layout is None else plan(algo, env, _layout(options))
     if options.out is None:
         print(shown)
     else:
-        if not options.out.parent.is_dir():
-            raise UsageError(f"There is no folder {options.out.parent}.", fix="Make it first, or choose another -o.")
         write_atomic(options.out, shown.draw().encode())
         print(f"Wrote {options.out}.")
+    return 0
+
+
+def compare(args: list[str]) -> int:
+    """Put runs beside each other."""
+    parser = _parser("compare", "choreo compare RUN RUN ... [options]")
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders; those still running too. The first is 1x")
+    parser.add_argument("--at-return", type=float, help="the return to be reached (the highest that every run reached)")
+    parser.add_argument("-o", "--out", type=Path, help="also write a picture (PNG)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    options = _parse(parser, args)
+    if len(options.runs) < 2:
+        raise UsageError("`choreo compare` needs two runs or more.", fix=f"See `{parser.prog} --help`.")
+    _check_out(options.out)
+
+    from rich.console import Console
+
+    from choreo import report
+    from choreo.compare import Comparison
+    from choreo.folder import to_json
+
+    comparison = Comparison.of(options.runs, at_return=options.at_return)
+    if options.json:
+        print(to_json(comparison.to_dict()))
+    else:
+        Console(highlight=False).print(comparison.table())
+    if options.out is not None:
+        report.save_png(comparison.figure(), options.out)
+        print(f"Wrote {options.out}.", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
@@ -201,6 +242,7 @@ COMMANDS: dict[str, Main] = {
     "graph": graph,
     "evaluate": evaluate,
     "resume": resume,
+    "compare": compare,
     "list": show_list,
 }
 
@@ -226,7 +268,11 @@ def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], A
         return 130
     summary = run.summary
     table = report.summary_table(summary, title=run.recipe.title, folder=run.path)
-    Console(stderr=options.json, highlight=False).print(table)
+    console = Console(stderr=options.json, highlight=False)
+    console.print(table)
+    if run.profile is not None:
+        console.print(report.profile_table(run.profile))
+        console.print(run.profile.verdict)
     if options.json:
         print(to_json(summary | {"path": str(run.path)}))
     return 0
@@ -265,40 +311,89 @@ def _parse(parser: argparse.ArgumentParser, args: list[str]) -> argparse.Namespa
     return options
 
 
-def _parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[list[str], argparse.Namespace, Any]:
-    """Algorithm and environment by name, the options of the command, and the algorithm with its hyper-parameters."""
+def _parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Namespace, Any, Any]:
+    """The options of the command, the algorithm with its hyper-parameters, and the environments.
+
+    The first arguments are the names of both, or the run.toml of a run, whose options then are the defaults.
+    """
     names = []
     while args and len(names) < 2 and not args[0].startswith("-"):
         names.append(args.pop(0))
+    recipe = _recipe(names, parser)
     if "-h" in args or "--help" in args:
         parser.print_help()
         if names:
             print(f"\nhyper-parameters of {names[0]}:\n")
-            _hyperparameters(names[0], ["--help"], parser)
+            _hyperparameters(names[0], ["--help"], parser, recipe)
         raise SystemExit(0)
-    if len(names) < 2:
+    if len(names) < 2 and recipe is None:
         raise UsageError(
             f"`{parser.prog}` needs an algorithm and an environment, in this order, before any option.",
             fix=f"For example: {parser.prog} ppo jax:CartPole-v1",
         )
     options, left = parser.parse_known_args(args)
-    return names, options, _hyperparameters(names[0], left, parser)
+    algo = _hyperparameters(names[0], left, parser, recipe)
+
+    from choreo import registry
+
+    return options, algo, registry.environment(names[1] if recipe is None else recipe.env, options.num_envs)
 
 
-def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser) -> Any:
+def _recipe(names: list[str], parser: argparse.ArgumentParser) -> Any:
+    """The recipe in the run.toml that is named, if one is; its options become the defaults of the command."""
+    if not names or not (names[0].endswith(".toml") or Path(names[0], "run.toml").is_file()):
+        return None
+    if not names[0].endswith(".toml"):
+        raise UsageError(f"`{names[0]}` is a run folder.", fix=f"Name its file: {parser.prog} {names[0]}/run.toml")
+    if len(names) > 1:
+        raise UsageError(
+            f"`{names[1]}` is one argument too many: {names[0]} says which environment.",
+            fix="Give the algorithm and the environment by name, or only the file.",
+        )
+
+    from choreo.folder import read_toml
+    from choreo.recipe import Recipe
+
+    file = Path(names[0])
+    recipe = Recipe.from_toml(read_toml(file), file=file)
+    options = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    parser.set_defaults(**options, num_envs=None)
+    return recipe
+
+
+def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser, recipe: Any) -> Any:
     import tyro
 
     from choreo import registry
 
-    cls = registry.algorithm_class(name)
+    cls = registry.algorithm_class(name) if recipe is None else type(recipe.algo)
     fields = {f"--{field.name.replace('_', '-')}": field for field in dataclasses.fields(cls)}
     known = {*fields, *(f"--no-{flag[2:]}" for flag, field in fields.items() if field.type in (bool, "bool"))}
     for arg in args:
         flag = arg.split("=", 1)[0].replace("_", "-")
         if flag.startswith("--") and flag not in {*known, "--help"}:
             raise _unknown_option(flag, known | _flags(parser))
-    algo = tyro.cli(cls, args=args, prog=f"{parser.prog} {name} ENVIRONMENT")
-    return registry.algorithm(algo)
+    if recipe is None:
+        return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name} ENVIRONMENT"))
+    return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name}", default=recipe.algo))
+
+
+def _layout(options: argparse.Namespace) -> Any:
+    """The layout by name, or that of a run; `--workers` and `--exact` also change the one of a run, if it is a preset."""
+    from choreo import registry
+    from choreo.layouts import PRESETS
+
+    given, changes = options.layout, {"workers": options.workers, "exact": options.exact or None}
+    if isinstance(given, str) or changes == {"workers": None, "exact": None}:
+        return registry.layout(given, **changes)
+    workers = next((group.replicas for group in given.groups if group.replicas is not None), None)
+    before = {"workers": workers, "exact": given.exact or None}
+    if given.name not in PRESETS or registry.layout(given.name, **before) != given:
+        raise UsageError(
+            "--workers and --exact cannot change the layout of this run, which is not one of Choreo's.",
+            fix="Name a layout as well: --layout coarse --workers 2",
+        )
+    return registry.layout(given.name, **{name: changes[name] or was for name, was in before.items()})
 
 
 def _flags(parser: argparse.ArgumentParser) -> set[str]:
@@ -326,21 +421,33 @@ def _count(text: str) -> int:
     return int(value)
 
 
-def _free_folder(algo: str, env: str, seed: int) -> Path:
+def _check_out(file: Path | None) -> None:
+    if file is not None and not file.parent.is_dir():
+        raise UsageError(f"There is no folder {file.parent}.", fix="Make it first, or choose another -o.")
+
+
+def _free_folder(algo: Any, env: Any, seed: int) -> Path:
     """`runs/ppo-CartPole-v1-0`, or with the next free number behind it."""
-    name = "-".join([algo.split(":")[-1].lower(), env.split(":")[-1].replace("/", "-"), str(seed)])
+    name = "-".join([type(algo).__name__.lower(), env.name.split(":")[-1].replace("/", "-"), str(seed)])
     folder, number = Path("runs") / name, 2
     while folder.exists():
         folder, number = Path("runs") / f"{name}.{number}", number + 1
     return folder
 
 
-def _remove_run(folder: Path) -> None:
+def _remove_run(folder: Path, *, keep: Any) -> None:
     """Remove an earlier run; anything else in its place is left for `train` to refuse."""
     import shutil
 
     from choreo.folder import RunFolder
 
+    if keep is not None:
+        kept = RunFolder(getattr(keep, "path", keep))
+        kept.check_run()
+        if kept.path.resolve().is_relative_to(folder.resolve()):
+            raise UsageError(
+                f"--overwrite would remove {kept.path}, the run of --init-from.", fix="Choose another --out."
+            )
     if RunFolder(folder).recipe.is_file():
         RunFolder(folder).check_not_in_use()
         shutil.rmtree(folder)

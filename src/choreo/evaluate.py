@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from choreo.envs.gymnasium import HostEnv, seeds
 from choreo.errors import AlgorithmError, RunError
 from choreo.types import Key, PyTree
 
 MAX_ENVS = 128
 """Environments played side by side; more episodes than that are played one after another."""
+MAX_HOST_ENVS = 16
+"""Likewise, of environments that run in Python: making one may take a second and a gigabyte."""
 STEPS_PER_CALL = 1024
 """Steps per compiled call: between calls, Ctrl-C is heard."""
 
@@ -67,10 +70,13 @@ def evaluate(
     if episodes < 1:
         raise RunError(f"evaluate(episodes={episodes}) needs at least one episode.", fix="Give --episodes 100.")
     check_act(algo)
-    num_envs = min(episodes, MAX_ENVS)
+    on_host = isinstance(env, HostEnv)
+    num_envs = min(episodes, MAX_HOST_ENVS if on_host else MAX_ENVS)
     env = env.with_num_envs(num_envs)
     quota = episodes // num_envs + (np.arange(num_envs) < episodes % num_envs)
     most = int(quota.max())
+    if on_host:
+        return _play_on_host(algo, env, params, key, quota, greedy, most * max_episode_steps)
 
     game = _reset(algo, env, params, key, most)
     for _ in range(-(-most * max_episode_steps // STEPS_PER_CALL)):
@@ -78,7 +84,11 @@ def evaluate(
         if (np.asarray(game.ended) >= quota).all():
             played = np.arange(most) < quota[:, None]
             return Evaluation(returns=np.asarray(game.returns)[played], lengths=np.asarray(game.lengths)[played])
-    raise RunError(
+    raise _endless(env, max_episode_steps)
+
+
+def _endless(env: Any, max_episode_steps: int) -> RunError:
+    return RunError(
         f"Evaluation of {env.name} gave up: episodes are longer than {max_episode_steps:,} steps.",
         fix="Give the environment a time limit, or evaluate with a larger max_episode_steps.",
     )
@@ -160,3 +170,64 @@ def _advance(algo: Any, env: Any, params: PyTree, game: Game, quota: jax.Array, 
 
 def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
     return mask.reshape(mask.shape + (1,) * (x.ndim - 1))
+
+
+def _play_on_host(
+    algo: Any, env: HostEnv, params: PyTree, key: Key, quota: np.ndarray, greedy: bool, max_steps: int
+) -> Evaluation:
+    """The same game, with environments of its own that are stepped from here; only acting is compiled."""
+    players = _players(algo, env, params, key)
+    returns, lengths = np.zeros((2, env.num_envs, quota.max()))
+    ended = np.zeros(env.num_envs, np.int64)
+    batch = env.batch_maker()(range(env.num_envs))
+    try:
+        token, *obs = batch.reset(np.asarray(players.seeds))
+        last = np.zeros(env.num_envs, np.bool_)
+        for _ in range(max_steps):
+            action, players = _act_all(algo, env, params, players, env.observation(obs), last, greedy)
+            token, *results = batch.step(token, *(np.asarray(leaf) for leaf in jax.tree.leaves(action)))
+            ts = env.timestep(results)
+            obs, last = jax.tree.leaves(ts.obs), np.asarray(ts.last)
+            # An episode of no length is a pause between two (choreo.host.vector).
+            (ends,) = np.nonzero(last & (ts.info["episode_length"] > 0) & (ended < quota))
+            returns[ends, ended[ends]] = ts.info["episode_return"][ends]
+            lengths[ends, ended[ends]] = ts.info["episode_length"][ends]
+            ended[ends] += 1
+            if (ended >= quota).all():
+                played = np.arange(quota.max()) < quota[:, None]
+                return Evaluation(returns=returns[played].astype(np.float32), lengths=lengths[played].astype(np.int32))
+    finally:
+        batch.close()
+    raise _endless(env, max_steps // int(quota.max()))
+
+
+class Players(NamedTuple):
+    """Who acts in environments that are elsewhere."""
+
+    state: PyTree
+    """Memory in each environment."""
+    key: Key
+    seeds: jax.Array
+    """What the environments are reset with."""
+
+
+@eqx.filter_jit
+def _players(algo: Any, env: HostEnv, params: PyTree, key: Key) -> Players:
+    key, key_env = jax.random.split(key)
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (env.num_envs, *x.shape)), initial_state(algo, params))
+    return Players(state, key, seeds(env.keys(key_env)))
+
+
+@eqx.filter_jit
+def _act_all(
+    algo: Any, env: HostEnv, params: PyTree, players: Players, obs: PyTree, last: np.ndarray | jax.Array, greedy: bool
+) -> tuple[PyTree, Players]:
+    """An action in every environment; memory starts anew where the last step ended an episode."""
+    key, key_act = jax.random.split(players.key)
+    state = jax.tree.map(
+        lambda x, x0: jnp.where(_like(jnp.asarray(last), x), x0[None], x), players.state, initial_state(algo, params)
+    )
+    action, state = jax.vmap(lambda obs, key, state: act(algo, params, obs, key, state, greedy=greedy))(
+        obs, env.keys(key_act), state
+    )
+    return action, Players(state, key, players.seeds)

@@ -111,10 +111,7 @@ class RunFolder:
 
     def read_recipe(self) -> dict[str, Any]:
         self.check_run()
-        try:
-            return tomllib.loads(self.recipe.read_text())
-        except tomllib.TOMLDecodeError as error:
-            raise RunError(f"{self.recipe} is no valid TOML: {error}.", fix="Undo the last edit.") from error
+        return read_toml(self.recipe)
 
     def append_metrics(self, rows: Sequence[Row]) -> None:
         """Add whole lines, in one write."""
@@ -126,7 +123,7 @@ class RunFolder:
         if not self.metrics.is_file():
             return []
         lines = self.metrics.read_text().split("\n")[:-1]
-        rows = [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
+        rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
         return [row for row in rows if before is None or row["iteration"] < before]
 
     def rewrite_metrics(self, rows: Sequence[Row]) -> None:
@@ -134,6 +131,20 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         checkpoint.write_atomic(self.path / name, text.encode())
+
+    def read_summary(self) -> dict[str, Any]:
+        """The numbers of the last training that reached its end here; empty if none did."""
+        file = self.path / "summary.json"
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    def _row(self, number: int, line: str) -> Row:
+        try:
+            return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+        except (json.JSONDecodeError, AttributeError) as error:
+            raise RunError(
+                f"Line {number} of {self.metrics} is no row of metrics: {line[:60]!r}.",
+                fix="Undo the last edit, or remove the line.",
+            ) from error
 
     @property
     def _lock_file(self) -> Path:
@@ -155,12 +166,26 @@ class RunFolder:
         )
 
 
+def read_toml(file: Path) -> dict[str, Any]:
+    """A TOML file as data."""
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}.", fix="Name a file that is there.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RunError(f"{file} is no valid TOML: {error}.", fix="Undo the last edit.") from error
+
+
 def to_json(row: Mapping[str, Any]) -> str:
     """One line of JSON; what is not a number there (nan, inf) becomes null."""
-    return json.dumps({k: _plain(v) for k, v in row.items()})
+    return json.dumps(_plain(row))
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value

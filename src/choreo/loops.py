@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from choreo.envs.base import Env, TimeStep
+from choreo.envs.base import Env
 from choreo.types import Key, PyTree
 
 source_info_util.register_exclusion(__file__)
@@ -66,10 +66,11 @@ def rollout(
         env_state, ts = env.step(now.env_state, action)
         memory = jax.tree.map(lambda old, new: select(ts.last, new, old), memory, fresh)
         transition = Transition(now.obs, action, extras, ts.reward, ts.discount, ts.last, ts.next_obs)
-        return Position(env_state, ts.obs, memory), (transition, ended_episodes(ts))
+        return Position(env_state, ts.obs, memory), (transition, ts.info)
 
-    end, (trajectory, episodes) = jax.lax.scan(step, start, jax.random.split(key, unroll))
-    return end, trajectory, episode_metrics(episodes)
+    # What only sums up comes after the loop: with environments in Python, every compiled call in it is paid per step.
+    end, (trajectory, info) = jax.lax.scan(step, start, jax.random.split(key, unroll))
+    return end, trajectory, episode_metrics(trajectory.last, info)
 
 
 def select(last: jax.Array, fresh: jax.Array, memory: jax.Array) -> jax.Array:
@@ -78,27 +79,22 @@ def select(last: jax.Array, fresh: jax.Array, memory: jax.Array) -> jax.Array:
     return jnp.where(last, jnp.broadcast_to(fresh, memory.shape), memory)
 
 
-def ended_episodes(ts: TimeStep) -> dict[str, jax.Array]:
-    """Return and length where an episode ended, else 0; to be summed by `episode_metrics`."""
-    dtype = ts.reward.dtype
-    return {
-        "episodes": ts.last.astype(dtype),
-        "episode_return": jnp.where(ts.last, ts.info["episode_return"], 0),
-        "episode_length": jnp.where(ts.last, ts.info["episode_length"], 0).astype(dtype),
-    }
+def episode_metrics(last: jax.Array, info: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Mean return and length of the episodes that ended, NaN if none did; from `last` and `info` [time, env].
 
+    Other numbers in `info` are averaged likewise, as they were in the last step: `x` becomes `episode_x`.
+    """
+    dtype = info["episode_return"].dtype
 
-def episode_metrics(ended: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Mean return and length of the episodes that ended, NaN if none did; from `ended_episodes` [time, env]."""
-    # Time first: what then has to leave an environment's site is one number per environment.
-    total = {name: jnp.sum(jnp.sum(x, axis=0)) for name, x in ended.items()}
-    count = total["episodes"]
+    def total(x: jax.Array) -> jax.Array:
+        # Time first: what then has to leave an environment's site is one number per environment.
+        return jnp.sum(jnp.sum(jnp.where(last, x, 0).astype(dtype), axis=0))
+
+    # Some vector environments pause between two episodes, and tell that as an episode of no length.
+    count = total(info["episode_length"] > 0)
     per_episode = jnp.where(count > 0, 1 / jnp.maximum(count, 1), jnp.nan)
-    return {
-        "episode_return": total["episode_return"] * per_episode,
-        "episode_length": total["episode_length"] * per_episode,
-        "episodes": count,
-    }
+    means = {name if name.startswith("episode_") else f"episode_{name}": x for name, x in info.items()}
+    return {name: total(x) * per_episode for name, x in means.items()} | {"episodes": count}
 
 
 def minibatches(batch: PyTree, key: Key, size: int) -> PyTree:

@@ -55,6 +55,11 @@ class Progress:
         elif self._show:
             self._console.print(text)
 
+    def print(self, worker: str, line: str) -> None:
+        """Pass on a line of a worker's output; shown also where progress is not."""
+        console = self._live.console if self._live is not None else self._console
+        console.print(Text(f"[{worker}] {line}"))
+
 
 def progress_line(title: str, row: Metrics, *, total_steps: int, steps_per_second: float) -> str:
     """The line itself; fits into 80 columns."""

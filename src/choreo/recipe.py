@@ -1,12 +1,15 @@
-"""Everything a run depends on, as one value; `run.toml` is this, written down."""
+"""Everything a run depends on, as one value; `run.toml` is this, written down, and read back."""
 
 import dataclasses
+import difflib
 import functools
 import importlib.metadata
 import math
 import platform
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -24,6 +27,16 @@ CHECKPOINTS_PER_RUN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitFrom:
+    """The run whose weights another began with."""
+
+    path: str
+    """Its folder."""
+    params_hash: str
+    """SHA-256 of the weights as they were: the folder may have been trained further since."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything a run depends on; `run.toml` is this, written down."""
 
@@ -37,7 +50,7 @@ class Recipe:
     """Environment steps asked for; the run does whole iterations, at least so many."""
     seed: int
     """The run's only source of randomness."""
-    runtime: str
+    runtime: str | None
     """Who executes the plan."""
     eval_every: int | None
     """Iterations between evaluations."""
@@ -47,6 +60,8 @@ class Recipe:
     """The return that is good enough."""
     checkpoint_every: int | None
     """Iterations between checkpoints."""
+    init_from: InitFrom | None = None
+    """Where the first weights came from; None: from the algorithm's own `init`."""
 
     def __post_init__(self):
         if self.steps < 1:
@@ -57,7 +72,7 @@ class Recipe:
                 raise RunError(f"{name}={value} must be at least 1.", fix=f"Leave {name} out, or give a larger number.")
         if not 0 <= self.seed < 2**32:
             raise RunError(f"seed={self.seed} is not between 0 and 2**32 - 1.", fix="Choose another seed.")
-        if self.runtime not in RUNTIMES:
+        if self.runtime is not None and self.runtime not in RUNTIMES:
             raise unknown_name("runtime", self.runtime, RUNTIMES)
         check_act(self.algo)
 
@@ -123,6 +138,8 @@ class Recipe:
 
     def to_toml(self) -> dict[str, Any]:
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.init_from is not None:
+            options["init_from"] = dataclasses.asdict(self.init_from)
         algo, env, layout = options.pop("algo"), options.pop("env"), options.pop("layout")
         versions = {name: importlib.metadata.version(name) for name in ("choreo", "jax", "jaxlib", "equinox", "optax")}
         return {
@@ -134,24 +151,109 @@ class Recipe:
         }
 
     @classmethod
-    def from_toml(cls, data: Mapping[str, Any], *, algo: Any = None, env: Any = None) -> "Recipe":
-        """The recipe of a run; `algo` and `env` stand in for what the file cannot name."""
-        optional = {"eval_every": None, "stop_at_return": None, "checkpoint_every": None}
+    def from_toml(
+        cls, data: Mapping[str, Any], *, algo: Any = None, env: Any = None, file: str | Path = "run.toml"
+    ) -> "Recipe":
+        """The recipe of a run; `algo` and `env` stand in for what the file cannot name. `file` is named in errors."""
+        for table in ("run", "algorithm", "environment", "layout"):
+            if not isinstance(data.get(table), dict):
+                raise RunError(
+                    f"{file} has no table [{table}].", fix="Take the run.toml of a run; `choreo train` writes one."
+                )
+        options = _checked_options(data["run"], file)
         if env is None:
-            env = registry.rebuild_environment(data["environment"])
-        return cls(
-            algo=registry.rebuild(data["algorithm"], at="algorithm") if algo is None else registry.algorithm(algo),
-            env=env,
-            layout=registry.rebuild(data["layout"], at="layout"),
-            **(optional | data["run"]),
-        )
+            env = _rebuilt(lambda: registry.rebuild_environment(data["environment"]), "environment", file)
+        if algo is None:
+            _check_fields(data["algorithm"], file)
+            algo = _rebuilt(lambda: registry.rebuild(data["algorithm"], at="algorithm"), "algorithm", file)
+        layout = _rebuilt(lambda: registry.rebuild(data["layout"], at="layout"), "layout", file)
+        return cls(algo=registry.algorithm(algo), env=env, layout=layout, **options)
 
 
-def _inprocess(the_plan: Any) -> Any:
+def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, Any]:
+    """The table [run], every option there and of the right kind."""
+    kinds = {
+        name: kind for name, kind in typing.get_type_hints(Recipe).items() if name not in ("algo", "env", "layout")
+    }
+    options: dict[str, Any] = {name: None for name, kind in kinds.items() if isinstance(None, kind)}
+    for name, value in given.items():
+        if name not in kinds:
+            raise RunError(f"{file} has an option `{name}` in [run], which no run has.", fix=_near(name, kinds))
+        if name == "init_from":
+            value = _rebuilt(lambda value=value: InitFrom(**value), "run.init_from", file)
+        if isinstance(value, bool) or not isinstance(value, kinds[name]):
+            raise RunError(
+                f"{file} says `{name} = {value!r}` in [run]; that is no {_kind_name(kinds[name])}.",
+                fix="Correct it, or undo the last edit.",
+            )
+        options[name] = value
+    missing = [name for name in kinds if name not in options]
+    if missing:
+        raise RunError(f"{file} has no `{missing[0]}` in [run].", fix="Add it, or undo the last edit.")
+    return options
+
+
+def _check_fields(described: Mapping[str, Any], file: str | Path) -> None:
+    """Refuse hyper-parameters that the algorithm does not have, and numbers that are none."""
+    if "class" not in described:
+        return  # `rebuild` says what it was
+    cls: type = registry.rebuild({"name": described["class"]}, at="algorithm")
+    if not dataclasses.is_dataclass(cls):
+        return  # `registry.algorithm` refuses it
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    for name, value in described.get("fields", {}).items():
+        if name not in defaults:
+            raise RunError(
+                f"{file} gives `{cls.__name__}` a hyper-parameter `{name}`, which it does not have.",
+                fix=_near(name, defaults),
+            )
+        kind = type(defaults[name])
+        if kind in (bool, int, float, str) and not isinstance(value, dict) and not _is_a(value, kind):
+            raise RunError(
+                f"{file} says `{name} = {value!r}` in [algorithm.fields]; that is no {kind.__name__}.",
+                fix=f"Correct it; the default of `{cls.__name__}.{name}` is {defaults[name]!r}.",
+            )
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, kind) or (kind is float and isinstance(value, int))
+
+
+def _rebuilt(make: Callable[[], Any], what: str, file: str | Path) -> Any:
+    try:
+        return make()
+    except (KeyError, TypeError) as error:  # a part is missing, or one too many is given
+        raise RunError(f"`{what}` cannot be made again from {file}: {error}.", fix="Undo the last edit.") from error
+
+
+def _kind_name(kind: Any) -> str:
+    names = [part.__name__ for part in typing.get_args(kind) or (kind,) if part is not type(None)]
+    return " or ".join(dict.fromkeys(names))
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean `{close[0]}`?" if close else f"Known: {', '.join(sorted(known))}."
+
+
+def make_runtime(name: str | None, the_plan: Any, **options: Any) -> Any:
+    """The runtime of this name; None: worker processes if there are several sites, else this process."""
+    return RUNTIMES[name or ("local" if the_plan.num_sites > 1 else "inprocess")](the_plan, **options)
+
+
+def _inprocess(the_plan: Any, **options: Any) -> Any:
     from choreo.runtime.inprocess import InProcess
 
-    return InProcess(the_plan)
+    return InProcess(the_plan, profile=options["profile"])
 
 
-RUNTIMES: dict[str, Callable[[Any], Any]] = {"inprocess": _inprocess}
-"""Who can execute a plan."""
+def _local(the_plan: Any, **options: Any) -> Any:
+    from choreo.runtime.local import Local
+
+    return Local(the_plan, **options)
+
+
+RUNTIMES: dict[str, Callable[..., Any]] = {"inprocess": _inprocess, "local": _local}
+"""Who executes a plan, by name."""

@@ -1,7 +1,7 @@
 """From what a user names to what it is, and back.
 
     "ppo", "my_ppo.py:MyPPO", PPO, PPO(...)     -> an algorithm
-    "jax:CartPole-v1", an environment           -> an environment
+    "CartPole-v1", "my_env.py:make_env", MyEnv  -> an environment
     "coarse", coarse(workers=2)                 -> a layout
 
 `describe` goes the other way: a value as TOML data from which `rebuild` makes an equal one. Numbers, strings, lists,
@@ -19,9 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
-from choreo.errors import AlgorithmError, ChoreoError, LayoutError, RunError, UnknownNameError, unknown_name
+from choreo.errors import AlgorithmError, ChoreoError, EnvError, LayoutError, RunError, UnknownNameError, unknown_name
 
 PARTS = {
     "unroll": "the number of steps per environment and iteration",
@@ -31,6 +32,9 @@ PARTS = {
     "act": "`act(params, obs, key, *, greedy=False) -> (action, extras)`",
 }
 """What an algorithm must have."""
+
+PREFIXES = ("jax", "gymnax", "gymnasium", "envpool")
+"""What may stand before the colon in an environment's name without being a module."""
 
 
 def algorithm(algo: Any) -> Any:
@@ -74,13 +78,37 @@ def algorithm_class(name: str) -> type:
     return algos.find(name)
 
 
-def environment(env: Any, num_envs: int | None = None) -> Any:
-    """The environment itself, `num_envs` times; 8 times if nothing is said."""
+def environment(env: Any, num_envs: int | None = None, **kwargs: Any) -> Any:
+    """The environment itself, `num_envs` times; 8 times if nothing is said.
+
+    `env` is a name, a function that makes one (`lambda: MyEnv()`, `my_env.py:make_env`, a class), or the environment;
+    `kwargs` are its own arguments.
+    """
     from choreo import envs
 
+    count = num_envs if num_envs is not None else 8
     if isinstance(env, str):
-        return envs.make(env, num_envs if num_envs is not None else 8)
+        factory = _factory(env)
+        return envs.make(env, count, **kwargs) if factory is None else envs.from_factory(factory, count, **kwargs)
+    if envs.makes_environments(env):
+        return envs.from_factory(env, count, **kwargs)
+    if kwargs:
+        raise EnvError(
+            f"`{min(kwargs)}` belongs to an environment given by name.", fix="Put it into the environment itself."
+        )
     return env if num_envs is None else env.with_num_envs(num_envs)
+
+
+def _factory(name: str) -> Any:
+    """What makes environments, if `name` is `my_env.py:make_env` or `package.module:make_env`; else None."""
+    where, _, attribute = name.rpartition(":")
+    if where.endswith(".py"):
+        return load(name)
+    # `module:Id-v0` is Gymnasium's way to say that a module has to be imported first.
+    if not where or where in PREFIXES or not all(part.isidentifier() for part in [*where.split("."), attribute]):
+        return None
+    module = _import(where, name)
+    return getattr(module, attribute, None)
 
 
 def layout(value: Any, **options: Any) -> Any:
@@ -157,6 +185,8 @@ def _load_file(path: Path, target: str) -> ModuleType:
         raise
     finally:
         sys.path.remove(str(path.parent))
+    # No other process can import it by that name: what it defines goes there by value.
+    cloudpickle.register_pickle_by_value(module)
     return module
 
 
@@ -211,9 +241,11 @@ def rebuild(data: Any, *, at: str) -> Any:
 
 
 def describe_environment(env: Any) -> dict[str, Any]:
-    """An environment as TOML data: its name and count if these are all there is to it."""
+    """An environment as TOML data: its name, its count and its arguments, if these are all there is to it."""
     from choreo import envs
 
+    if isinstance(env, envs.HostEnv):
+        return _describe_host(env)
     try:
         named = envs.make(env.name, env.num_envs)
     except ChoreoError:
@@ -221,11 +253,28 @@ def describe_environment(env: Any) -> dict[str, Any]:
     return {"name": env.name, "num_envs": env.num_envs} if named == env else describe(env)
 
 
+def _describe_host(env: Any) -> dict[str, Any]:
+    target, kwargs = env.name if env.is_envpool else env.source.recipe.target, env.arguments
+    if not isinstance(target, str):
+        if not _is_importable(target):
+            return {"unknown": repr(target)}
+        target = _target(target)
+    described = {"name": target, "num_envs": env.num_envs}
+    return described | ({"kwargs": {k: describe(v) for k, v in kwargs.items()}} if kwargs else {})
+
+
 def rebuild_environment(data: dict[str, Any]) -> Any:
     """The environment `describe_environment` described."""
-    if "num_envs" in data:
-        return environment(data["name"], data["num_envs"])
-    return rebuild(data, at="environment")
+    if "num_envs" not in data:
+        return rebuild(data, at="environment")
+    kwargs = {k: rebuild(v, at=f"environment.{k}") for k, v in data.get("kwargs", {}).items()}
+    try:
+        return environment(data["name"], data["num_envs"], **kwargs)
+    except UnknownNameError as error:
+        raise RunError(
+            f"`environment` of this run is `{data['name']}`, which is gone. {error.what}",
+            fix="Put the file back or install the package, or pass the environment yourself: choreo.load(path, env=...).",
+        ) from error
 
 
 def _construct(cls: type, fields: dict[str, Any]) -> Any:

@@ -1,15 +1,18 @@
-"""A run as a picture and as a table."""
+"""Runs as pictures and as tables."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
+
+from choreo.progress import short
+from choreo.runtime.profile import Profile
 
 LABELS = {
     "return": "return (greedy, 100 fresh episodes)",
@@ -37,6 +40,37 @@ def learning_curve(metrics: Mapping[str, np.ndarray], *, title: str) -> Figure:
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
+    return figure
+
+
+class Curve(NamedTuple):
+    """How the return of one run grew."""
+
+    label: str
+    env_steps: np.ndarray
+    returns: np.ndarray
+    """One for each of `env_steps`."""
+    seconds: np.ndarray
+    """When boundaries were reached."""
+    returns_then: np.ndarray
+    """One for each of `seconds`."""
+
+
+def comparison(curves: Sequence[Curve], *, title: str) -> Figure:
+    """Return over environment steps, and over seconds, one line per run."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    over_steps = figure.add_subplot(1, 2, 1, xlabel="environment steps", ylabel="return (last 100 training episodes)")
+    over_seconds = figure.add_subplot(1, 2, 2, xlabel="seconds, compiling included", sharey=over_steps)
+    for curve in curves:
+        over_steps.plot(curve.env_steps, curve.returns, label=curve.label)
+        over_seconds.plot(curve.seconds, curve.returns_then, marker="o", markersize=3, label=curve.label)
+    over_steps.xaxis.set_major_formatter(lambda x, _: short(x))
+    for axes in (over_steps, over_seconds):
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    over_steps.legend(loc="best")
     return figure
 
 
@@ -70,3 +104,15 @@ def _shown(name: str, value: Any) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:,.0f}" if name in ("env_steps", "steps_per_second") else f"{value:,.1f}"
+
+
+def profile_table(profile: Profile) -> Table:
+    """The share of each worker's time, by what it went into."""
+    table = Table(title="where the time went", box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("site")
+    for kind in profile.kinds:
+        table.add_column(kind, justify="right")
+    for worker in profile.workers:
+        shares = profile.shares(worker)
+        table.add_row(worker, *(f"{shares[kind]:.0%}" if kind in shares else "" for kind in profile.kinds))
+    return table

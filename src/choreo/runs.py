@@ -17,6 +17,7 @@ from choreo.errors import EnvError, RunError
 from choreo.evaluate import Evaluation, act, evaluate, initial_state
 from choreo.folder import Row
 from choreo.recipe import Recipe
+from choreo.runtime.profile import Profile
 from choreo.types import Key, PyTree
 
 
@@ -46,6 +47,8 @@ class Run:
     """Where the wall time went."""
     path: Path | None
     """The run folder, if there is one."""
+    profile: Profile | None = None
+    """What each site did when, if it was asked for."""
 
     @property
     def algo(self) -> Any:

@@ -32,9 +32,10 @@ from choreo.loggers import Logger, Metrics, check_loggers, make_loggers
 from choreo.partition.trace import trace
 from choreo.plans import Plan
 from choreo.progress import Progress
-from choreo.recipe import RUNTIMES, Recipe
+from choreo.recipe import InitFrom, Recipe, make_runtime
 from choreo.runs import Run, Timing
 from choreo.types import PyTree
+from choreo.weights import Weights
 
 EPISODES_PER_RETURN = 100
 """`train_return` is the mean over at least this many episodes, once there are so many."""
@@ -52,11 +53,14 @@ def train(
     num_envs: int | None = None,
     seed: int = 0,
     out: str | Path | None = None,
-    runtime: str = "inprocess",
+    runtime: str | None = None,
+    env_timeout: float | int = 60.0,
+    profile: bool = False,
     eval_every: int | None = None,
     eval_episodes: int = 20,
     stop_at_return: float | int | None = None,
     checkpoint_every: int | None = None,
+    init_from: str | Path | InitFrom | None = None,
     loggers: Sequence[str | Logger] = (),
     on_iteration: OnIteration | None = None,
     progress: bool | None = None,
@@ -67,6 +71,10 @@ def train(
     environment given by name is made 8 times unless `num_envs` says otherwise. With `out`, everything is kept in that
     folder, which must be new or empty. `eval_every` and `checkpoint_every` count iterations. `stop_at_return` ends the
     run once the evaluation reaches it; without `eval_every`, once the mean of the last 100 training episodes does.
+    `init_from`, a run folder, gives the first weights; optimiser, counters and environments start anew.
+    `runtime`: "inprocess" runs everything in this process, "local" in worker processes; None takes workers where the
+    layout has several sites. A worker whose environment does not return for `env_timeout` seconds ends the run.
+    `profile` keeps what each site did when: a table, and `trace.json` in the run folder, which Perfetto opens.
     `progress`: None shows it in a terminal only.
 
     Refuses (ChoreoError) before anything is compiled whatever can be refused then.
@@ -88,8 +96,12 @@ def train(
     if folder is not None:
         folder.check_new()
     check_loggers(loggers, folder and folder.path)
-    start = Start(done=0, rows=[], carry=None)
-    return _drive(recipe, folder, start, loggers=loggers, on_iteration=on_iteration, progress=progress)
+    weights = None if init_from is None else Weights.read(recipe, init_from)
+    if weights is not None:
+        recipe = dataclasses.replace(recipe, init_from=weights.origin)
+    start = Start(done=0, rows=[], carry=None, weights=weights)
+    watching = Watching(env_timeout_s=float(env_timeout), profile=profile)
+    return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
 def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = None) -> Plan:
@@ -133,7 +145,8 @@ def resume(
         rows=folder.read_metrics(before=done),
         carry=checkpoint.load(folder.checkpoint, recipe.carry_structure()),
     )
-    return _drive(recipe, folder, start, loggers=loggers, on_iteration=on_iteration, progress=progress)
+    watching = Watching()
+    return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
 def load(path: str | Path, *, algo: Any = None, env: Any = None) -> "Run":
@@ -157,12 +170,25 @@ class Start:
     """Their metrics."""
     carry: PyTree | None
     """The state after them; None: run `init`."""
+    weights: Weights | None = None
+    """What to begin with in place of the weights that `init` makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching:
+    """How a run is watched; its result does not depend on it."""
+
+    env_timeout_s: float = 60.0
+    """After how long an environment that does not return counts as hanging."""
+    profile: bool = False
+    """Keep what each site did when?"""
 
 
 def _drive(
     recipe: Recipe,
     folder: RunFolder | None,
     start: Start,
+    watching: Watching,
     *,
     loggers: Sequence[str | Logger],
     on_iteration: OnIteration | None,
@@ -193,10 +219,18 @@ def _drive(
             stack.callback(sink.close)
         show = sys.stderr.isatty() if progress is None else progress
         line = stack.enter_context(Progress(type(algo).__name__, total_steps=recipe.total_steps, show=show))
-        runtime = RUNTIMES[recipe.runtime](the_plan)
+        runtime = make_runtime(
+            recipe.runtime,
+            the_plan,
+            on_output=line.print,
+            profile=watching.profile,
+            env_timeout_s=watching.env_timeout_s,
+        )
         stack.callback(runtime.close)
         if start.carry is None:
             runtime.start(recipe.key)
+            if start.weights is not None:
+                runtime.restore(start.weights.put_into(runtime.carry()), recipe.key)
         else:
             runtime.restore(start.carry, recipe.key)
 
@@ -229,6 +263,7 @@ def _drive(
                 checkpoint.save(folder.checkpoint, runtime.carry(), iteration=stop)
             first = stop
 
+        profile = runtime.profile() if watching.profile else None
         run = Run(
             recipe=recipe,
             train_state=runtime.carry().train,
@@ -239,7 +274,10 @@ def _drive(
                 steps_per_second=clock.steps_per_second(recipe, start.done, first),
             ),
             path=folder and folder.path,
+            profile=profile,
         )
+        if folder is not None and profile is not None:
+            folder.write_text("trace.json", profile.trace())
         if folder is not None:
             run.plot(folder.path / "curve.png")
             folder.write_text("summary.json", to_json(run.training_summary))

@@ -93,9 +93,10 @@ class Worker:
         if header["profile"]:
             from choreo.runtime.profile import Recorder
 
-            self.recorder = Recorder(self.name)
-        backend = _device(header) if header["compiled"] else PythonOnly()
-        self.execution = Execution(orders, hood, backend, self.recorder and self.recorder.watch)
+            self.recorder = Recorder()
+        watch = self.recorder and self.recorder.watch
+        backend = _device(header, watch) if header["compiled"] else PythonOnly()
+        self.execution = Execution(orders, hood, backend, watch)
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
 
     def _start(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
@@ -123,7 +124,7 @@ class Worker:
         self._done()
 
     def _profile(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        self._send({"kind": "profile", "spans": self.recorder.take()})
+        self._send({"kind": "profile", "taken": self.recorder.take()})
 
     def _done(self) -> None:
         self._send({"kind": "done", **self._state()})
@@ -183,7 +184,7 @@ class Worker:
         )
 
 
-def _device(header: dict[str, Any]) -> Any:
+def _device(header: dict[str, Any], watch: Any) -> Any:
     import jax
 
     jax.config.update("jax_enable_x64", header["x64"])
@@ -193,7 +194,7 @@ def _device(header: dict[str, Any]) -> Any:
     from choreo.runtime.device import Device
 
     use_compilation_cache()
-    return Device(header["compiled"])
+    return Device(header["compiled"], watch)
 
 
 def _end_now() -> None:

@@ -6,6 +6,10 @@ from typing import Any
 from choreo.envs.base import Env as Env
 from choreo.envs.base import TimeStep as TimeStep
 from choreo.envs.cartpole import CartPole
+from choreo.envs.gymnasium import HostEnv as HostEnv
+from choreo.envs.gymnasium import from_factory as from_factory
+from choreo.envs.gymnasium import make_envpool, make_gymnasium
+from choreo.envs.gymnasium import makes_environments as makes_environments
 from choreo.envs.pendulum import Pendulum
 from choreo.envs.vmap import JaxEnv as JaxEnv
 from choreo.envs.vmap import Step as Step
@@ -25,6 +29,10 @@ def make(name: str, num_envs: int, **kwargs: Any) -> Env:
         from choreo.envs.gymnax import make_gymnax  # an extra, and 3.5 s to import
 
         return VmapEnv(env=make_gymnax(name, **kwargs), num_envs=num_envs)
+    if name.startswith("envpool:"):
+        return make_envpool(name, num_envs, **kwargs)
+    if name.startswith("gymnasium:") or not name.startswith("jax:"):
+        return make_gymnasium(name, num_envs, **kwargs)
     if name not in BUILT_IN:
         raise unknown_name("environment", name, names(), fix="Environments of gymnax are called `gymnax:<name>`.")
     settings = [field.name for field in dataclasses.fields(BUILT_IN[name])]

@@ -242,7 +242,9 @@ class _Cutter:
         fn = _segment_fn(everything, list(keys), [x.stacked for x in ins], outs, consts, needs, group, size)
         name = "+".join(dict.fromkeys(_fragment_names(ops))) or "glue"
         out_avals = tuple(_piece_aval(v.aval, axis, size) for v, axis in outs)
-        return Segment(group, name, tuple(ins), tuple(self.slot(v, axis) for v, axis in outs), out_avals, fn)
+        roles = tuple(dict.fromkeys(role for op in ops for role in sorted(op.roles)))
+        slots = tuple(self.slot(v, axis) for v, axis in outs)
+        return Segment(group, name, tuple(ins), slots, out_avals, fn, roles=roles)
 
     def _input(self, value: Value, axis: Axis, size: Size | None, stacked: bool) -> Input:
         outer = self.xs_outside[value] if stacked else value

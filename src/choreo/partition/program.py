@@ -88,6 +88,8 @@ class Segment:
     fn: Callable[..., list[Any]]
     donated: tuple[int, ...] = ()
     """Positions of inputs whose memory the results may take over."""
+    roles: tuple[str, ...] = ()
+    """The roles of its fragments, in order."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from jax import lax
 
 from choreo.errors import LayoutError
 from choreo.partition.program import Axis, Constant, KeyType, Move, Program, Ref, Segment, Transfer
+from choreo.runtime.machine import Watch
 from choreo.types import GroupName
 
 
 class Device:
     """A `Backend` on JAX's devices."""
 
-    def __init__(self, platforms: Mapping[GroupName, str | None]):
+    def __init__(self, platforms: Mapping[GroupName, str | None], watch: Watch | None = None):
+        self.watch: Watch = watch or (lambda kind, name, fn: fn)
         self.devices = {group: _find_device(group, platform) for group, platform in platforms.items()}
         self.cpu = all(device.platform == "cpu" for device in self.devices.values())
         self.compile_seconds = 0.0
@@ -37,11 +39,15 @@ class Device:
         def call(*args: Any) -> Any:
             nonlocal program
             if program is None:
-                began = time.perf_counter()
-                with jax.default_device(self.devices[group]):
-                    program = jax.jit(fn, donate_argnums=donated).lower(*args).compile()
-                self.compile_seconds += time.perf_counter() - began
+                program = self.watch("compile", group, compile_now)(args)
             return program(*args)
+
+        def compile_now(args: tuple[Any, ...]) -> Any:
+            began = time.perf_counter()
+            with jax.default_device(self.devices[group]):
+                made = jax.jit(fn, donate_argnums=donated).lower(*args).compile()
+            self.compile_seconds += time.perf_counter() - began
+            return made
 
         return call
 

@@ -1,6 +1,6 @@
 """A plan, executed at the sites that live in this process: all of them (`inprocess`), or those of one worker."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,8 @@ import numpy as np
 
 from choreo.host import HostObjects
 from choreo.partition.program import Program, Segment
-from choreo.runtime.machine import Action, Backend, Machine, Neighbourhood, Site
+from choreo.runtime.machine import Backend, Machine, Neighbourhood, Site, Watch
+from choreo.runtime.profile import kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +38,17 @@ class Execution:
         orders: Orders,
         hood: Neighbourhood,
         backend: Backend,
-        watch: Callable[[str, str, Action], Action] | None = None,
+        watch: Watch | None = None,
     ):
         self.orders, self.hood, self.backend = orders, hood, backend
         self.hosts = {site: HostObjects(site[1], hood.replicas(site[0])) for site in hood.sites}
         self.init = Machine(orders.init, hood, backend, self.hosts, watch)
         self.iterate = Machine(orders.iterate, hood, backend, self.hosts, watch)
         self.chunks = backend.chunks(orders.iterate, orders.single, orders.num_carry) if orders.single else None
+        if self.chunks is not None:
+            assert orders.single is not None
+            run = self.chunks.run
+            self.run_chunk = watch(kind_of(orders.single.roles), orders.single.name, run) if watch else run
         self.leaves: Pieces = {}
         self.key: dict[Site, Any] = {}
 
@@ -104,7 +109,7 @@ class Execution:
         assert self.chunks is not None
         ((site, leaves),) = self.leaves.items()
         self.leaves = {}
-        carry, rows = self.chunks.run(leaves, self.key[site], first, stop)
+        carry, rows = self.run_chunk(leaves, self.key[site], first, stop)
         self.leaves = {site: carry}
         names = [port.name for port in self.orders.iterate.outs[self.orders.num_carry :]]
         return {site: dict(zip(names, rows, strict=True))}

@@ -14,18 +14,20 @@ from choreo.plans import Plan
 from choreo.runtime.device import Device, block, join
 from choreo.runtime.execution import Execution, Orders
 from choreo.runtime.machine import Neighbourhood
+from choreo.runtime.profile import Profile, Recorder
 from choreo.types import Key, PyTree
 
 
 class InProcess:
     """Executes a plan serially."""
 
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.device = Device({group: plan.platform(group) for group in plan.sites.replicas})
+    def __init__(self, plan: Plan, *, profile: bool = False):
+        self.plan, self.recorder = plan, Recorder() if profile else None
+        watch = self.recorder and self.recorder.watch
+        self.device = Device({group: plan.platform(group) for group in plan.sites.replicas}, watch)
         orders = Orders(init=plan.init, iterate=plan.iterate, num_carry=plan.num_carry, single=plan.single)
         hood = Neighbourhood(me="here", homes=dict.fromkeys(plan.all_sites, "here"))
-        self.execution = Execution(orders, hood, self.device)
+        self.execution = Execution(orders, hood, self.device, watch)
 
     @property
     def compile_seconds(self) -> float:
@@ -50,6 +52,10 @@ class InProcess:
 
     def _put(self, leaf: Any, group: str) -> Any:
         return jax.device_put(jnp.copy(leaf), self.device.devices[group])
+
+    def profile(self) -> Profile:
+        assert self.recorder is not None, "made without profile=True"
+        return Profile({"this process": self.recorder.take()})
 
     def close(self) -> None:
         self.execution.close()

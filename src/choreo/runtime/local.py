@@ -38,6 +38,7 @@ from choreo.runtime.device import host_type
 from choreo.runtime.execution import Orders
 from choreo.runtime.inprocess import join_carry, join_metrics, split_carry, split_key
 from choreo.runtime.machine import Neighbourhood, messages
+from choreo.runtime.profile import Profile
 from choreo.runtime.shm import make_shm_channel
 from choreo.runtime.wire import Frame, receive_frame, send_frame
 from choreo.types import Key, PyTree
@@ -85,7 +86,7 @@ class Local:
         profile: bool = False,
         on_output: Callable[[str, str], None] | None = None,
     ):
-        self.plan, self.profile, self.env_timeout_s = plan, profile, env_timeout_s
+        self.plan, self.profiling, self.env_timeout_s = plan, profile, env_timeout_s
         self.on_output = on_output or _print_line
         self.seconds: dict[str, float] = {}
         self.members: dict[str, Member] = {}
@@ -132,11 +133,11 @@ class Local:
             self._tell_one(self.members[name], header, [run_key, *(leaf for _, leaf in held)])
         self._await("done", doing="taking the carry")
 
-    def spans(self) -> dict[str, list[Any]]:
-        """What each worker did when, since it was last asked; for `profile`."""
+    def profile(self) -> Profile:
+        """What each worker did so far."""
         self._tell({"kind": "profile"})
         replies = self._await("profile", doing="telling what they did")
-        return {name: header["spans"] for name, (header, _) in zip(self.workers, replies, strict=True)}
+        return Profile({name: header["taken"] for name, (header, _) in zip(self.workers, replies, strict=True)})
 
     def states(self) -> dict[str, str]:
         """For people: what each worker is doing."""
@@ -184,9 +185,9 @@ class Local:
                 "links": links[name],
                 "token": token.hex(),
                 "compiled": {g: self.plan.platform(g) for g in self._groups(name)} if self._compiles(name) else None,
-                "x64": bool(jax.config.jax_enable_x64),
-                "prng": jax.config.jax_default_prng_impl,
-                "profile": self.profile,
+                "x64": jnp.result_type(float) == np.float64,
+                "prng": str(jax.random.key_impl(jax.random.key(0))),
+                "profile": self.profiling,
                 "env_timeout_s": self.env_timeout_s,
             }
             self._tell_one(self.members[name], header, [np.frombuffer(orders[name], np.uint8)])

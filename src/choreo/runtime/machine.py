@@ -33,6 +33,7 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
+from choreo.runtime.profile import kind_of
 from choreo.types import GroupName
 
 Site = tuple[GroupName, int]
@@ -41,6 +42,10 @@ Store = dict[Ref, Any]
 """What one site holds, by slot."""
 Action = Callable[[int], None]
 """One step of a program at the sites here; its argument is the step of the loop around."""
+
+
+Watch = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
+"""From a kind of work, its name and a function to the same function, timed."""
 
 
 @runtime_checkable
@@ -182,10 +187,10 @@ class Machine:
         hood: Neighbourhood,
         backend: Backend,
         hosts: Mapping[Site, HostObjects],
-        watch: "Callable[[str, str, Action], Action] | None" = None,
+        watch: "Watch | None" = None,
     ):
         self.program, self.hood, self.backend, self.hosts = program, hood, backend, hosts
-        self.watch = watch or (lambda kind, name, action: action)
+        self.watch: Watch = watch or (lambda kind, name, fn: fn)
         self.stores: dict[Site, Store] = {site: {} for site in hood.sites}
         self.actions = self._lower(program.steps, self.stores, inside=False)
 
@@ -228,7 +233,7 @@ class Machine:
             def run(t: int) -> None:
                 store.update(zip(outs, call(index, scalar(t), *[store[slot] for slot in slots]), strict=True))
 
-            return self.watch(step.group, step.name, run)
+            return self.watch(kind_of(step.roles), step.name, run)
 
         return [at(stores[step.group, r], scalar(r)) for r in self.hood.here(step.group)]
 
@@ -284,7 +289,7 @@ class Machine:
         me = self.hood.me
         for (src, dst), message in pieces.items():
             if src == me != dst:
-                actions.append(self.watch("send", dst, self._send(step, dst, message, stores)))
+                actions.append(self._send(step, dst, message, stores))
         incoming = {src: message for (src, dst), message in pieces.items() if dst == me}
         if incoming:
             actions.append(self._receive(step, incoming, stores, inside=inside))
@@ -299,11 +304,11 @@ class Machine:
                 store[move.dst] = self.backend.reshard(parts, move, r, len(receivers), step)
 
     def _send(self, step: Transfer, dst: str, message: "list[Piece]", stores: dict[Site, Store]) -> Action:
-        link, to_host = self.hood.links[dst], self.backend.to_host
+        send, to_host = self.watch("send", dst, self.hood.links[dst].send), self.backend.to_host
         sources = [(stores[step.src, piece.sender], piece.move.src, piece.take) for piece in message]
 
         def run(_: int) -> None:
-            link.send([to_host(store[slot])[take] for store, slot, take in sources])
+            send([to_host(store[slot])[take] for store, slot, take in sources])
 
         return run
 
@@ -318,21 +323,21 @@ class Machine:
         own = put.pop(me, [])
         gets = []
         for src, message in put.items():
-            link, where = self.hood.links[src], [(i, piece.put) for i, piece in message]
-            gets.append((link, where))
+            receive = self.watch("wait", src, self.hood.links[src].receive)
+            gets.append((receive, [(i, piece.put) for i, piece in message]))
         moves = [(stores[step.dst, d], step.moves[m].dst, step.moves[m].aval) for m, d in targets]
 
         def wait(_: int) -> None:
             buffers = [np.empty(shape, dtype) for shape, dtype in types]
             for i, piece in own:
                 buffers[i][piece.put] = backend.to_host(stores[step.src, piece.sender][piece.move.src])[piece.take]
-            for link, where in gets:
-                link.receive([buffers[i][index] for i, index in where])
+            for receive, where in gets:
+                receive([buffers[i][index] for i, index in where])
             # Within a loop a compiled function takes numpy as it is; what many steps will read is put on the device once.
             for buffer, (store, slot, aval) in zip(buffers, moves, strict=True):
                 store[slot] = buffer if inside and _is_plain(aval) else backend.from_host(buffer, aval, step.dst)
 
-        return self.watch("wait", ", ".join(put), wait)
+        return wait
 
 
 class _LoopRun:

@@ -313,8 +313,8 @@ class ShmSender(_Ring):
         for view, array in zip(views, arrays, strict=True):
             view[...] = array
         words[header], words[header + 1] = number, payload
-        if not self._hand_over(WRITTEN, RECEIVER_SLEEPS, payload):
-            raise self._gone()
+        if not self._hand_over(WRITTEN, RECEIVER_SLEEPS, payload) and words[READ] <= number:
+            raise self._gone()  # and it had not read this message
 
     def _gone(self) -> ChannelError:
         if self._words[RECEIVER_CLOSED]:

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from socket import gethostbyname
 from types import TracebackType
 from typing import Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
@@ -79,13 +80,13 @@ class TcpListener:
 
     def __init__(self, host: str, port: int, token: bytes):
         _check_token(token)
-        self._host, self._token = host, token
-        self._socket = _context().socket(zmq.ROUTER)
+        self._token, self._socket = token, _context().socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, int(1000 * LINGER_S))
         self._socket.set(zmq.MAXMSGSIZE, 1024)
         try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
+            self._host = gethostbyname(host)  # ZeroMQ binds to numbers only
+            self._socket.bind(f"tcp://{self._host}:{port or '*'}")
+        except (zmq.ZMQError, OSError) as error:
             self._socket.close(0)
             raise ChannelError(
                 f"Cannot listen at {host}:{port}: {error.strerror}.",
@@ -312,7 +313,8 @@ class _Link:
         for option, value in (
             (zmq.SNDHWM, 0),  # the credit is the bound; ZeroMQ's own would block where nobody looks
             (zmq.RCVHWM, 0),
-            (zmq.RECONNECT_IVL, -1),  # a channel that was cut has lost messages: it is over
+            # A channel that was cut is over. Never, though, would be wrong: then ZeroMQ drops what is still unread.
+            (zmq.RECONNECT_IVL, 24 * 3600 * 1000),
             (zmq.HEARTBEAT_IVL, int(1000 * min(1.0, silence_s / 3))),
             (zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s)),
             (zmq.LINGER, int(1000 * LINGER_S)),
@@ -326,15 +328,14 @@ class _Link:
     def wait(self, milliseconds: int) -> bool:
         """Until a message is there or the connection is gone; False if neither comes in time."""
         for socket, _ in self._poller.poll(None if milliseconds < 0 else milliseconds):
-            if socket is self.socket:
-                return True
-            self._hear()
+            if socket is self._monitor:
+                self._hear()
             return True
         return False
 
     def _hear(self) -> None:
         event, fd = struct.unpack("=Hi", self._monitor.recv_multipart()[0])
-        if event == zmq.EVENT_DISCONNECTED and self.peer_fd in (None, fd):
+        if event == zmq.EVENT_DISCONNECTED and self.peer_fd in (None, fd) and not self.lost:
             self._poller.unregister(self._monitor)
             self.lost = True
 
@@ -354,9 +355,11 @@ class _Link:
         return True
 
     def close(self, *, linger_s: float = LINGER_S) -> None:
+        while not self.lost and self._monitor.poll(0):
+            self._hear()
         self.socket.disable_monitor()
         self._monitor.close(0)
-        self.socket.close(int(1000 * linger_s))
+        self.socket.close(0 if self.lost else int(1000 * linger_s))
 
 
 _E = TypeVar("_E", bound="_TcpEnd")

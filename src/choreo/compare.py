@@ -1,0 +1,287 @@
+"""Runs beside each other: return against steps and against time, speed-up, final return.
+
+Everything is read from `run.toml`, `metrics.jsonl` and `summary.json`: no algorithm or environment is made, and a run that
+is still going on, or was interrupted, is compared as far as it got. The return of a run is that of its last 100 training
+episodes. Its time counts from the call of `train`, compiling included, and is known at boundaries. The first run is the
+one that others are faster or slower than.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from choreo import report
+from choreo.errors import RunError
+from choreo.folder import Row, RunFolder
+
+EPISODES_PER_RETURN = 100
+"""As in training: so many episodes make a return, once there are so many."""
+POINTS = (0.25, 0.5, 0.75, 1.0)
+"""Where in the shortest run all are compared."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Record:
+    """What is written about one run."""
+
+    path: Path
+    recipe: Mapping[str, Any]
+    """Its run.toml."""
+    rows: list[Row]
+    """Its metrics, as far as they go."""
+    summary: Mapping[str, Any]
+    """Its last table; empty if it never came to an end."""
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Record":
+        folder = RunFolder(path)
+        recipe, rows = folder.read_recipe(), folder.read_metrics()
+        if not rows:
+            raise RunError(
+                f"{path} has no metrics yet.", fix="Wait until it has reached its first boundary, or leave it out."
+            )
+        return cls(path=folder.path, recipe=recipe, rows=rows, summary=folder.read_summary())
+
+    @property
+    def algorithm(self) -> str:
+        return _name(self.recipe.get("algorithm", {}))
+
+    @property
+    def environment(self) -> str:
+        """Its name, with its arguments: other arguments make another environment."""
+        described = self.recipe.get("environment", {})
+        kwargs = ", ".join(f"{name}={value}" for name, value in described.get("kwargs", {}).items())
+        return _name(described) + (f" ({kwargs})" if kwargs else "")
+
+    @property
+    def layout(self) -> str:
+        """`coarse x2`: its name, and how often its replicated groups are there."""
+        fields = self.recipe.get("layout", {}).get("fields", {})
+        groups = fields.get("groups", {}).get("tuple", [])
+        replicas = [group.get("fields", {}).get("replicas") for group in groups]
+        return " ".join([str(fields.get("name", "?")), *(f"x{n}" for n in replicas if isinstance(n, int))])
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the summary is about all rows: a run that was resumed later and interrupted is not."""
+        return self.summary.get("iterations") == len(self.rows)
+
+    @cached_property
+    def env_steps(self) -> np.ndarray:
+        return self._column("env_steps")
+
+    @cached_property
+    def returns(self) -> np.ndarray:
+        return self._column("train_return")
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Since the start. A resumed run begins to count anew; what it had taken before is added."""
+        seconds = self._column("seconds")
+        before = np.where(np.diff(seconds) < 0, seconds[:-1], 0.0)
+        return seconds + np.append(0.0, np.cumsum(before))
+
+    @cached_property
+    def boundaries(self) -> np.ndarray:
+        """The rows whose time is known: the last of each call of the runtime."""
+        return np.flatnonzero(np.append(np.diff(self.seconds) != 0, True))
+
+    @property
+    def steps_per_second(self) -> float:
+        """Of running: as measured, without compiling and evaluating; of an unfinished run, after its first boundary."""
+        if self.is_finished and self.summary.get("steps_per_second"):
+            return float(self.summary["steps_per_second"])
+        if len(self.boundaries) < 2:
+            return math.nan
+        first, last = self.boundaries[0], self.boundaries[-1]
+        return float((self.env_steps[last] - self.env_steps[first]) / (self.seconds[last] - self.seconds[first]))
+
+    @property
+    def final_return(self) -> float:
+        return float(self.returns[-1])
+
+    @property
+    def episodes(self) -> int:
+        """How many `final_return` is the mean of."""
+        counted = 0
+        for count in self._column("episodes")[::-1]:
+            if counted >= EPISODES_PER_RETURN:
+                break
+            counted += int(count)
+        return counted
+
+    @property
+    def evaluation(self) -> float:
+        """The last greedy evaluation, if there were any."""
+        measured = self._column("eval_return")
+        measured = measured[np.isfinite(measured)]
+        return float(measured[-1]) if len(measured) else math.nan
+
+    @property
+    def best_return(self) -> float:
+        returns = self._reliable_returns
+        return float(np.nanmax(returns)) if np.isfinite(returns).any() else math.nan
+
+    def return_at(self, *, steps: float | None = None, seconds: float | None = None) -> float:
+        """The return it had after so many steps, or at the last boundary until then."""
+        if steps is not None:
+            done = np.flatnonzero(self.env_steps <= steps)
+        else:
+            done = self.boundaries[self.seconds[self.boundaries] <= seconds]
+        return float(self.returns[done[-1]]) if len(done) else math.nan
+
+    def first_at(self, wanted: float) -> int | None:
+        """The first row with a return as high as `wanted`."""
+        reached = np.flatnonzero(self._reliable_returns >= wanted)
+        return int(reached[0]) if len(reached) else None
+
+    @property
+    def curve(self) -> report.Curve:
+        at = self.boundaries
+        return report.Curve(str(self.path), self.env_steps, self.returns, self.seconds[at], self.returns[at])
+
+    @property
+    def _reliable_returns(self) -> np.ndarray:
+        """Without those of the first few episodes, which may be lucky."""
+        seen = np.cumsum(np.nan_to_num(self._column("episodes")))
+        return np.where(seen >= min(EPISODES_PER_RETURN, seen[-1]), self.returns, np.nan)
+
+    def _column(self, name: str) -> np.ndarray:
+        return np.array([row.get(name, math.nan) for row in self.rows], np.float64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison:
+    """Runs beside each other."""
+
+    records: tuple[Record, ...]
+    """In the order they were named."""
+    at_return: float
+    """The return whose time is compared; NaN: none."""
+
+    @classmethod
+    def of(cls, paths: Sequence[str | Path], *, at_return: float | int | None = None) -> "Comparison":
+        """Read the runs; `at_return` is the highest return that all of them reached, unless it is given."""
+        records = tuple(Record.read(path) for path in paths)
+        if at_return is None:
+            same = len({record.environment for record in records}) == 1
+            best = [record.best_return for record in records]
+            at_return = min(best) if same and all(map(math.isfinite, best)) else math.nan
+        return cls(records=records, at_return=float(at_return))
+
+    @property
+    def title(self) -> str:
+        environments = list(dict.fromkeys(record.environment for record in self.records))
+        if len(environments) == 1:
+            return environments[0]
+        return f"Different environments, whose returns do not compare: {', '.join(environments)}"
+
+    @property
+    def steps_of_all(self) -> float:
+        """How many steps every run has done."""
+        return float(min(record.env_steps[-1] for record in self.records))
+
+    @property
+    def seconds_of_all(self) -> float:
+        """How long every run has been going on."""
+        return float(min(record.seconds[-1] for record in self.records))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers; what is not known is NaN."""
+        at = None if math.isnan(self.at_return) else self.at_return
+        return {"title": self.title, "at_return": at, "runs": [self._numbers(record) for record in self.records]}
+
+    def table(self) -> Table:
+        """The numbers for a terminal: one column per run."""
+        # As Text: in a string, rich would take brackets for markup.
+        table = Table(title=Text(self.title), box=box.SIMPLE, title_justify="left", header_style="")
+        table.add_column()
+        for record in self.records:
+            table.add_column(Text(str(record.path)), justify="right", overflow="fold")
+        numbers = [self._numbers(record) for record in self.records]
+        for label, texts in self._lines(numbers):
+            if any(text != "-" for text in texts):
+                table.add_row(label, *map(Text, texts))
+        return table
+
+    def figure(self) -> Figure:
+        """The returns over steps and over seconds."""
+        return report.comparison([record.curve for record in self.records], title=self.title)
+
+    def _numbers(self, record: Record) -> dict[str, Any]:
+        first = self.records[0]
+        seconds, seconds_of_first = self._seconds_to_return(record), self._seconds_to_return(first)
+        return {
+            "path": str(record.path),
+            "algorithm": record.algorithm,
+            "environment": record.environment,
+            "layout": record.layout,
+            "finished": record.is_finished,
+            "env_steps": int(record.env_steps[-1]),
+            "seconds": float(record.seconds[-1]),
+            "steps_per_second": record.steps_per_second,
+            "speedup": record.steps_per_second / first.steps_per_second,
+            "return_at_steps": [(int(n), record.return_at(steps=n)) for n in _points(self.steps_of_all)],
+            "return_at_seconds": [(s, record.return_at(seconds=s)) for s in _points(self.seconds_of_all)],
+            "seconds_to_return": seconds,
+            "speedup_to_return": seconds_of_first / seconds,
+            "return": record.final_return,
+            "episodes": record.episodes,
+            "eval_return": record.evaluation,
+        }
+
+    def _seconds_to_return(self, record: Record) -> float:
+        row = record.first_at(self.at_return)
+        return math.nan if row is None else float(record.seconds[row])
+
+    def _lines(self, numbers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+        """The label of a line of the table, and its text for each run."""
+
+        def line(label: str, name: str, form: str) -> tuple[str, list[str]]:
+            return label, [_shown(each[name], form) for each in numbers]
+
+        yield line("algorithm", "algorithm", "{}")
+        if len({record.environment for record in self.records}) > 1:
+            yield line("environment", "environment", "{}")
+        yield line("layout", "layout", "{}")
+        yield "state", ["finished" if each["finished"] else "unfinished" for each in numbers]
+        yield line("environment steps", "env_steps", "{:,.0f}")
+        yield line("seconds", "seconds", "{:,.1f}")
+        yield line("steps per second", "steps_per_second", "{:,.0f}")
+        yield line("  speed-up", "speedup", "{:.2f}x")
+        for name, label in (
+            ("return_at_steps", "return at {:,.0f} steps"),
+            ("return_at_seconds", "return after {:,.1f} s"),
+        ):
+            for i, (point, _) in enumerate(numbers[0][name]):
+                yield label.format(point), [_shown(each[name][i][1], "{:,.1f}") for each in numbers]
+        yield line(f"seconds to return {self.at_return:,.1f}", "seconds_to_return", "{:,.1f}")
+        yield line("  speed-up", "speedup_to_return", "{:.2f}x")
+        yield line("final return", "return", "{:,.1f}")
+        yield line("  over the last episodes", "episodes", "{:,.0f}")
+        yield line("last evaluation (greedy)", "eval_return", "{:,.1f}")
+
+
+def _points(end: float) -> list[float]:
+    return [part * end for part in POINTS]
+
+
+def _name(described: Mapping[str, Any]) -> str:
+    """`PPO` of `choreo.algos.ppo:PPO`, `my_env.py:make_env` of `/some/where/my_env.py:make_env`, others as they are."""
+    if "class" in described:
+        return str(described["class"]).rpartition(":")[2]
+    name = str(described.get("name", described.get("unknown", "?")))
+    return Path(name).name if name.startswith("/") else name
+
+
+def _shown(value: Any, form: str) -> str:
+    return "-" if isinstance(value, float) and not math.isfinite(value) else form.format(value)

@@ -1,0 +1,225 @@
+"""Gymnasium environments: by id, or from a function that makes one. They run in Python, as host fragments.
+
+    make_gymnasium("CartPole-v1", 8)            HostEnv: what a program sees; it holds no environment
+          reset, step   ->   host methods       choreo.host.gymnasium.GymBatch: the environments themselves, where they run
+
+The state of a HostEnv is a token that counts steps: it keeps calls in order. Spaces and types are known from one
+environment that is made, looked at and closed, once per process; tracing makes none.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+
+from choreo.envs.base import Env, TimeStep
+from choreo.envs.vmap import JaxEnv, VmapEnv
+from choreo.errors import EnvError
+from choreo.host import HostMethod, Spec, spaces
+from choreo.host.batch import Form, MakeBatch
+from choreo.host.gymnasium import probe
+from choreo.host.sources import NotGymnasium, Source
+from choreo.roles import Fragment, host_method
+from choreo.types import Key, PyTree
+
+source_info_util.register_exclusion(__file__)
+
+InfoKeys: TypeAlias = str | Sequence[str]
+"""Names, or one text with commas between them."""
+
+
+def make_gymnasium(
+    name: str, num_envs: int, *, info_keys: InfoKeys = (), vectorization_mode: str | None = None, **kwargs: Any
+) -> "HostEnv":
+    """Gymnasium's environment of that id (`CartPole-v1`, `module:Id-v0`); `kwargs` are its own arguments.
+
+    Each environment is made by `gymnasium.make`, with its wrappers. With `vectorization_mode="vector_entry_point"`, those
+    of a site are made together, as the environment's authors vectorised it.
+    """
+    if vectorization_mode not in (None, "vector_entry_point"):
+        raise EnvError(
+            f"vectorization_mode={vectorization_mode!r} is not known.",
+            fix='Leave it out, or give "vector_entry_point"; how many processes step environments is for the layout to say.',
+        )
+    source = Source.of_id(name.removeprefix("gymnasium:"), kwargs, vector=vectorization_mode is not None)
+    return _host_env(source, num_envs, info_keys)
+
+
+def make_envpool(name: str, num_envs: int, *, info_keys: InfoKeys = (), **kwargs: Any) -> "HostEnv":
+    """An environment of EnvPool (`envpool:Pong-v5`); `kwargs` are its own options."""
+    from choreo.host import envpool  # an extra
+
+    arguments = {"env_id": name.removeprefix("envpool:"), **kwargs}
+    return _host_env(Source.of_factory(envpool.make_envpool, arguments, name=name), num_envs, info_keys)
+
+
+def makes_environments(value: Any) -> bool:
+    """Whether `value` is for `from_factory`: a function, a class; an environment itself, so that it can be refused."""
+    return callable(value) or isinstance(value, gymnasium.Env | gymnasium.vector.VectorEnv | JaxEnv)
+
+
+def from_factory(factory: Any, num_envs: int, *, info_keys: InfoKeys = (), **kwargs: Any) -> Env:
+    """What `factory(**kwargs)` makes, `num_envs` times: environments of Gymnasium, or written in JAX."""
+    if isinstance(factory, JaxEnv) and not isinstance(factory, type):
+        return VmapEnv(env=factory, num_envs=num_envs)
+    if not callable(factory):
+        raise EnvError(
+            f"A {type(factory).__name__} was given; it cannot be made {num_envs} times.",
+            fix="Give a function that makes one: choreo.train(algo, lambda: MyEnv(), num_envs=8, ...).",
+        )
+    source = Source.of_factory(factory, kwargs)
+    try:
+        probe(source)
+    except NotGymnasium as other:
+        if isinstance(other.made, Env):
+            return other.made.with_num_envs(num_envs)
+        if isinstance(other.made, JaxEnv):
+            return VmapEnv(env=other.made, num_envs=num_envs)
+        raise
+    return _host_env(source, num_envs, info_keys)
+
+
+def _host_env(source: Source, num_envs: int, info_keys: InfoKeys) -> "HostEnv":
+    probe(source)  # what is wrong with it is said here, not in the middle of a trace
+    return HostEnv(source=source, num_envs=num_envs, info_keys=_names(info_keys))
+
+
+def _names(info_keys: InfoKeys) -> tuple[str, ...]:
+    return tuple(info_keys.split(",")) if isinstance(info_keys, str) else tuple(info_keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostEnv:
+    """`num_envs` environments that run in Python."""
+
+    source: Source
+    """How one of them is made."""
+    num_envs: int
+    """How many environments step together."""
+    info_keys: tuple[str, ...] = ()
+    """Numbers of their `info` that become metrics."""
+
+    def __post_init__(self):
+        if self.num_envs < 1:
+            raise EnvError(
+                f"`{self.name}` needs at least one environment, not num_envs={self.num_envs}.",
+                fix="Pass num_envs=1 or more.",
+            )
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What it was made with, beside its name and its count."""
+        recipe = self.source.recipe
+        more: dict[str, Any] = {"info_keys": self.info_keys} if self.info_keys else {}
+        if isinstance(recipe.target, str) and recipe.vector:
+            more["vectorization_mode"] = "vector_entry_point"
+        own = {name: value for name, value in recipe.kwargs.items() if not (self.is_envpool and name == "env_id")}
+        return own | more
+
+    @property
+    def is_envpool(self) -> bool:
+        return self.name.startswith("envpool:")
+
+    @property
+    def form(self) -> Form:
+        return probe(self.source)
+
+    @property
+    def observation_space(self) -> gymnasium.Space:
+        return self.form.observation_space
+
+    @property
+    def action_space(self) -> gymnasium.Space:
+        return self.form.action_space
+
+    def keys(self, key: Key) -> Key:
+        return jax.random.split(key, self.num_envs)
+
+    def reset(self, keys: Key) -> tuple[jax.Array, PyTree]:
+        token, *obs = _methods(self, _wide())[0](seeds(keys))
+        return token, self.observation(obs)
+
+    def step(self, state: jax.Array, action: PyTree) -> tuple[jax.Array, TimeStep]:
+        token, *results = _methods(self, _wide())[1](state, *self._action_leaves(action))
+        return token, self.timestep(results)
+
+    def observation(self, leaves: Sequence[Any]) -> PyTree:
+        """The tree of an observation from its leaves."""
+        return spaces.unflatten(self.observation_space, iter(leaves))
+
+    def timestep(self, results: list[Any]) -> TimeStep:
+        """What a batch returned after its token, as a TimeStep."""
+        rest, space = iter(results), self.observation_space
+        obs, reward, discount, last = spaces.unflatten(space, rest), next(rest), next(rest), next(rest)
+        next_obs = spaces.unflatten(space, rest)
+        info = dict(zip(("episode_return", "episode_length", *self.info_keys), rest, strict=True))
+        return TimeStep(obs, reward, discount, last, next_obs, info)
+
+    def batch_maker(self) -> MakeBatch:
+        """Makes the environments of a site."""
+        return MakeBatch(source=self.source, form=self.form, info_keys=self.info_keys, wide=_wide())
+
+    def with_num_envs(self, num_envs: int) -> "HostEnv":
+        return dataclasses.replace(self, num_envs=num_envs)
+
+    def _action_leaves(self, action: PyTree) -> list[jax.Array]:
+        """Flat, and checked: a wrong shape would otherwise be an error of the environment, in the middle of a run."""
+        declared = spaces.leaves(self.action_space, what=self.name)
+        given = jax.tree.leaves(action)
+        expected = [(self.num_envs, *(space.shape or ())) for _, space in declared]
+        if [x.shape for x in given] != expected:
+            shapes = ", ".join(str(list(x.shape)) for x in given)
+            raise EnvError(
+                f"`{self.name}` was given actions {shapes}, not {', '.join(str(list(shape)) for shape in expected)}.",
+                fix=f"Its action space is {self.action_space}; the env axis comes first.",
+            )
+        return given
+
+
+def seeds(keys: Key) -> jax.Array:
+    """One number for each environment: what its first episode, and all that follow, are drawn from."""
+    return jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys)
+
+
+@functools.cache
+def _methods(env: HostEnv, wide: bool) -> tuple[Fragment, Fragment]:
+    """`reset` and `step` of a batch, as fragments."""
+
+    def spec(dtype: Any, *shape: int) -> Spec:
+        return Spec((env.num_envs, *shape), np.dtype(dtype).name)
+
+    make, count, floating = env.batch_maker(), spec(np.int32), spec(np.float64 if wide else np.float32)
+    obs = tuple(
+        spec(spaces.dtype_of(leaf, wide=wide), *(leaf.shape or ()))
+        for _, leaf in spaces.leaves(env.observation_space, what=env.name)
+    )
+    results = (
+        count,
+        *obs,
+        floating,
+        floating,
+        spec(np.bool_),
+        *obs,
+        floating,
+        count,
+        *(floating for _ in env.info_keys),
+    )
+    return (
+        host_method("env", HostMethod(make, "reset", (count, *obs))),
+        host_method("env", HostMethod(make, "step", results)),
+    )
+
+
+def _wide() -> bool:
+    return jnp.result_type(float) == np.float64

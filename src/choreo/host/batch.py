@@ -1,0 +1,185 @@
+"""What every block of environments does besides stepping: tokens, totals of episodes, and checks of what came back.
+
+    reset(seeds)              -> token, *obs
+    step(token, *action)      -> token, *obs, reward, discount, last, *next_obs, episode_return, episode_length, *info
+
+Every array has the env axis first and is new with every call; `obs` and `next_obs` are the same arrays where no episode
+ended. The token counts steps: an environment cannot go back to a state it has left, so a step from any but the latest is
+refused. Observations and actions are flat (choreo.host.spaces).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import gymnasium
+import numpy as np
+
+from choreo.errors import EnvError
+from choreo.host import spaces
+from choreo.host.sources import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What one look at an environment told."""
+
+    observation_space: gymnasium.Space
+    """As the environment has it; with a mask from `info`, a Dict of `obs` and `action_mask`."""
+    action_space: gymnasium.Space
+    """As the environment has it."""
+    masked: bool
+    """Whether the mask comes from `info`."""
+    vector: bool
+    """Whether it is a vector environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeBatch:
+    """From the numbers of a site's environments to its object."""
+
+    source: Source
+    """How one environment is made."""
+    form: Form = dataclasses.field(compare=False)
+    """What they are like; follows from `source`."""
+    info_keys: tuple[str, ...] = ()
+    """Numbers of `info` that are handed on."""
+    wide: bool = False
+    """Whether JAX computes in 64 bits."""
+
+    def __call__(self, envs: range) -> "Batch":
+        if self.form.vector:
+            from choreo.host.vector import VectorBatch
+
+            return VectorBatch(self, envs)
+        from choreo.host.gymnasium import GymBatch
+
+        return GymBatch(self, envs)
+
+
+class Batch:
+    """The environments `envs` of all; subclasses make, reset, step and close them."""
+
+    current: int | None = None
+    """The number of the environment that is being worked on."""
+
+    def __init__(self, make: MakeBatch, envs: range):
+        self.envs, self.name, self.form, self.info_keys = envs, make.source.name, make.form, make.info_keys
+        self.float = np.dtype(np.float64 if make.wide else np.float32)
+        self.leaves = [
+            spaces.Leaf(space, path, wide=make.wide)
+            for path, space in spaces.leaves(make.form.observation_space, what=self.name)
+        ]
+        self.float_leaves = [k for k, leaf in enumerate(self.leaves) if leaf.dtype_out.kind == "f"]
+        self.prepare = [_preparation(leaf) for _, leaf in spaces.leaves(make.form.action_space, what=self.name)]
+        self.token: bytes | None = None
+        """The latest one."""
+        # In our type, so that what is handed out is a copy and no conversion.
+        self.returns, self.ones = np.zeros(len(envs), self.float), np.ones(len(envs), self.float)
+        self.began = np.zeros(len(envs), np.int32)
+        """The token with which the running episode began."""
+        self.infos = [np.zeros(len(envs), self.float) for _ in self.info_keys]
+
+    def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Begin the first episode of every environment, from its seed."""
+        raise NotImplementedError
+
+    def step(self, token: np.ndarray, *action: np.ndarray) -> tuple[np.ndarray, ...]:
+        """One step of every environment, and a new episode where one ended."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def begun(self, obs: list[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """What `reset` returns."""
+        self.refuse_nan(obs, "reset")
+        for totals in (self.returns, self.began, *self.infos):
+            totals[:] = 0
+        token = np.zeros(len(self.envs), np.int32)
+        self.current, self.token = None, token.tobytes()
+        return (token, *obs)
+
+    def check_token(self, token: np.ndarray) -> None:
+        if token.tobytes() != self.token:
+            taken = None if self.token is None else np.frombuffer(self.token, np.int32)[0]
+            now = "have not been reset" if taken is None else f"have taken {taken} steps"
+            raise EnvError(
+                f"`{self.name}` was to go on from step {token[0]}, but its environments {now}: a Python environment "
+                "cannot go back to a state it has left.",
+                fix="Begin with env.reset, use each state once, and play one run at a time with an environment.",
+            )
+
+    def stepped(
+        self,
+        token: np.ndarray,
+        next_obs: list[np.ndarray],
+        reward: np.ndarray,
+        ended: Sequence[int],
+        terminal: Sequence[int],
+        restart: Callable[[list[np.ndarray]], None],
+    ) -> tuple[np.ndarray, ...]:
+        """What `step` returns; `restart` writes the first observations of new episodes over those of `ended` ones."""
+        self.refuse_nan(next_obs, "step")
+        if math.isnan(np.dot(reward, reward)):
+            self.wrong(int(np.isnan(reward).argmax()), "step", "NaN as reward")
+        self.returns += reward
+        token = token + 1  # wraps after 2**31 steps, which does no harm
+        self.token = token.tobytes()
+        discount, last = self.ones.copy(), np.zeros(len(reward), np.bool_)
+        totals = [self.returns.copy(), token - self.began, *(values.copy() for values in self.infos)]
+        obs = next_obs
+        if ended:
+            obs = [leaf.copy() for leaf in next_obs]
+            for i in terminal:
+                discount[i] = 0
+            for i in ended:
+                last[i], self.returns[i], self.began[i] = True, 0, token[i]
+                for values in self.infos:
+                    values[i] = 0
+            restart(obs)
+            self.refuse_nan(obs, "reset")
+        self.current = None
+        return (token, *obs, reward, discount, last, *next_obs, *totals)
+
+    def refuse_nan(self, obs: list[np.ndarray], part: str) -> None:
+        for k in self.float_leaves:
+            leaf = obs[k]
+            # A sum of squares is NaN only if one of them is; this is the fastest way to see every number.
+            if math.isnan(np.vdot(leaf, leaf)):
+                bad = np.isnan(leaf.reshape(len(leaf), -1)).any(axis=1)
+                self.wrong(int(bad.argmax()), part, "NaN in its observation")
+
+    def wrong(self, i: int, part: str, what: str) -> NoReturn:
+        raise EnvError(
+            f"Environment {self.envs.start + i} of `{self.name}` returned in {part} {what}.",
+            fix="Correct the environment, or wrap it in one that converts what it returns.",
+        )
+
+
+def _preparation(space: gymnasium.Space) -> Callable[[np.ndarray], np.ndarray]:
+    """From an action as it was sampled to one in `space`: always a copy, which an environment may keep."""
+    dtype = np.dtype(space.dtype)
+    if isinstance(space, gymnasium.spaces.Box):
+        low, high = space.low, space.high
+        return lambda action: np.minimum(np.maximum(action, low), high).astype(dtype, copy=False)
+    return lambda action: action.astype(dtype)
+
+
+def raised(name: str, which: str, part: str, error: Exception) -> EnvError:
+    """The error for an environment that raised one; to be raised from it."""
+    return EnvError(
+        f"{which} of `{name}` raised {type(error).__name__} in {part}: {error}",
+        fix="The traceback above is the environment's own.",
+    )
+
+
+def words(result: Any) -> str:
+    """What was returned instead of what should have been."""
+    if isinstance(result, tuple):
+        return f"{len(result)} values"
+    if isinstance(result, np.ndarray):
+        return f"an array {result.dtype}{list(result.shape)}"
+    return f"a {type(result).__name__}"

@@ -1,0 +1,78 @@
+"""EnvPool as a vector environment of Gymnasium: `envpool:Pong-v5`. An extra: `pip install 'choreo[envpool]'`.
+
+EnvPool takes its seeds when a pool is made, so a seeded reset makes a new one. Its own way to begin episodes is not used:
+it resets the environments it is asked to, which is Gymnasium's DISABLED.
+"""
+
+import importlib
+import warnings
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from choreo.errors import EnvError, unknown_name
+
+
+def make_envpool(env_id: str, num_envs: int = 1, **kwargs: Any) -> "EnvPool":
+    """`num_envs` environments that EnvPool calls `env_id`; `kwargs` are its own options (`num_threads=1`)."""
+    return EnvPool(env_id, num_envs, kwargs)
+
+
+class EnvPool(VectorEnv):
+    """One pool, stepped in lockstep."""
+
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}
+
+    def __init__(self, env_id: str, num_envs: int, options: dict[str, Any]):
+        self.env_id, self.num_envs, self.options = env_id, num_envs, options
+        self.pool = self._make([0] * num_envs)
+        self.single_observation_space, self.single_action_space = self.pool.observation_space, self.pool.action_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self.pool = self._make(seed if isinstance(seed, list) else [seed + i for i in range(self.num_envs)])
+            self.seen, info = self.pool.reset()
+            return self.seen, info
+        mask = (options or {}).get("reset_mask", np.ones(self.num_envs, np.bool_))
+        seen, info = self.pool.reset(np.flatnonzero(mask).astype(np.int32))
+        self.seen = _put(self.seen, seen, info["env_id"])
+        return self.seen, info
+
+    def step(self, actions: Any) -> Any:
+        self.seen, reward, terminated, truncated, info = self.pool.step(actions)
+        return self.seen, reward, terminated, truncated, info
+
+    def close(self, **kwargs: Any) -> None:
+        self.pool.close()
+
+    def _make(self, seeds: list[int]) -> Any:
+        pools = _import_envpool()
+        known = pools.list_all_envs()
+        if self.env_id not in known:
+            raise unknown_name("environment", f"envpool:{self.env_id}", [f"envpool:{name}" for name in known])
+        with warnings.catch_warnings():
+            # About the precision in which it writes down the bounds of its own spaces.
+            warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
+            return pools.make_gymnasium(
+                self.env_id, num_envs=self.num_envs, seed=[seed & 0x7FFFFFFF for seed in seeds], **self.options
+            )
+
+
+def _put(into: Any, new: Any, where: np.ndarray) -> Any:
+    """A copy of observations `into`, with those of some environments replaced."""
+    if isinstance(into, dict):
+        return {key: _put(part, new[key], where) for key, part in into.items()}
+    into = np.array(into)
+    into[where] = new
+    return into
+
+
+def _import_envpool() -> Any:
+    try:
+        return importlib.import_module("envpool")
+    except ImportError as error:
+        raise EnvError(f"EnvPool cannot be imported: {error}.", fix="Run: pip install 'choreo[envpool]'") from error

@@ -1,0 +1,216 @@
+"""A block of Gymnasium environments, stepped one after the other.
+
+    MakeBatch(source=..., form=probe(source))(range(4, 8))  ->  GymBatch: environments 4, 5, 6, 7
+
+An environment resets itself in the step that ends its episode: from a seed the first time, from its own stream later.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
+
+from choreo.errors import EnvError
+from choreo.host import spaces
+from choreo.host.batch import Batch, Form, MakeBatch, raised, words
+from choreo.host.sources import Source, import_prefix
+
+MASK = "action_mask"
+"""Which actions are possible, in `info` or in a dictionary of observations."""
+
+
+def probe(source: Source) -> Form:
+    """Make one environment, look at it, close it; once per process."""
+    if source not in _forms:
+        _forms[source] = _look(source)
+    return _forms[source]
+
+
+_forms: dict[Source, Form] = {}
+
+
+def _look(source: Source) -> Form:
+    import_prefix(source.recipe.target)
+    env = source.make_any()
+    try:
+        vector = isinstance(env, gymnasium.vector.VectorEnv)
+        obs_space, action_space = _spaces_of(env, source)
+        spaces.leaves(obs_space, what=f"The observation of `{source.name}`")
+        spaces.leaves(action_space, what=f"The action of `{source.name}`")
+        own = isinstance(obs_space, gymnasium.spaces.Dict) and MASK in obs_space.spaces
+        mask = None if vector or own else _mask(env, source)
+        if mask is not None:
+            obs_space = gymnasium.spaces.Dict({"obs": obs_space, MASK: gymnasium.spaces.MultiBinary(np.shape(mask))})
+        return Form(observation_space=obs_space, action_space=action_space, masked=mask is not None, vector=vector)
+    finally:
+        env.close()
+
+
+def _spaces_of(env: Any, source: Source) -> list[gymnasium.Space]:
+    single = "single_" if isinstance(env, gymnasium.vector.VectorEnv) else ""
+    names = (f"{single}observation_space", f"{single}action_space")
+    found = [getattr(env, name, None) for name in names]
+    for name, space in zip(names, found, strict=True):
+        if not isinstance(space, gymnasium.Space):
+            raise EnvError(
+                f"The `{name}` of `{source.name}` is {space!r}, which is no Gymnasium space.",
+                fix=f"Set self.{name} in its __init__, for example to gymnasium.spaces.Discrete(2).",
+            )
+    return found  # pyright: ignore[reportReturnType]
+
+
+def _mask(env: Any, source: Source) -> Any:
+    """The mask in `info` of a first reset, if there is one."""
+    try:
+        _, info = env.reset(seed=0)
+    except Exception as error:
+        raise raised(source.name, "The first environment", "reset", error) from error
+    return info.get(MASK)
+
+
+class GymBatch(Batch):
+    """The environments `envs` of all, made now."""
+
+    def __init__(self, make: MakeBatch, envs: range):
+        super().__init__(make, envs)
+        self.is_tree = isinstance(self.form.observation_space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple)
+        self.each = _each(self.form.action_space, len(envs))
+        self.members: list[gymnasium.Env] = []
+        try:
+            for self.current in envs:
+                self.members.append(make.source.make())
+        except BaseException:
+            self.close()
+            raise
+        self.current = None
+        self.steps, limits = zip(*(_bare_step(env) for env in self.members), strict=True)
+        self.limits: tuple[float, ...] = limits
+        self.remaining: list[float] = list(limits)
+
+    def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
+        return self.begun(self._stack([self._begin_episode(i, seed) for i, seed in enumerate(seeds.tolist())], "reset"))
+
+    def step(self, token: np.ndarray, *action: np.ndarray) -> tuple[np.ndarray, ...]:
+        self.check_token(token)
+        actions = self.each([prepare(leaf) for prepare, leaf in zip(self.prepare, action, strict=True)])
+        i, first, masked, remaining = 0, self.envs.start, self.form.masked, self.remaining
+        seen, rewards, ended, terminal = [], [], [], []
+        try:
+            for step, one in zip(self.steps, actions, strict=True):
+                self.current = first + i
+                result = step(one)
+                if result.__class__ is not tuple or len(result) != 5:
+                    self.wrong(i, "step", f"{words(result)}, not (obs, reward, terminated, truncated, info)")
+                obs, reward, terminated, truncated, info = result
+                seen.append(_with_mask(obs, info, i) if masked else obs)
+                rewards.append(reward)
+                left = remaining[i] = remaining[i] - 1
+                if terminated:
+                    terminal.append(i)
+                    ended.append(i)
+                elif truncated or left <= 0:
+                    ended.append(i)
+                if self.info_keys:
+                    self._note(i, info)
+                i += 1
+        except EnvError:
+            raise
+        except spaces.WrongValue as wrong:
+            self.wrong(wrong.index, "step", f"an observation {wrong}")
+        except Exception as error:
+            raise raised(self.name, f"Environment {first + i}", "step", error) from error
+
+        def restart(obs: list[np.ndarray]) -> None:
+            fresh = self._stack([self._begin_episode(i, None) for i in ended], "reset", ended)
+            for leaf, new in zip(obs, fresh, strict=True):
+                leaf[ended] = new
+
+        return self.stepped(token, self._stack(seen, "step"), self._rewards(rewards), ended, terminal, restart)
+
+    def close(self) -> None:
+        while self.members:
+            self.members.pop().close()
+
+    def _begin_episode(self, i: int, seed: int | None) -> Any:
+        """The first observation."""
+        self.current = self.envs.start + i
+        try:
+            result = self.members[i].reset(seed=seed)
+        except Exception as error:
+            raise raised(self.name, f"Environment {self.current}", "reset", error) from error
+        if not isinstance(result, tuple) or len(result) != 2:
+            self.wrong(i, "reset", f"{words(result)}, not (obs, info)")
+        self.remaining[i] = self.limits[i]
+        try:
+            return _with_mask(*result, i) if self.form.masked else result[0]
+        except spaces.WrongValue as wrong:
+            self.wrong(i, "reset", f"an observation {wrong}")
+
+    def _stack(self, seen: list[Any], part: str, which: Sequence[int] | None = None) -> list[np.ndarray]:
+        """New arrays of observations, one for each leaf; `which` environments they are of."""
+        try:
+            if not self.is_tree:
+                return [self.leaves[0].stack(seen)]
+            space = self.form.observation_space
+            each = [spaces.flatten(space, obs, index=i) for i, obs in enumerate(seen)]
+            return [leaf.stack(list(values)) for leaf, values in zip(self.leaves, zip(*each, strict=True), strict=True)]
+        except spaces.WrongValue as wrong:
+            self.wrong(wrong.index if which is None else which[wrong.index], part, f"an observation {wrong}")
+
+    def _note(self, i: int, info: dict[str, Any]) -> None:
+        for key, values in zip(self.info_keys, self.infos, strict=True):
+            if key in info:
+                try:
+                    values[i] = info[key]
+                except (TypeError, ValueError):
+                    self.wrong(i, "step", f"{words(info[key])} as info[{key!r}], not a number")
+
+    def _rewards(self, rewards: list[Any]) -> np.ndarray:
+        try:
+            reward = np.array(rewards, self.float)
+        except (TypeError, ValueError):
+            reward = np.empty(())  # looked into below
+        if reward.shape != (len(rewards),):
+            bad = next(i for i, x in enumerate(rewards) if np.ndim(x) or not isinstance(x, float | int | np.generic))
+            self.wrong(bad, "step", f"{words(rewards[bad])} as reward, not a number")
+        return reward
+
+
+def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
+    """The `step` below wrappers that only count or complain, and the limit they count to.
+
+    `gymnasium.make` puts a TimeLimit and an OrderEnforcing around everything; a batch resets before it steps and counts
+    steps anyhow, and on a fast environment these two calls are a tenth of the time.
+    """
+    limit = math.inf
+    while type(env) in (TimeLimit, OrderEnforcing):
+        if isinstance(env, TimeLimit):
+            limit = min(limit, env._max_episode_steps)
+        env = env.env  # pyright: ignore[reportAttributeAccessIssue]
+    return env.step, limit
+
+
+def _each(space: gymnasium.Space, count: int) -> Callable[[list[np.ndarray]], Sequence[Any]]:
+    """From the leaves of all actions to the action of each environment."""
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return lambda leaves: list(map(Choice, leaves[0].tolist()))
+    if isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
+        return lambda leaves: [spaces.unflatten(space, iter([leaf[i] for leaf in leaves])) for i in range(count)]
+    return lambda leaves: leaves[0]  # pyright: ignore[reportReturnType]
+
+
+class Choice(int):
+    """An action of a Discrete space. Gymnasium's are numpy's numbers, and this answers like one; but a check that it is
+    within its space, which most environments make in every step, takes a tenth of the time for an int."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np.int64(self), name)
+
+
+def _with_mask(seen: Any, info: dict[str, Any], i: int) -> dict[str, Any]:
+    if MASK not in info:
+        raise spaces.WrongValue(i, f"without info[{MASK!r}], which its first reset had")
+    return {"obs": seen, MASK: info[MASK]}

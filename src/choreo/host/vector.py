@@ -1,0 +1,183 @@
+"""A block of environments that is one vector environment, under each of Gymnasium's ways to begin the next episode.
+
+    SAME_STEP    the environment does it itself; the true successor is in info["final_obs"]
+    DISABLED     we do it, in the same step: reset(options={"reset_mask": ...})
+    NEXT_STEP    Gymnasium's own SyncVectorEnv and AsyncVectorEnv also take a `reset_mask`: as DISABLED. Others begin the
+                 next episode in the step after, whose action they ignore. That step cannot be hidden, so it is told as
+                 what it is: an episode of no length, in which nothing happens.
+
+                 step     t                     t + 1                      t + 2
+                 obs      o_T                   o0'                        o1'
+                 reward   r_T                   0                          r1'
+                 last     True                  True                       False
+                 next_obs o_T                   o_T                        o1'
+                 discount 0 if terminated       the same                   1
+                 length   T                     0: counted by nobody       1
+
+Step t is learned from exactly as in the other modes. Step t + 1 tells a learner that the value of o_T is 0 if it was
+terminal, which is true, and else what it already believes (times its discount factor).
+
+Seeds go to the vector environment as a list, one for each environment; one that takes a single number gets the first, and
+then its episodes depend on how environments are divided among sites.
+"""
+
+from typing import Any
+
+import numpy as np
+from gymnasium.error import Error as GymnasiumError
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from choreo.errors import EnvError
+from choreo.host import spaces
+from choreo.host.batch import Batch, MakeBatch, raised, words
+
+
+class VectorBatch(Batch):
+    """The environments `envs` of all, as one vector environment, made now."""
+
+    def __init__(self, make: MakeBatch, envs: range):
+        super().__init__(make, envs)
+        self.env = make.source.make_vector(len(envs))
+        self.mode = _mode(self.env, self.name)
+        if isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv) and self.mode is AutoresetMode.NEXT_STEP:
+            self.mode = AutoresetMode.DISABLED  # by a mask they begin an episode whenever they are asked to
+        self.idle = np.zeros(len(envs), np.bool_)
+        """Which environments will ignore their next action and begin an episode instead."""
+        self.idle_terminal = np.zeros(len(envs), np.bool_)
+        self.final: list[np.ndarray] = []
+        """The latest observations, in which those of idle environments are the last of their episodes."""
+
+    def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
+        self.idle[:] = False
+        obs, _ = self._call("reset", self._reset, seeds.tolist())
+        return self.begun(self._leaves(obs, "reset"))
+
+    def step(self, token: np.ndarray, *action: np.ndarray) -> tuple[np.ndarray, ...]:
+        self.check_token(token)
+        parts = [prepare(leaf) for prepare, leaf in zip(self.prepare, action, strict=True)]
+        result = self._call("step", self.env.step, spaces.unflatten(self.form.action_space, iter(parts)))
+        if not isinstance(result, tuple) or len(result) != 5:
+            self.wrong(0, "step", f"{words(result)}, not (obs, reward, terminated, truncated, info)")
+        seen, reward, terminated, truncated, info = result
+        obs, reward = self._leaves(seen, "step"), np.array(reward, self.float)
+        terminated, done = np.asarray(terminated, np.bool_), np.logical_or(terminated, truncated)
+        if reward.shape != (len(self.envs),) or done.shape != reward.shape:
+            self.wrong(
+                0, "step", f"rewards {list(reward.shape)} and ends {list(done.shape)}, not [{len(self.envs)}] each"
+            )
+        if self.info_keys:
+            self._note(info, done)
+        if self.mode is AutoresetMode.SAME_STEP:
+            return self._same_step(token, obs, reward, terminated, done, info)
+        if self.mode is AutoresetMode.DISABLED:
+            return self._disabled(token, obs, reward, terminated, done)
+        return self._next_step(token, obs, reward, terminated, done)
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _same_step(self, token, obs, reward, terminated, done, info) -> tuple[np.ndarray, ...]:
+        if done.any() and "final_obs" not in info:
+            self.wrong(int(done.argmax()), "step", "no info['final_obs'] in the step that ended its episode")
+        fresh, ended = obs, np.flatnonzero(done)
+        if len(ended):
+            final = [self._one(_row(info["final_obs"], i), i) for i in ended.tolist()]
+            obs = [leaf.copy() for leaf in fresh]
+            for leaf, values in zip(obs, zip(*final, strict=True), strict=True):
+                leaf[ended] = np.stack(values)
+
+        def restart(out: list[np.ndarray]) -> None:
+            for leaf, new in zip(out, fresh, strict=True):
+                leaf[ended] = new[ended]
+
+        return self.stepped(token, obs, reward, ended.tolist(), np.flatnonzero(terminated).tolist(), restart)
+
+    def _disabled(self, token, obs, reward, terminated, done) -> tuple[np.ndarray, ...]:
+        def restart(out: list[np.ndarray]) -> None:
+            seen, _ = self._call("reset", lambda mask: self.env.reset(options={"reset_mask": mask}), done.copy())
+            for leaf, new in zip(out, self._leaves(seen, "reset"), strict=True):
+                leaf[done] = new[done]
+
+        ended, terminal = np.flatnonzero(done).tolist(), np.flatnonzero(terminated).tolist()
+        return self.stepped(token, obs, reward, ended, terminal, restart)
+
+    def _next_step(self, token, obs, reward, terminated, done) -> tuple[np.ndarray, ...]:
+        idle, fresh = self.idle, obs
+        if idle.any():
+            obs = [leaf.copy() for leaf in fresh]
+            for leaf, final in zip(obs, self.final, strict=True):
+                leaf[idle] = final[idle]
+            reward[idle] = 0
+
+        def restart(out: list[np.ndarray]) -> None:
+            for leaf, new in zip(out, fresh, strict=True):
+                leaf[idle] = new[idle]
+
+        ends, terminal = done | idle, np.where(idle, self.idle_terminal, terminated)
+        results = self.stepped(
+            token, obs, reward, np.flatnonzero(ends).tolist(), np.flatnonzero(terminal).tolist(), restart
+        )
+        self.idle, self.idle_terminal, self.final = done & ~idle, terminated, [leaf.copy() for leaf in obs]
+        self.began[self.idle] += 1  # the step that begins the next episode is not counted to it
+        return results
+
+    def _reset(self, seeds: list[int]) -> Any:
+        try:
+            return self.env.reset(seed=seeds)  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError, GymnasiumError):
+            return self.env.reset(seed=seeds[0])
+
+    def _call(self, part: str, method: Any, *args: Any) -> Any:
+        self.current = self.envs.start
+        try:
+            return method(*args)
+        except Exception as error:
+            which = f"One of the environments {self.envs.start} to {self.envs.stop - 1}"
+            raise raised(self.name, which, part, error) from error
+
+    def _leaves(self, seen: Any, part: str) -> list[np.ndarray]:
+        """New arrays [env, ...] from the observations of all."""
+        count = len(self.envs)
+        try:
+            values = spaces.flatten(self.form.observation_space, seen, index=0)
+            return [leaf.whole(value, count) for leaf, value in zip(self.leaves, values, strict=True)]
+        except spaces.WrongValue as wrong:
+            self.wrong(wrong.index, part, f"observations {wrong}")
+
+    def _one(self, seen: Any, i: int) -> list[Any]:
+        """The leaves of one environment's last observation."""
+        try:
+            values = spaces.flatten(self.form.observation_space, seen, index=i)
+            return [leaf.check(value, i) for leaf, value in zip(self.leaves, values, strict=True)]
+        except spaces.WrongValue as wrong:
+            self.wrong(i, "step", f"as final_obs {wrong}")
+
+    def _note(self, info: dict[str, Any], done: np.ndarray) -> None:
+        """Keep the numbers that are handed on; of ended episodes they are in `final_info`, where there is one."""
+        final = info.get("final_info")
+        for key, values in zip(self.info_keys, self.infos, strict=True):
+            for found, among in ((info, ~done if isinstance(final, dict) else np.ones_like(done)), (final, done)):
+                if isinstance(found, dict) and key in found:
+                    present = among & np.asarray(found.get(f"_{key}", np.ones_like(done)), np.bool_)
+                    values[present] = np.asarray(found[key])[present]
+
+
+def _mode(env: VectorEnv, name: str) -> AutoresetMode:
+    mode = env.metadata.get("autoreset_mode")
+    if isinstance(mode, str) and mode in {m.value for m in AutoresetMode}:
+        mode = AutoresetMode(mode)
+    if not isinstance(mode, AutoresetMode):
+        raise EnvError(
+            f"The vector environment `{name}` does not say how it begins the next episode.",
+            fix='Give it metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}, or the mode it has.',
+        )
+    return mode
+
+
+def _row(final: Any, i: int) -> Any:
+    """One environment's part of `final_obs`: an array of observations, or a tree of arrays."""
+    if isinstance(final, dict):
+        return {key: _row(part, i) for key, part in final.items()}
+    if isinstance(final, tuple):
+        return tuple(_row(part, i) for part in final)
+    return final[i]

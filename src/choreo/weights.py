@@ -1,0 +1,158 @@
+"""The weights of one run as the beginning of another: `train(..., init_from="runs/x")`.
+
+    Train(params, optimizer, iterations)     `policy(train)` returns `params`
+          └── read from the checkpoint of runs/x, leaf by leaf, by name; all else as `init` made it
+
+Weights are the leaves of `train` that `policy` returns. An algorithm that keeps them twice (a target network), or whose
+policy is computed, says itself where they go, by an optional method `with_policy(train, params) -> train`. The algorithm
+of the other run is not made again, so neither its code nor its environment need be there. What does not fit is refused
+when the weights are read, before anything is written.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import safetensors
+
+from choreo import checkpoint
+from choreo.errors import AlgorithmError, RunError
+from choreo.folder import RunFolder
+from choreo.recipe import InitFrom, Recipe
+from choreo.types import PyTree
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights:
+    """What a run begins with in place of what `init` made."""
+
+    algo: Any
+    """The algorithm that begins."""
+    leaves: dict[str, jax.Array]
+    """The weights, by their names in a checkpoint."""
+    origin: InitFrom
+    """Where they are from."""
+
+    @classmethod
+    def read(cls, recipe: Recipe, source: str | Path | InitFrom) -> "Weights":
+        """The weights in the run folder `source`; refuses those that do not fit the algorithm of `recipe`."""
+        folder = RunFolder(source.path if isinstance(source, InitFrom) else source)
+        folder.check_run()
+        algo, train = recipe.algo_with_horizon, recipe.carry_structure().train
+        leaves = _from_checkpoint(folder, _named(train), _read_by_policy(algo, train))
+        params_hash = checkpoint.sha256(list(leaves.values()))
+        if isinstance(source, InitFrom) and params_hash != source.params_hash:
+            raise RunError(
+                f"The weights in {folder.path} are no longer those that the run began with: it was trained since.",
+                fix=f"Give --init-from {folder.path} to begin with the weights it has now.",
+            )
+        origin = InitFrom(path=str(folder.path.resolve()), params_hash=params_hash)
+        weights = cls(algo=algo, leaves=leaves, origin=origin)
+        weights._check(train)
+        return weights
+
+    def put_into(self, carry: PyTree) -> PyTree:
+        """The carry that `init` made, with these weights."""
+        return eqx.tree_at(lambda c: c.train, carry, self._put(carry.train))
+
+    def _put(self, train: PyTree) -> PyTree:
+        leaves = [self.leaves.get(name, leaf) for name, leaf in _named(train).items()]
+        loaded = jax.tree.unflatten(jax.tree.structure(train), leaves)
+        with_policy = _with_policy(self.algo)
+        return loaded if with_policy is None else with_policy(train, self.algo.policy(loaded))
+
+    def _check(self, train: PyTree) -> None:
+        put = _named(eqx.filter_eval_shape(self._put, train))
+        for name, leaf in _named(train).items():
+            if _form(put.get(name)) != _form(leaf):
+                raise AlgorithmError(
+                    f"`{type(self.algo).__name__}.with_policy` does not return a train state like the one it is given: "
+                    f"`{name}` was {_form(leaf)} and becomes {_form(put.get(name))}.",
+                    fix="Return `train` with some leaves replaced, as in `train._replace(params=params)`.",
+                )
+
+
+def _with_policy(algo: Any) -> Callable[[PyTree, PyTree], PyTree] | None:
+    return getattr(algo, "with_policy", None)  # an optional part of an algorithm
+
+
+def _read_by_policy(algo: Any, train: PyTree) -> set[str]:
+    """The names of the leaves of `train` that its policy depends on."""
+    arrays, static = eqx.partition(train, _is_shaped)
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def policy(*leaves: Any) -> list[Any]:
+        params = algo.policy(eqx.combine(jax.tree.unflatten(tree, leaves), static))
+        return jax.tree.leaves(eqx.filter(params, eqx.is_array))
+
+    jaxpr = jax.make_jaxpr(policy)(*leaves).jaxpr
+    needed = {id(var) for var in jaxpr.outvars}
+    if _with_policy(algo) is None and needed & {id(var) for eqn in jaxpr.eqns for var in eqn.outvars}:
+        name = type(algo).__name__
+        raise AlgorithmError(
+            f"`{name}.policy` computes the parameters, so that it is not known which part of `train` they are.",
+            fix=f"Add `with_policy(train, params) -> train` to `{name}`, or let `policy` return a field of `train`.",
+        )
+    for eqn in reversed(jaxpr.eqns):
+        if needed & {id(var) for var in eqn.outvars}:
+            needed |= {id(var) for var in eqn.invars}
+    return {name for name, var in zip(_named(arrays), jaxpr.invars, strict=True) if id(var) in needed}
+
+
+def _from_checkpoint(folder: RunFolder, train: Mapping[str, Any], wanted: set[str]) -> dict[str, jax.Array]:
+    """The wanted leaves of `train`, from the checkpoint of a run."""
+    header = checkpoint.read_header(folder.checkpoint)
+    with safetensors.safe_open(folder.checkpoint, framework="numpy") as file:
+        _check_names(folder, train, wanted, set(file.keys()))
+        arrays = {name: file.get_tensor(name) for name in train if name in wanted}
+    leaves = {}
+    for name, array in arrays.items():
+        views, kinds = header["views"], header["keys"]
+        value = jnp.asarray(array.view(views[name]) if name in views else array)
+        value = jax.random.wrap_key_data(value, impl=kinds[name]) if name in kinds else value
+        if _form(value) != _form(train[name]):
+            raise _unfit(folder, f"`{name}` is {_form(value)} there and {_form(train[name])} here")
+        leaves[name] = value
+    return leaves
+
+
+def _check_names(folder: RunFolder, train: Mapping[str, Any], wanted: set[str], there: set[str]) -> None:
+    """All that is wanted is there; and a field of `train` that is wanted whole has no more there than here."""
+    for name in sorted(wanted - there):
+        raise _unfit(folder, f"`{name}` is {_form(train[name])} here and is not there")
+    whole = {_field(name) for name in wanted} - {_field(name) for name in set(train) - wanted}
+    for name in sorted(there - wanted):
+        if _field(name) in whole:
+            raise _unfit(folder, f"`{name}` is there and is not here")
+
+
+def _unfit(folder: RunFolder, why: str) -> RunError:
+    return RunError(
+        f"The weights in {folder.path} do not fit: {why}.",
+        fix=f"Begin from a run with the same network and the same spaces; {folder.recipe} says what this one had.",
+    )
+
+
+def _named(train: PyTree) -> dict[str, Any]:
+    """The leaves of a train state by their names in a checkpoint."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(train)
+    return {f".train{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
+
+
+def _field(name: str) -> str | None:
+    """`.train.params` of `.train.params.network.weight`; None for what is no part of `train`."""
+    found = re.match(r"\.train(?![^.\[])(\.\w+|\[[^\]]*\])?", name)
+    return found and found[0]
+
+
+def _is_shaped(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
+
+
+def _form(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else repr(leaf)
