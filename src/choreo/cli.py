@@ -23,6 +23,7 @@ An RL algorithm is written once, as plain JAX; a layout decides where it runs.
   choreo evaluate RUN [--episodes 100]            greedy episodes with what was trained
   choreo resume RUN [--steps N]                   go on from the last checkpoint
   choreo compare RUN RUN ... [-o compare.png]     return against steps and time, speed-up, as table and picture
+  choreo agent --token-file FILE                  start workers on this host for a coordinator elsewhere
   choreo list algos|envs|layouts                  what there is
 
 An ALGORITHM is a name (ppo) or a class in a file (my_ppo.py:MyPPO), a RUN is a run folder. For example:
@@ -90,6 +91,7 @@ def train(args: list[str]) -> int:
     add("--out", type=Path, help="the run folder (runs/ALGORITHM-ENVIRONMENT-SEED, numbered)")
     add("--overwrite", action="store_true", help="replace an earlier run in --out")
     add("--runtime", help="inprocess, or local: worker processes (local if the layout has several sites)")
+    add("--cluster", type=Path, help="a cluster.toml: the hosts of worker processes (this machine)")
     add("--env-timeout", type=float, default=60.0, help="seconds after which an environment counts as hanging (60)")
     add("--profile", action="store_true", help="where the time goes, site by site; writes trace.json for Perfetto")
     add("--eval-every", type=_count, help="iterations between evaluations (none)")
@@ -123,6 +125,7 @@ def train(args: list[str]) -> int:
             stop_at_return=options.stop_at_return,
             checkpoint_every=options.checkpoint_every,
             init_from=options.init_from,
+            cluster=options.cluster,
             env_timeout=options.env_timeout,
             profile=options.profile,
             loggers=options.logger,
@@ -221,6 +224,22 @@ def compare(args: list[str]) -> int:
     return 0
 
 
+def agent(args: list[str]) -> int:
+    """Start workers on this host for coordinators elsewhere."""
+    parser = _parser("agent", "choreo agent --token-file FILE [options]")
+    parser.add_argument("--address", default="0.0.0.0", help="where to listen (0.0.0.0: everywhere)")
+    parser.add_argument("--port", type=_count, default=7000, help="the port of `cluster.toml` (7000)")
+    parser.add_argument("--token-file", type=Path, required=True, help="the secret, the same on every host")
+    options = _parse(parser, args)
+
+    from choreo.cluster import Cluster, Host
+    from choreo.runtime.agent import serve
+
+    token = Cluster(hosts=(Host(address=options.address),), token_file=options.token_file).token()
+    assert token is not None
+    return serve(options.address, options.port, token)
+
+
 def show_list(args: list[str]) -> int:
     """Print what there is of a kind."""
     parser = _parser("list", "choreo list algos|envs|layouts")
@@ -243,6 +262,7 @@ COMMANDS: dict[str, Main] = {
     "evaluate": evaluate,
     "resume": resume,
     "compare": compare,
+    "agent": agent,
     "list": show_list,
 }
 

@@ -53,7 +53,7 @@ class Host:
     address: str
     """Its name or number in the network."""
     port: int = 0
-    """Where its workers are reached; 0: any that is free."""
+    """Where `choreo agent` listens there; 0: this is the machine of the coordinator, which needs no agent."""
     cpus: int = 1
     """How many workers it can run side by side; hosts with more get more."""
     devices: tuple[str, ...] = ("cpu",)

@@ -25,6 +25,7 @@ import numpy as np
 
 from choreo import checkpoint, plans, registry
 from choreo.cache import use_compilation_cache
+from choreo.cluster import Cluster
 from choreo.errors import AlgorithmError, DivergedError, RunError
 from choreo.evaluate import evaluate
 from choreo.folder import Row, RunFolder, to_json
@@ -54,6 +55,7 @@ def train(
     seed: int = 0,
     out: str | Path | None = None,
     runtime: str | None = None,
+    cluster: Cluster | str | Path | None = None,
     env_timeout: float | int = 60.0,
     profile: bool = False,
     eval_every: int | None = None,
@@ -73,8 +75,9 @@ def train(
     run once the evaluation reaches it; without `eval_every`, once the mean of the last 100 training episodes does.
     `init_from`, a run folder, gives the first weights; optimiser, counters and environments start anew.
     `runtime`: "inprocess" runs everything in this process, "local" in worker processes; None takes workers where the
-    layout has several sites. A worker whose environment does not return for `env_timeout` seconds ends the run.
-    `profile` keeps what each site did when: a table, and `trace.json` in the run folder, which Perfetto opens.
+    layout has several sites. `cluster` (or the path of a `cluster.toml`) names the hosts of workers. A worker whose
+    environment does not return for `env_timeout` seconds ends the run. `profile` keeps what each site did when: a table,
+    and `trace.json` in the run folder, which Perfetto opens.
     `progress`: None shows it in a terminal only.
 
     Refuses (ChoreoError) before anything is compiled whatever can be refused then.
@@ -100,7 +103,9 @@ def train(
     if weights is not None:
         recipe = dataclasses.replace(recipe, init_from=weights.origin)
     start = Start(done=0, rows=[], carry=None, weights=weights)
-    watching = Watching(env_timeout_s=float(env_timeout), profile=profile)
+    if cluster is not None and not isinstance(cluster, Cluster):
+        cluster = Cluster.from_toml(cluster)
+    watching = Watching(env_timeout_s=float(env_timeout), profile=profile, cluster=cluster)
     return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
@@ -176,12 +181,14 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """How a run is watched; its result does not depend on it."""
+    """How a run is watched and where its workers are; its result does not depend on it."""
 
     env_timeout_s: float = 60.0
     """After how long an environment that does not return counts as hanging."""
     profile: bool = False
     """Keep what each site did when?"""
+    cluster: Cluster | None = None
+    """The hosts of workers; None: this machine."""
 
 
 def _drive(
@@ -219,13 +226,8 @@ def _drive(
             stack.callback(sink.close)
         show = sys.stderr.isatty() if progress is None else progress
         line = stack.enter_context(Progress(type(algo).__name__, total_steps=recipe.total_steps, show=show))
-        runtime = make_runtime(
-            recipe.runtime,
-            the_plan,
-            on_output=line.print,
-            profile=watching.profile,
-            env_timeout_s=watching.env_timeout_s,
-        )
+        options = dataclasses.asdict(watching) | {"cluster": watching.cluster, "on_output": line.print}
+        runtime = make_runtime(recipe.runtime, the_plan, **options)
         stack.callback(runtime.close)
         if start.carry is None:
             runtime.start(recipe.key)

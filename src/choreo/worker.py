@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from choreo.errors import ChoreoError, EnvError
+from choreo.errors import ChoreoError, EnvError, RunError
 from choreo.runtime.links import Links
 from choreo.runtime.wire import Frame, receive_frame, send_frame
 
@@ -66,28 +66,33 @@ class Worker:
             header, arrays = self.commands.get()
             kind = header["kind"]
             if kind == "stop":
-                if self.execution is not None:
-                    self.execution.close()
-                if self.links is not None:
-                    self.links.close()
-                return
+                return self._stop()
             getattr(self, f"_{kind}")(header, arrays)
+
+    def _stop(self) -> None:
+        try:
+            if self.execution is not None:
+                self.execution.close()
+        except Exception:  # noqa: BLE001  the run is over: what an environment says now is for people
+            traceback.print_exc()
+        if self.links is not None:
+            self.links.close()
 
     def _brief(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         began = time.perf_counter()
         self.name, self.env_timeout_s = header["name"], header["env_timeout_s"]
-        self.links = Links(self.name, header["links"], token=bytes.fromhex(header["token"]))
+        if header["remote"]:
+            self._forward_output()
+        self.links = Links(self.name, header["links"], host=header["host"], token=bytes.fromhex(header["token"]))
         if self.links.address:
             self._send({"kind": "listening", "address": self.links.address})
             book, _ = self.commands.get()
             assert book["kind"] == "addresses", book
             self.links.connect(book["addresses"])
-        import cloudpickle
-
         from choreo.runtime.execution import Execution
         from choreo.runtime.machine import Neighbourhood, PythonOnly
 
-        orders = cloudpickle.loads(arrays[0].tobytes())
+        orders = _load(arrays[0].tobytes(), header["path"])
         homes = {(group, r): home for group, r, home in header["homes"]}
         hood = Neighbourhood(me=self.name, homes=homes, links=self.links.by_peer)
         if header["profile"]:
@@ -98,6 +103,18 @@ class Worker:
         backend = _device(header, watch) if header["compiled"] else PythonOnly()
         self.execution = Execution(orders, hood, backend, watch)
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
+
+    def _forward_output(self) -> None:
+        """Send what is printed here to the coordinator: on another host there is no pipe to it."""
+        reading, writing = os.pipe()
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+
+        def forward() -> None:
+            for line in open(reading, errors="replace"):
+                self._send({"kind": "output", "line": line.rstrip("\n")})
+
+        threading.Thread(target=forward, name="choreo-output", daemon=True).start()
 
     def _start(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         self.execution.start(*arrays)
@@ -134,16 +151,27 @@ class Worker:
 
     def report(self, error: BaseException) -> None:
         """Tell the coordinator why this worker ends."""
+        error = self._blame(error)
         text = "".join(traceback.format_exception(error))
         known = isinstance(error, ChoreoError)
         self._send({
             "kind": "error",
+            "known": known,
             "type": type(error).__name__,
             "what": error.what if known else str(error),
             "fix": error.fix if known else None,
             "places": error.places if known else {},
             "traceback": text,
         })  # fmt: skip
+
+    def _blame(self, error: BaseException) -> BaseException:
+        """The error with the number of the environment it came out of, if it does not tell: `sys.exit` does not."""
+        index = None if self.execution is None or isinstance(error, ChoreoError) else self.execution.current_env()
+        if index is None:
+            return error
+        found = EnvError(f"Environment {index} raised {type(error).__name__}: {error}")
+        found.__cause__ = error
+        return found
 
     def _send(self, header: dict[str, Any], arrays: Any = ()) -> None:
         with self.sending:
@@ -153,25 +181,32 @@ class Worker:
                 _end_now()  # nobody is there to hear
 
     def _listen(self) -> None:
-        self.control.settimeout(None)
-        threading.Thread(target=self._watch, name="choreo-watch", daemon=True).start()
-        while (frame := receive_frame(self.control)) is not None:
-            self.commands.put(frame)
-        _end_now()
+        try:
+            self.control.settimeout(None)
+            threading.Thread(target=self._watch, name="choreo-watch", daemon=True).start()
+            while (frame := receive_frame(self.control)) is not None:
+                self.commands.put(frame)
+        finally:
+            _end_now()
 
     def _watch(self) -> None:
-        """Report an environment that hangs: the main thread cannot."""
-        busy_with, since = None, 0.0
+        """Report an environment that hangs: the main thread cannot.
+
+        Looks are counted, not seconds: a worker that was stopped for a while does not hang. An environment that hangs and
+        holds the interpreter stops this thread too; then a timer that needs no interpreter ends the process.
+        """
+        busy_with, looks = 0, 0
         while True:
             time.sleep(POLL_S)
-            if self.execution is None or not self.env_timeout_s:
+            calls = 0 if self.execution is None else self.execution.host_calls()
+            if not calls or not self.env_timeout_s:
                 continue
-            calls = self.execution.host_calls()
-            if calls != busy_with or calls % 2 == 0:  # another call, or none
-                busy_with, since = calls, time.monotonic()
-            elif time.monotonic() - since > self.env_timeout_s:
+            looks = looks + 1 if calls == busy_with and calls % 2 else 0  # else another call, or none
+            busy_with = calls
+            if looks * POLL_S > self.env_timeout_s:
                 self.report(self._hanging())
                 _end_now()
+            faulthandler.dump_traceback_later(self.env_timeout_s + 4 * POLL_S, exit=True)
 
     def _hanging(self) -> EnvError:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -182,6 +217,20 @@ class Worker:
             f"{which} hangs: it has not returned for {self.env_timeout_s:g} s.\n{''.join(lines).rstrip()}",
             fix="Mend the environment, or allow it more time: --env-timeout SECONDS.",
         )
+
+
+def _load(orders: bytes, path: list[str]) -> Any:
+    """What to run. It may need modules that the coordinator finds beside the user's script."""
+    import cloudpickle
+
+    sys.path.extend(folder for folder in path if folder not in sys.path)
+    try:
+        return cloudpickle.loads(orders)
+    except (ImportError, AttributeError) as error:
+        raise RunError(
+            f"What this worker is to run needs something it cannot import: {error}",
+            fix="Install the module, put it beside your script, or define in the script itself what it is needed for.",
+        ) from error
 
 
 def _device(header: dict[str, Any], watch: Any) -> Any:

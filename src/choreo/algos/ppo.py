@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al. 2017), for discrete and continuous actions, with or without memory.
+"""Proximal policy optimisation (Schulman et al. 2017), for any space of numbers, with or without memory.
 
     iterate:   act, step, act, step, ...  ->  trajectory [time, env]  ->  learn: advantages, then epochs of minibatches
 
@@ -28,8 +28,8 @@ class Params(NamedTuple):
 
     network: PyTree
     """The module, frozen: every leaf an array."""
-    moments: ops.Moments | None
-    """Statistics of observations; None if they are not normalised."""
+    moments: PyTree
+    """`ops.Moments` of each part of an observation, None for parts that are not normalised."""
 
 
 class Train(NamedTuple):
@@ -55,7 +55,7 @@ class Carry(NamedTuple):
 class Batch(NamedTuple):
     """What the loss reads: [sample], or [sequence, time] if the network has memory."""
 
-    obs: jax.Array
+    obs: PyTree
     action: jax.Array
     log_prob: jax.Array
     last: jax.Array
@@ -106,7 +106,7 @@ class PPO:
     def init(self, env: Env, key: Key) -> Carry:
         key_network, key_env = jax.random.split(key)
         network = networks.freeze(self.network(env.observation_space, env.action_space, key_network))
-        moments = ops.Moments.of_nothing(_shape(env.observation_space)) if self.normalise_obs else None
+        moments = _initial_moments(env.observation_space) if self.normalise_obs else None
         params = Params(network, moments)
         env_state, obs = env.reset(env.keys(key_env))
         fresh = self.initial_state(params)
@@ -124,7 +124,7 @@ class PPO:
         return network.initial_state() if isinstance(network, networks.Recurrent) else None
 
     @fragment("actor")
-    def act(self, params: Params, obs: jax.Array, key: Key, memory: PyTree = None, *, greedy: bool = False):
+    def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
         """One environment: -> action, log-probability; and, if the network has one, its new memory."""
         pi, _, memory = self.apply(params, obs, memory)
         action = pi.mode() if greedy else pi.sample(key)
@@ -159,15 +159,14 @@ class PPO:
 
         state = (train.params.network, train.optimizer)
         (network, opt_state), metrics = jax.lax.scan(epoch, state, jax.random.split(key, self.epochs))
-        moments = train.params.moments
         # After the epochs, not before: the probabilities we compare with were computed with the old statistics.
-        moments = moments if moments is None else ops.update_moments(moments, trajectory.obs)
+        moments = _each_part(
+            lambda m, obs: m if m is None else ops.update_moments(m, obs), train.params.moments, trajectory.obs
+        )
         metrics = jax.tree.map(jnp.mean, metrics) | {"learning_rate": learning_rate}
         return Train(Params(network, moments), opt_state, train.iterations + 1), metrics
 
-    def loss(
-        self, network: PyTree, moments: ops.Moments | None, batch: Batch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, network: PyTree, moments: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Equation 9 of the paper, on a minibatch."""
         params = Params(network, moments)
         if batch.memory is None:
@@ -203,7 +202,7 @@ class PPO:
         batch = Batch(s.obs, s.action, s.extras, s.last, advantage, advantage + value_tm1, memory)
         return batch if memory is not None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
-    def unfold(self, params: Params, obs: jax.Array, last: jax.Array, memory: PyTree):
+    def unfold(self, params: Params, obs: PyTree, last: jax.Array, memory: PyTree):
         """The network along one sequence: pi [time], value [time], and the memory after each step [time]."""
         if memory is None:
             return jax.vmap(self.apply, (None, 0, None))(params, obs, None)
@@ -216,9 +215,9 @@ class PPO:
 
         return jax.lax.scan(step, memory, (obs, last))[1]
 
-    def apply(self, params: Params, obs: jax.Array, memory: PyTree):
+    def apply(self, params: Params, obs: PyTree, memory: PyTree):
         """The network on one observation: pi, value, memory (None if it has none)."""
-        obs = obs if params.moments is None else ops.normalise(params.moments, obs)
+        obs = _each_part(lambda m, x: x if m is None else ops.normalise(m, x), params.moments, obs)
         network = networks.thaw(params.network)
         return (*network(obs), None) if memory is None else network(obs, memory)
 
@@ -262,7 +261,23 @@ def _divisors(num_sequences: int, length: int) -> list[int]:
     return [length * d for d in range(num_sequences, 0, -1) if num_sequences % d == 0][:6]
 
 
-def _shape(space: gymnasium.Space) -> tuple[int, ...]:
-    if isinstance(space, gymnasium.spaces.Box):
-        return space.shape
-    raise AlgorithmError(f"normalise_obs needs observations in a Box, not in {space}.", fix="Leave normalise_obs off.")
+def _initial_moments(space: gymnasium.Space) -> PyTree:
+    moments = _moments(space)
+    if not jax.tree.leaves(moments):
+        raise AlgorithmError(
+            f"normalise_obs needs observations in a Box, not in {space}.", fix="Leave normalise_obs off."
+        )
+    return moments
+
+
+def _moments(space: gymnasium.Space) -> PyTree:
+    """In the form of an observation: those of nothing for each Box, None for anything else."""
+    if isinstance(space, gymnasium.spaces.Dict):
+        return {name: None if name == networks.ACTION_MASK else _moments(part) for name, part in space.items()}
+    if isinstance(space, gymnasium.spaces.Tuple):
+        return tuple(map(_moments, space))
+    return ops.Moments.of_nothing(space.shape) if isinstance(space, gymnasium.spaces.Box) else None
+
+
+def _each_part(fn: Callable[[ops.Moments | None, Any], PyTree], moments: PyTree, obs: PyTree) -> PyTree:
+    return jax.tree.map(fn, moments, obs, is_leaf=lambda m: m is None or isinstance(m, ops.Moments))

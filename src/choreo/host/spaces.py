@@ -115,7 +115,7 @@ class Leaf:
         return dtype == self.dtype if self.kinds is None else dtype.kind in self.kinds
 
 
-def _require_keys(space: spaces.Dict, value: Any, index: int, path: str) -> None:
+def _require_keys(space: Any, value: Any, index: int, path: str) -> None:
     if value.__class__ is dict and value.keys() == space.spaces.keys():
         return
     try:
@@ -129,7 +129,7 @@ def _require_keys(space: spaces.Dict, value: Any, index: int, path: str) -> None
         raise WrongValue(index, f"a dictionary{_at(path)} {' and '.join(words)}")
 
 
-def _require_length(space: spaces.Tuple, value: Any, index: int, path: str) -> None:
+def _require_length(space: Any, value: Any, index: int, path: str) -> None:
     if not isinstance(value, tuple | list) or len(value) != len(space):
         said = f"{len(value)} items" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
         raise WrongValue(index, f"{said}{_at(path)} where its space says a tuple of {len(space)}")

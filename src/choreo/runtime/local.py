@@ -1,4 +1,4 @@
-"""Worker processes on this machine, one per site; nothing to install or start.
+"""Worker processes, one per site: on this machine, with nothing to install or start, or on the hosts of a cluster.
 
 The coordinator (this object, in the user's process) owns them:
 
@@ -30,9 +30,12 @@ import numpy as np
 
 from choreo import errors
 from choreo._compat import is_key, key_impl
+from choreo.cluster import Cluster, Host, place
 from choreo.errors import ChoreoError, PartitionError, RunError
+from choreo.host import HostMethod
 from choreo.partition.program import HostCall, Segment, Transfer, walk
 from choreo.plans import Plan, array_type, exported
+from choreo.runtime.agent import RemoteProcess, ask_for_worker
 from choreo.runtime.channel import message_bytes
 from choreo.runtime.device import host_type
 from choreo.runtime.execution import Orders
@@ -49,8 +52,12 @@ GRACE_S = 2.0
 """How long to look for the worker that failed first, and how long workers have to end."""
 START_S = 120.0
 """How long a worker may take to be ready."""
-LAST_LINES = 20
-"""Of a worker's output, shown when it dies without a word."""
+LAST_LINES = 60
+"""Of a worker's output, shown when it dies without a word: a traceback of every thread fits."""
+ASIDES = ("output", "iteration")
+"""What workers say without being asked."""
+HANGS = "Timeout ("
+"""How the last words begin of a worker that was stopped because an environment holds the interpreter."""
 
 
 class WorkerError(RunError):
@@ -62,7 +69,7 @@ class Member:
     """A worker as its coordinator sees it."""
 
     name: str
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | RemoteProcess"
     control: socket.socket
     lines: "deque[str]" = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     """Its last output."""
@@ -70,6 +77,8 @@ class Member:
     """Output that is no whole line yet."""
     error: dict[str, Any] | None = None
     """Why it ended, in its own words."""
+    talks: bool = True
+    """Until it reported an error, or its control socket closed."""
     state: str = "starting"
     """For people: what it is doing."""
 
@@ -82,6 +91,7 @@ class Local:
         plan: Plan,
         *,
         carrier: str = "shm",
+        cluster: Cluster | None = None,
         env_timeout_s: float = 60.0,
         profile: bool = False,
         on_output: Callable[[str, str], None] | None = None,
@@ -93,9 +103,12 @@ class Local:
         self.selector = selectors.DefaultSelector()
         self.hood = Neighbourhood(me="coordinator", homes=_homes(plan))
         self.workers = list(dict.fromkeys(self.hood.homes.values()))
+        self.hosts = _place(plan, cluster or Cluster.local())
+        self.token = (cluster and cluster.token()) or os.urandom(32)
+        self.over_tcp = carrier == "tcp" or any(host.port for host in self.hosts.values())
         orders = {name: self._orders(name) for name in self.workers}  # refuses before anything is started
         try:
-            self._launch(orders, carrier)
+            self._launch(orders)
         except BaseException:
             self._kill()
             raise
@@ -145,57 +158,74 @@ class Local:
 
     def close(self) -> None:
         """End all workers: politely, so that environments are closed; then by force."""
-        for member in self.members.values():
-            with contextlib.suppress(OSError):  # it may be gone already
-                send_frame(member.control, {"kind": "stop"})
         deadline = time.monotonic() + GRACE_S
-        while any(m.process.poll() is None for m in self.members.values()) and time.monotonic() < deadline:
-            self._read_output(timeout_s=0.02)
-        self._kill()
+        try:
+            for member in self.members.values():
+                member.control.settimeout(GRACE_S)
+                with contextlib.suppress(OSError):  # it may be gone already
+                    send_frame(member.control, {"kind": "stop"})
+                if not member.talks:
+                    self._stop_listening(member)
+            while any(_runs(member) for member in self.members.values()) and time.monotonic() < deadline:
+                for member in self._select(timeout_s=0.02):
+                    self._hear(member)
+        except TimeoutError:
+            return  # it was stopped in the middle of a word
+        finally:
+            self._kill()
 
-    def _launch(self, orders: dict[str, bytes], carrier: str) -> None:
-        links, ends = self._links(carrier)
-        for name in self.workers:
-            ours, theirs = socket.socketpair()
-            fds = [theirs.fileno(), *(fd for end in ends[name] for fd in end.fds)]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "choreo.worker", str(theirs.fileno())],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=self._environment(name),
-                start_new_session=True,  # Ctrl-C is ours to hear; and what an environment starts ends with it
-            )
-            theirs.close()
-            member = self.members[name] = Member(name, process, ours)
-            assert process.stdout is not None
-            os.set_blocking(process.stdout.fileno(), False)
-            self.selector.register(process.stdout, selectors.EVENT_READ, (member, "output"))
-            self.selector.register(ours, selectors.EVENT_READ, (member, "control"))
-        for each in ends.values():
-            for end in each:
-                end.close()  # from here on only workers hold them: when one dies, its peers hear it
-        token = os.urandom(32)
+    def _launch(self, orders: dict[str, bytes]) -> None:
+        links, ends = self._links()
+        with contextlib.ExitStack() as stack:
+            for end in (end for each in ends.values() for end in each):
+                stack.callback(end.close)  # later only workers hold them: when one dies, its peers hear it
+            for name in self.workers:
+                member = self.members[name] = self._member(name, [fd for end in ends[name] for fd in end.fds])
+                self.selector.register(member.control, selectors.EVENT_READ, (member, "control"))
+                if member.process.stdout is not None:
+                    os.set_blocking(member.process.stdout.fileno(), False)
+                    self.selector.register(member.process.stdout, selectors.EVENT_READ, (member, "output"))
         for name in self.workers:
             header = {
                 "kind": "brief",
                 "name": name,
                 "homes": [[*site, home] for site, home in self.hood.homes.items()],
                 "links": links[name],
-                "token": token.hex(),
+                "host": self.hosts[name].address,
+                "token": self.token.hex(),
+                "remote": bool(self.hosts[name].port),
                 "compiled": {g: self.plan.platform(g) for g in self._groups(name)} if self._compiles(name) else None,
                 "x64": jnp.result_type(float) == np.float64,
                 "prng": str(jax.random.key_impl(jax.random.key(0))),
                 "profile": self.profiling,
                 "env_timeout_s": self.env_timeout_s,
+                "path": sys.path,
             }
             self._tell_one(self.members[name], header, [np.frombuffer(orders[name], np.uint8)])
-        if carrier == "tcp" and len(self.workers) > 1:
+        if self.over_tcp and len(self.workers) > 1:
             replies = self._await("listening", doing="starting", timeout_s=START_S)
             addresses = {n: header["address"] for n, (header, _) in zip(self.workers, replies, strict=True)}
             self._tell({"kind": "addresses", "addresses": addresses})
         self._await("ready", doing="starting", timeout_s=START_S)
+
+    def _member(self, name: str, fds: list[int]) -> Member:
+        """Start one worker."""
+        host, variables = self.hosts[name], self._environment(name)
+        if host.port:
+            control = ask_for_worker(host, name, variables, self.token)
+            return Member(name, RemoteProcess(host, control), control)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "choreo.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *fds],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,  # Ctrl-C is ours to hear; and what an environment starts ends with it
+            )
+        return Member(name, process, ours)
 
     def _orders(self, name: str) -> bytes:
         """What a worker has to do, ready to be sent."""
@@ -222,7 +252,7 @@ class Local:
         programs = (self.plan.init, self.plan.iterate)
         return any(isinstance(step, Segment) and step.group in groups for p in programs for step, _ in walk(p.steps))
 
-    def _links(self, carrier: str) -> tuple[dict[str, list[list[Any]]], dict[str, list[Any]]]:
+    def _links(self) -> tuple[dict[str, list[list[Any]]], dict[str, list[Any]]]:
         """For each worker, the description of its channels and its ends of them."""
         sizes: dict[tuple[str, str], int] = {}
         for program in (self.plan.init, self.plan.iterate):
@@ -233,7 +263,7 @@ class Local:
         links: dict[str, list[list[Any]]] = {name: [] for name in self.workers}
         ends: dict[str, list[Any]] = {name: [] for name in self.workers}
         for pair, size in sizes.items():
-            if carrier == "tcp":
+            if self.over_tcp:
                 for name in pair:
                     links[name].append([*pair, "tcp", SLOTS])
                 continue
@@ -244,8 +274,8 @@ class Local:
 
     def _environment(self, name: str) -> dict[str, str]:
         """Environment variables of a worker: no more threads than it has cores to itself."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = str(max(1, cores // len(self.workers)))
+        host = self.hosts[name]
+        threads = str(max(1, host.cpus // sum(other == host for other in self.hosts.values())))
         limits = dict.fromkeys(
             ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC", "PJRT_NPROC"), threads
         )
@@ -253,7 +283,8 @@ class Local:
         chosen = {"JAX_PLATFORMS": ",".join(sorted(p for p in platforms if p))} if None not in platforms else {}
         # Several workers may share an accelerator: none may take all of its memory at the start.
         shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        return {**limits, **shared, **os.environ, **chosen, "PYTHONUNBUFFERED": "1"}
+        given = {name: os.environ[name] for name in (*limits, *shared) if name in os.environ}
+        return {**limits, **shared, **given, **chosen, "PYTHONUNBUFFERED": "1"}
 
     def _tell(self, header: dict[str, Any], arrays: Iterable[np.ndarray] = ()) -> None:
         arrays = list(arrays)
@@ -277,79 +308,108 @@ class Local:
                 self._kill()
                 raise WorkerError(f"{late} did not answer within {timeout_s:g} s while {doing}.",
                                   fix="The machine may be overloaded: use fewer workers.")  # fmt: skip
-            for selected, _ in self.selector.select(timeout=1.0):
-                member, what = selected.data
-                if what == "output":
-                    self._take_output(member)
-                    continue
-                frame = receive_frame(member.control)
-                if frame is None or frame[0]["kind"] == "error":
-                    member.error = frame and frame[0]
+            for member in self._select(timeout_s=1.0):
+                frame = self._hear(member)
+                if frame is None:
                     self._fail(member)
+                if frame[0]["kind"] in ASIDES:
+                    continue
                 assert frame[0]["kind"] == kind, (frame[0], kind)
                 replies[member.name] = frame
                 member.state = "idle"
                 self.seconds[member.name] = frame[0].get("compile_seconds", self.seconds.get(member.name, 0.0))
+            for member in self._ended():
+                self._fail(member)
         return [replies[name] for name in self.workers]
 
     def _fail(self, member: Member) -> NoReturn:
         """A worker ended. Find out who was the first, end all, and say so once."""
-        lost = [member]
-        deadline = time.monotonic() + GRACE_S
-        while _only_suffers(lost[-1]) and time.monotonic() < deadline:
-            for selected, _ in self.selector.select(timeout=0.05):
-                other, what = selected.data
-                if what == "output":
-                    self._take_output(other)
-                elif other not in lost or other.error is None:
-                    frame = receive_frame(other.control)
-                    if frame is None:
-                        self.selector.unregister(other.control)
-                        lost.append(other)
-                    elif frame[0]["kind"] == "error":
-                        other.error = frame[0]
-                        lost.append(other)
-                    if lost[-1] is other and not _only_suffers(other):
-                        break
-        culprit = next((m for m in lost if not _only_suffers(m)), member)
+        lost, deadline = [member], time.monotonic() + GRACE_S
+        while member.talks and member in self._select(timeout_s=0.0):
+            self._hear(member)
+        while all(_only_suffers(each) for each in lost) and time.monotonic() < deadline:
+            heard = [other for other in self._select(timeout_s=0.05) if self._hear(other) is None]
+            lost += [other for other in dict.fromkeys([*heard, *self._ended()]) if other not in lost]
+        culprit = next((each for each in lost if not _only_suffers(each)), member)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a worker that reported may take a moment to end
             culprit.process.wait(timeout=1.0)
-        self._read_output(timeout_s=0.0)
+        code = culprit.process.poll()
         self._kill()
-        raise _describe(culprit)
+        raise _describe(culprit, code, _environments(self.plan, self.hood, culprit.name))
 
-    def _read_output(self, *, timeout_s: float) -> None:
-        for selected, _ in self.selector.select(timeout=timeout_s):
-            member, what = selected.data
+    def _select(self, *, timeout_s: float) -> list[Member]:
+        """Wait for workers to say something: pass on what they print, and return those with a frame for us."""
+        ready = [selected.data for selected, _ in self.selector.select(timeout=timeout_s)]
+        for member, what in ready:
             if what == "output":
                 self._take_output(member)
-            elif receive_frame(member.control) is None:
-                self.selector.unregister(member.control)
+        return [member for member, what in ready if what == "control"]
 
-    def _take_output(self, member: Member) -> None:
-        assert member.process.stdout is not None
-        data = os.read(member.process.stdout.fileno(), 65536)
+    def _hear(self, member: Member) -> Frame | None:
+        """A worker's next frame; None if it ended, and then `member.error` says why, if it told."""
+        member.talks = False  # if Ctrl-C comes in the middle of a frame, what follows makes no sense
+        frame = receive_frame(member.control)
+        if frame is None or frame[0]["kind"] == "error":
+            member.error = frame and frame[0]
+            self._stop_listening(member)
+            return None
+        member.talks = True
+        if frame[0]["kind"] == "output":
+            self._say(member, frame[0]["line"])
+        elif frame[0]["kind"] == "iteration":
+            member.state = f"iteration {frame[0]['number']}"
+        return frame
+
+    def _stop_listening(self, member: Member) -> None:
+        member.talks = False
+        with contextlib.suppress(KeyError):  # nobody listens any more
+            self.selector.unregister(member.control)
+
+    def _ended(self) -> list[Member]:
+        """Workers that are no more. Most are heard of by the end of their socket; not if a process they started has it."""
+        return [member for member in self.members.values() if member.process.poll() is not None]
+
+    def _take_output(self, member: Member) -> bool:
+        """Pass on what a worker printed; False if there was nothing."""
+        if member.process.stdout is None:
+            return False
+        try:
+            data = os.read(member.process.stdout.fileno(), 65536)
+        except BlockingIOError:
+            return False
         if not data:
-            self.selector.unregister(member.process.stdout)
+            with contextlib.suppress(KeyError):  # seen before
+                self.selector.unregister(member.process.stdout)
         *lines, member.rest = (member.rest + data).split(b"\n")
         if not data and member.rest:
             lines, member.rest = [member.rest], b""
         for line in lines:
-            text = line.decode(errors="replace")
-            member.lines.append(text)
-            self.on_output(member.name, text)
+            self._say(member, line.decode(errors="replace"))
+        return bool(data)
+
+    def _say(self, member: Member, line: str) -> None:
+        member.lines.append(line)
+        self.on_output(member.name, line)
 
     def _kill(self) -> None:
-        for member in self.members.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
-                os.killpg(member.process.pid, signal.SIGKILL)
-        for member in self.members.values():
-            member.process.wait()
-            member.control.close()
-            if member.process.stdout is not None:
-                member.process.stdout.close()
+        """End whoever still lives, with all that environments have started."""
+        members = list(self.members.values())
         self.members.clear()
-        self.selector.close()
+        for member in members:
+            if isinstance(member.process, subprocess.Popen):
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
+                    os.killpg(member.process.pid, signal.SIGKILL)
+        try:
+            for member in members:
+                member.process.wait()
+                while self._take_output(member):
+                    pass
+        finally:
+            for member in members:
+                member.control.close()  # a worker on another host ends by itself when nobody is there to tell it what to do
+                if member.process.stdout is not None:
+                    member.process.stdout.close()
+            self.selector.close()
 
 
 def _homes(plan: Plan) -> dict[tuple[str, int], str]:
@@ -360,6 +420,26 @@ def _homes(plan: Plan) -> dict[tuple[str, int], str]:
         workers = next(g.replicas for g in plan.layout.groups if g.name == group)
         homes[group, r] = group if workers is None else f"{group}-{r * workers // blocks}"
     return homes
+
+
+def _place(plan: Plan, cluster: Cluster) -> dict[str, Host]:
+    """The host of each worker."""
+    workers = {g.name: g.replicas for g in plan.layout.groups if g.name in plan.sites.replicas}
+    found = place(workers, cluster, devices={group: plan.platform(group) for group in workers})
+    return {p.group if workers[p.group] is None else f"{p.group}-{p.replica}": p.host for p in found}
+
+
+def _environments(plan: Plan, hood: Neighbourhood, worker: str) -> list[range]:
+    """The numbers of the environments that run in a worker as Python."""
+    found = {
+        (site, step.fn.num_envs)
+        for step, _ in walk(plan.iterate.steps)
+        if isinstance(step, HostCall) and isinstance(step.fn, HostMethod)
+        for site, home in hood.homes.items()
+        if home == worker and site[0] == step.group
+    }
+    blocks = [(r, count // hood.replicas(group)) for (group, r), count in sorted(found)]
+    return [range(r * size, (r + 1) * size) for r, size in blocks]
 
 
 def _message_bytes(pieces: list[Any]) -> int:
@@ -377,34 +457,52 @@ def _to_numpy(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf)
 
 
+def _runs(member: Member) -> bool:
+    """Does it live, as far as one can tell? Of a worker on another host, only its connection tells."""
+    return member.process.poll() is None and (member.talks or isinstance(member.process, subprocess.Popen))
+
+
 def _only_suffers(member: Member) -> bool:
     """Did it end because another one did?"""
     return member.error is not None and member.error["type"] in ("PeerLost", "ReceiverClosed", "EndOfChannel")
 
 
-def _describe(member: Member) -> ChoreoError:
-    """The one error for a worker's end."""
+def _describe(member: Member, code: int | None, envs: list[range]) -> ChoreoError:
+    """The one error for a worker's end: in its own words, or by its exit code."""
     if member.error is not None:
-        error = member.error
-        cls = getattr(errors, error["type"], None)
-        if isinstance(cls, type) and issubclass(cls, ChoreoError):
-            found = cls(error["what"], fix=error["fix"], worker=member.name, **error["places"])
-        else:
-            found = WorkerError(f"Worker `{member.name}` failed: {error['type']}: {error['what']}")
-        found.add_note(f"In worker `{member.name}`:\n{error['traceback'].rstrip()}")
-        return found
-    code = member.process.poll()
+        return _in_its_words(member.name, member.error)
     if code is None:
-        ended = "closed its connection"
+        ended = "was lost: its connection was cut" if member.process.pid < 0 else "closed its connection"
     else:
         ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    what = f"Worker `{member.name}` ({_whereabouts(member)}) {ended}."
+    if any(line.startswith(HANGS) for line in member.lines):
+        what = f"An environment of worker `{member.name}` hangs, and lets no other thread run."
+    # A process that ends by itself was most likely ended by an environment.
+    blocks = " and ".join(str(b[0]) if len(b) == 1 else f"{b[0]} to {b[-1]}" for b in envs)
+    running = f" It was running environments {blocks}." if blocks else ""
     last = "".join(f"\n  {line}" for line in member.lines)
     return WorkerError(
-        f"Worker `{member.name}` (process {member.process.pid}) {ended}.{' Its last output:' if last else ''}{last}",
+        f"{what}{running}{' Its last output:' if last else ''}{last}",
         fix="SIGKILL without a cause is often the kernel, out of memory: use fewer workers or environments."
         if code == -signal.SIGKILL
         else None,
     )
+
+
+def _in_its_words(name: str, error: dict[str, Any]) -> ChoreoError:
+    cls = getattr(errors, error["type"], None) if error["known"] else None
+    if isinstance(cls, type) and issubclass(cls, ChoreoError):
+        found = cls(error["what"], fix=error["fix"], **{**error["places"], "worker": name})
+    else:
+        found = WorkerError(f"Worker `{name}` failed: {error['type']}: {error['what']}", fix=error["fix"])
+    found.add_note(f"In worker `{name}`:\n{error['traceback'].rstrip()}")
+    return found
+
+
+def _whereabouts(member: Member) -> str:
+    process = member.process
+    return f"on {process.host.address}" if isinstance(process, RemoteProcess) else f"process {process.pid}"
 
 
 def _signal_name(number: int) -> str:

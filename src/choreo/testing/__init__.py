@@ -1,5 +1,6 @@
 """Laws for our code and for users' code: each adapter passes `check_env`, each algorithm `check_algorithm`."""
 
 from choreo.testing.algorithms import check_algorithm as check_algorithm
+from choreo.testing.channels import check_channel as check_channel
 from choreo.testing.envs import check_env as check_env
 from choreo.testing.layouts import check_layout as check_layout
