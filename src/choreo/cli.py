@@ -26,7 +26,8 @@ An RL algorithm is written once, as plain JAX; a layout decides where it runs.
   choreo agent --token-file FILE                  start workers on this host for a coordinator elsewhere
   choreo list algos|envs|layouts                  what there is
 
-An ALGORITHM is a name (ppo) or a class in a file (my_ppo.py:MyPPO), a RUN is a run folder. For example:
+An ALGORITHM is a name (ppo) or a class in a file (my_ppo.py:MyPPO), an ENVIRONMENT a name (CartPole-v1, jax:CartPole-v1)
+or a function in a file (my_env.py:make_env) with its arguments as --env.key=value, a RUN is a run folder. For example:
 
   choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/x
 
@@ -351,12 +352,36 @@ def _parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argp
             f"`{parser.prog}` needs an algorithm and an environment, in this order, before any option.",
             fix=f"For example: {parser.prog} ppo jax:CartPole-v1",
         )
+    args, settings = _env_settings(args)
     options, left = parser.parse_known_args(args)
     algo = _hyperparameters(names[0], left, parser, recipe)
 
     from choreo import registry
 
-    return options, algo, registry.environment(names[1] if recipe is None else recipe.env, options.num_envs)
+    env = registry.environment(names[1] if recipe is None else recipe.env, options.num_envs, **settings)
+    return options, algo, env
+
+
+def _env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The arguments without `--env.key=value`, and these: a value is read as Python, or is a text."""
+    import ast
+
+    rest, settings = [], {}
+    for arg in args:
+        if not arg.startswith("--env."):
+            rest.append(arg)
+            continue
+        key, equals, value = arg.removeprefix("--env.").partition("=")
+        name = key.replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"`{arg}` is no argument of an environment.", fix="Write --env.difficulty=3")
+        if name == "num_envs":
+            raise UsageError("How many environments there are is an option of the run.", fix="Write --num-envs 8")
+        try:
+            settings[name] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+        except (SyntaxError, ValueError):
+            settings[name] = value
+    return rest, settings
 
 
 def _recipe(names: list[str], parser: argparse.ArgumentParser) -> Any:

@@ -88,10 +88,10 @@ def episode_metrics(last: jax.Array, info: dict[str, jax.Array]) -> dict[str, ja
 
     def total(x: jax.Array) -> jax.Array:
         # Time first: what then has to leave an environment's site is one number per environment.
-        return jnp.sum(jnp.sum(jnp.where(last, x, 0).astype(dtype), axis=0))
+        return jnp.sum(jnp.sum(jnp.where(last, x.astype(dtype), 0), axis=0))
 
     # Some vector environments pause between two episodes, and tell that as an episode of no length.
-    count = total(info["episode_length"] > 0)
+    count = total((info["episode_length"] > 0).astype(dtype))
     per_episode = jnp.where(count > 0, 1 / jnp.maximum(count, 1), jnp.nan)
     means = {name if name.startswith("episode_") else f"episode_{name}": x for name, x in info.items()}
     return {name: total(x) * per_episode for name, x in means.items()} | {"episodes": count}

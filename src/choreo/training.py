@@ -26,6 +26,7 @@ import numpy as np
 from choreo import checkpoint, plans, registry
 from choreo.cache import use_compilation_cache
 from choreo.cluster import Cluster
+from choreo.envs.gymnasium import HostEnv
 from choreo.errors import AlgorithmError, DivergedError, RunError
 from choreo.evaluate import evaluate
 from choreo.folder import Row, RunFolder, to_json
@@ -83,6 +84,10 @@ def train(
     Refuses (ChoreoError) before anything is compiled whatever can be refused then.
     """
     algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
+    if isinstance(env, HostEnv):
+        # Who steps Python environments waits for every action: handing the work to another thread only costs time.
+        # This has an effect only before JAX has been used in this process.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     recipe = Recipe(
         algo=algo,
         env=env,

@@ -29,10 +29,17 @@ def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> R
 def planned_run(algo: Any, env: Any, layout: Layout | Plan, key: jax.Array, iterations: int = 3) -> Run:
     """Through graph, plan and the serial runtime."""
     planned = layout if isinstance(layout, Plan) else plan(algo, env, layout)
-    runtime = InProcess(planned)
-    runtime.start(key)
-    metrics = runtime.run(0, iterations)
-    return _named(runtime.carry(), metrics)
+    return run_of(InProcess(planned), key, iterations)
+
+
+def run_of(runtime: Any, key: jax.Array, iterations: int = 3) -> Run:
+    """Through one runtime, which is closed afterwards."""
+    try:
+        runtime.start(key)
+        metrics = runtime.run(0, iterations)
+        return _named(runtime.carry(), metrics)
+    finally:
+        runtime.close()
 
 
 def assert_same_bits(run: Run, reference: Run) -> None:

@@ -33,6 +33,7 @@ ALGORITHMS = {
     "ppo": (functools.partial(PPO, network=SMALL_MLP, **SMALL), "jax:CartPole-v1"),
     "ppo-lstm": (functools.partial(PPO, network=SMALL_LSTM, **SMALL), "jax:CartPole-v1"),
     "ppo-continuous": (functools.partial(PPO, network=SMALL_MLP, normalise_obs=True, **SMALL), "jax:Pendulum-v1"),
+    "ppo-gymnasium": (functools.partial(PPO, network=SMALL_MLP, **SMALL), "CartPole-v1"),
     "other": (Other, "jax:CartPole-v1"),
 }  # fmt: skip
 

@@ -65,13 +65,18 @@ class HostObjects:
         size = fn.num_envs // self.replicas
         envs = range(self.replica * size, (self.replica + 1) * size)
         expected = [((size, *spec.shape[1:]), np.dtype(spec.dtype)) for spec in fn.outs]
+        method: Callable[..., Any] | None = None
 
         def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:
-            if (obj := self.made.get(fn.make)) is None:
-                obj = self.made[fn.make] = fn.make(envs)
-            results = getattr(obj, fn.method)(*leaves)
-            if [(x.shape, x.dtype) for x in results] != expected:
-                raise _wrong_types(fn, results, expected)
+            nonlocal method
+            if method is None:  # looked up once: this is called in every step
+                if fn.make not in self.made:
+                    self.made[fn.make] = fn.make(envs)
+                method = getattr(self.made[fn.make], fn.method)
+            results = method(*leaves)
+            for x, (shape, dtype) in zip(results, expected, strict=True):
+                if x.dtype is not dtype or x.shape != shape:
+                    _check_types(fn, results, expected)
             return results
 
         return self._counted(call)
@@ -96,12 +101,15 @@ class HostObjects:
             obj.close()
 
 
-def _wrong_types(fn: HostMethod, results: Any, expected: list[Any]) -> AlgorithmError:
+def _check_types(fn: HostMethod, results: Any, expected: list[Any]) -> None:
+    if [(x.shape, x.dtype) for x in results] == expected:
+        return
+
     def words(types: Any) -> str:
         return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types)
 
     got = words((np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in results)
-    return AlgorithmError(
+    raise AlgorithmError(
         f"The host method `{fn.method}` returned {got}; it was declared to return {words(expected)}.",
         fix="Correct the `outs` of its HostMethod, or what it returns.",
     )

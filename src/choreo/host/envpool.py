@@ -4,8 +4,10 @@ EnvPool takes its seeds when a pool is made, so a seeded reset makes a new one. 
 it resets the environments it is asked to, which is Gymnasium's DISABLED.
 """
 
+import contextlib
 import importlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,8 @@ class EnvPool(VectorEnv):
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
             self.pool = self._make(seed if isinstance(seed, list) else [seed + i for i in range(self.num_envs)])
-            self.seen, info = self.pool.reset()
+            with _quiet():
+                self.seen, info = self.pool.reset()
             return self.seen, info
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, np.bool_))
         seen, info = self.pool.reset(np.flatnonzero(mask).astype(np.int32))
@@ -54,12 +57,20 @@ class EnvPool(VectorEnv):
         known = pools.list_all_envs()
         if self.env_id not in known:
             raise unknown_name("environment", f"envpool:{self.env_id}", [f"envpool:{name}" for name in known])
-        with warnings.catch_warnings():
-            # About the precision in which it writes down the bounds of its own spaces.
-            warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
-            return pools.make_gymnasium(
+        with _quiet():
+            pool = pools.make_gymnasium(
                 self.env_id, num_envs=self.num_envs, seed=[seed & 0x7FFFFFFF for seed in seeds], **self.options
             )
+            _ = pool.observation_space, pool.action_space  # computed once, and warned about
+            return pool
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings about the precision in which EnvPool writes down the bounds of its own spaces."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
+        yield
 
 
 def _put(into: Any, new: Any, where: np.ndarray) -> Any:

@@ -188,7 +188,7 @@ def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
     limit = math.inf
     while type(env) in (TimeLimit, OrderEnforcing):
         if isinstance(env, TimeLimit):
-            limit = min(limit, env._max_episode_steps)
+            limit = min(limit, float(env._max_episode_steps))
         env = env.env  # pyright: ignore[reportAttributeAccessIssue]
     return env.step, limit
 

@@ -3,7 +3,7 @@
     Source.of_id("CartPole-v1", {"sutton_barto_reward": True})      what `gymnasium.make` is given
     Source.of_factory(lambda: MyWrapper(MyEnv()), {})               what a user wrote, wherever they wrote it
 
-Two sources are equal if they make the same, also after a journey to another process. A factory from a script, a notebook
+Two sources are equal if they are made of the same, also after a journey to another process. A factory from a script, a notebook
 or a file of the user's goes by value: the process that makes environments never imports the user's main. In the process
 it came from, the factory is the user's own object.
 """
@@ -12,6 +12,7 @@ import difflib
 import importlib
 import inspect
 import sys
+import uuid
 import weakref
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -21,7 +22,7 @@ import cloudpickle
 import gymnasium
 import numpy as np
 
-from choreo.errors import EnvError, UnknownNameError, unknown_name
+from choreo.errors import ChoreoError, EnvError, UnknownNameError, unknown_name
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -55,7 +56,8 @@ class Source:
     @classmethod
     def _of(cls, name: str, recipe: "Recipe") -> "Source":
         identity = (name, _freeze(recipe.target), _freeze(recipe.kwargs), recipe.vector)
-        return _sources.setdefault(identity, cls(name, identity, lambda: recipe))
+        source = _sources[identity] = cls(name, identity, lambda: recipe)
+        return source
 
     @property
     def recipe(self) -> "Recipe":
@@ -97,6 +99,8 @@ class Source:
                 return gymnasium.make_vec(target, vectorization_mode="vector_entry_point", **kwargs)
             # Our own checks are stricter than Gymnasium's wrapper for them, and cost less.
             return gymnasium.make(target, **{"disable_env_checker": True, **kwargs})
+        except ChoreoError:
+            raise
         except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
             raise _unknown(self.name) from error
         except Exception as error:
@@ -172,10 +176,25 @@ def _freeze(value: Any) -> Hashable:
         )
     if isinstance(value, np.ndarray) and value.dtype != object:
         return ("array", value.shape, str(value.dtype), value.tobytes())
-    try:
-        return ("pickle", cloudpickle.dumps(value))
-    except Exception as error:  # noqa: BLE001 -- a lock, a socket: it can be used here, and says so when it is to travel
-        return ("here", type(error).__name__, id(value))
+    if _is_importable(value):
+        return ("import", value.__module__, getattr(value, "__qualname__", ""))
+    # Anything else is equal to nothing but itself: two lambdas of one line may hold different things.
+    number, kept = _numbers.get(id(value), (None, None))
+    if kept is not value:
+        number = uuid.uuid4().hex
+        _numbers[id(value)] = (number, value)
+    return ("object", number)
+
+
+_numbers: dict[int, tuple[str, Any]] = {}
+"""Of objects that have no name: held on to, because Python gives their id to others when they are gone."""
+
+
+def _is_importable(value: Any) -> bool:
+    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for part in (getattr(value, "__qualname__", None) or "<none>").split("."):
+        found = getattr(found, part, None)
+    return found is value
 
 
 def _name(factory: Callable[..., Any]) -> str:

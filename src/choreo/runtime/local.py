@@ -450,7 +450,8 @@ def _message_bytes(pieces: list[Any]) -> int:
 
 
 def _to_jax(array: np.ndarray, aval: Any) -> jax.Array:
-    return jax.random.wrap_key_data(jnp.asarray(array), impl=key_impl(aval.dtype)) if is_key(aval.dtype) else array  # pyright: ignore[reportReturnType]
+    value = jnp.asarray(array)
+    return jax.random.wrap_key_data(value, impl=key_impl(aval.dtype)) if is_key(aval.dtype) else value
 
 
 def _to_numpy(leaf: Any) -> np.ndarray:

@@ -238,7 +238,7 @@ class Machine:
         return [at(stores[step.group, r], scalar(r)) for r in self.hood.here(step.group)]
 
     def _host_call(self, step: HostCall, stores: dict[Site, Store]) -> list[Action]:
-        replicas, to_host = self.hood.replicas(step.group), self.backend.to_host
+        replicas, to_host, on_host = self.hood.replicas(step.group), self.backend.to_host, self.backend.on_host
         wanted = [(i, slot) for i, slot in enumerate(step.outs) if slot is not None]
 
         def at(site: Site) -> Action:
@@ -247,8 +247,15 @@ class Machine:
             ins = list(zip(step.ins, step.cuts, strict=True))
 
             def run(_: int) -> None:
-                given = [to_host(_read(store, ref)) for ref, _ in ins]
-                given = [block(x) if cut else x for x, (_, cut) in zip(given, ins, strict=True)]
+                given = []
+                for ref, cut in ins:
+                    value = _read(store, ref)
+                    if not isinstance(value, np.ndarray):
+                        host = to_host(value)
+                        if on_host(value) and not isinstance(ref, Constant):
+                            store[ref] = host  # who stacks it need not convert it again
+                        value = host
+                    given.append(block(value) if cut else value)
                 results = call(*given)
                 for i, slot in wanted:
                     store[slot] = results[i]
@@ -369,7 +376,7 @@ class _LoopRun:
             if isinstance(self.stacks[i], list):
                 self.stacks[i].append(value)
             else:
-                self.stacks[i][t] = value
+                self.stacks[i][t] = value if isinstance(value, np.ndarray) else np.asarray(value)
         inner.update([(slot, _read(inner, after)) for slot, _, after, _ in self.part.carry])
 
     def end(self) -> None:

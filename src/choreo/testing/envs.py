@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo.envs.base import Env, TimeStep
+from choreo.envs.gymnasium import HostEnv, seeds
 from choreo.errors import EnvError
+from choreo.host import spaces
 from choreo.types import Key, PyTree
 
 PARTS = ("name", "num_envs", "observation_space", "action_space", "keys", "reset", "step", "with_num_envs")
@@ -28,12 +30,10 @@ def check_env(env: Any, *, steps: int = 300, seed: int = 0) -> None:
     key_reset, key_action = jax.random.split(jax.random.key(seed))
     keys = env.keys(key_reset)
     _require(keys.shape == (env.num_envs,), env, f"`keys` gives {keys.shape}, not one key per environment.")
-    state, obs = env.reset(keys)
-    _check_obs(env, "reset", obs)
-
-    actions = sample_actions(env, key_action, steps)
+    actions = sample_actions(env.action_space, key_action, (steps, env.num_envs))
     # Collected once; every law below reads it.
-    _, steps_taken = play(env, state, actions)
+    obs, steps_taken = play(env, keys, actions)
+    _check_obs(env, "reset", obs)
     check_types(env, steps_taken)
     check_episodes(env, steps_taken)
     check_determinism(env, keys, actions, steps_taken)
@@ -61,22 +61,35 @@ def check_parts(env: Any) -> None:
     _require(env.with_num_envs(env.num_envs) == env, env, "`with_num_envs(num_envs)` is not equal to the environment.")
 
 
-def sample_actions(env: Env, key: Key, steps: int) -> jax.Array:
-    """Random actions [time, env, ...] within the action space."""
-    space, shape = env.action_space, (steps, env.num_envs)
+def sample_actions(space: gymnasium.Space, key: Key, shape: tuple[int, ...]) -> PyTree:
+    """Random actions [*shape, ...] within their space."""
+    if isinstance(space, gymnasium.spaces.Dict):
+        names = sorted(space)
+        keys = jax.random.split(key, len(names))
+        return {name: sample_actions(space[name], k, shape) for name, k in zip(names, keys, strict=True)}
+    if isinstance(space, gymnasium.spaces.Tuple):
+        keys = jax.random.split(key, len(space))
+        return tuple(sample_actions(part, k, shape) for part, k in zip(space, keys, strict=True))
     if isinstance(space, gymnasium.spaces.Discrete):
         return space.start.item() + jax.random.randint(key, shape, 0, int(space.n), jnp.int32)
+    unit = jax.random.uniform(key, (*shape, *(space.shape or ())))
+    if isinstance(space, gymnasium.spaces.MultiDiscrete | gymnasium.spaces.MultiBinary):
+        nvec = space.nvec if isinstance(space, gymnasium.spaces.MultiDiscrete) else np.full(space.shape, 2)
+        start = space.start if isinstance(space, gymnasium.spaces.MultiDiscrete) else np.zeros(space.shape)
+        return jnp.asarray(start + np.floor(np.asarray(unit) * nvec), jnp.int32)
     if isinstance(space, gymnasium.spaces.Box):
         low, high = (jnp.asarray(np.clip(x, -1e3, 1e3), jnp.result_type(float)) for x in (space.low, space.high))
-        unit = jax.random.uniform(key, (*shape, *space.shape))
-        return jax.vmap(jax.vmap(lambda u: low + u * (high - low)))(unit)
-    raise EnvError(f"check_env samples Discrete and Box actions; `{env.name}` has {space}.")
+        return jax.vmap(lambda u: low + u * (high - low))(unit.reshape(-1, *space.shape)).reshape(unit.shape)
+    raise EnvError(f"check_env cannot sample actions of {space}.")
 
 
-def play(env: Env, state: PyTree, actions: jax.Array) -> tuple[PyTree, TimeStep]:
-    """All steps as one compiled program: -> state, TimeStep [time, env, ...]."""
+def play(env: Env, keys: Key, actions: PyTree) -> tuple[PyTree, TimeStep]:
+    """From a reset, all steps: -> first observations, TimeStep [time, env, ...]."""
+    if isinstance(env, HostEnv):
+        return _play_on_host(env, keys, actions)
+    state, obs = env.reset(keys)
     try:
-        return _play(env, state, actions)
+        return obs, _play(env, state, actions)
     except TypeError as error:
         raise EnvError(
             f"`{env.name}` does not return the same type of state that it was given, so it cannot be looped over.",
@@ -85,8 +98,23 @@ def play(env: Env, state: PyTree, actions: jax.Array) -> tuple[PyTree, TimeStep]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _play(env: Env, state: PyTree, actions: jax.Array) -> tuple[PyTree, TimeStep]:
-    return jax.lax.scan(env.step, state, actions)
+def _play(env: Env, state: PyTree, actions: PyTree) -> TimeStep:
+    return jax.lax.scan(env.step, state, actions)[1]
+
+
+def _play_on_host(env: HostEnv, keys: Key, actions: PyTree) -> tuple[PyTree, TimeStep]:
+    """In Python, with environments of its own: what they raise is seen as it was raised."""
+    batch = env.batch_maker()(range(env.num_envs))
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(actions)]
+    try:
+        token, *first = batch.reset(np.asarray(seeds(keys)))
+        taken = []
+        for t in range(len(leaves[0])):
+            token, *results = batch.step(token, *(leaf[t] for leaf in leaves))
+            taken.append(env.timestep(results))
+    finally:
+        batch.close()
+    return env.observation(first), jax.tree.map(lambda *x: np.stack(x), *taken)
 
 
 def check_types(env: Env, ts: TimeStep) -> None:
@@ -108,13 +136,16 @@ def check_types(env: Env, ts: TimeStep) -> None:
 def check_episodes(env: Env, ts: TimeStep) -> None:
     """`next_obs`, `discount`, `last` and the running totals agree with one another."""
     ts = jax.tree.map(np.asarray, ts)
-    same = (ts.obs == ts.next_obs).reshape(*ts.last.shape, -1).all(-1)
+    pairs = zip(jax.tree.leaves(ts.obs), jax.tree.leaves(ts.next_obs), strict=True)
+    same = np.all([(x == y).reshape(*ts.last.shape, -1).all(-1) for x, y in pairs], axis=0)
     _require(bool((same | ts.last).all()), env, "`next_obs` differs from `obs` in a step that is not `last`.")
     _require(bool(np.isin(ts.discount, (0, 1)).all()), env, "`discount` is neither 0 nor 1.")
     _require(bool(((ts.discount == 1) | ts.last).all()), env, "`discount` is 0 in a step that is not `last`.")
     total, length = np.zeros(env.num_envs, ts.reward.dtype), np.zeros(env.num_envs, np.int32)
     for t in range(len(ts.last)):
-        total, length = total + ts.reward[t], length + 1
+        # A vector environment may pause between two episodes: an episode of no length (choreo.host.vector).
+        paused = ts.last[t] & (ts.info["episode_length"][t] == 0) & (ts.last[t - 1] if t else False)
+        total, length = total + ts.reward[t], length + ~paused
         ok = np.allclose(ts.info["episode_return"][t], total, rtol=1e-4, atol=1e-4)
         _require(ok, env, f"`episode_return` is not the sum of rewards of the episode (step {t}).")
         ok = (ts.info["episode_length"][t] == length).all()
@@ -122,42 +153,61 @@ def check_episodes(env: Env, ts: TimeStep) -> None:
         total, length = np.where(ts.last[t], 0, total), np.where(ts.last[t], 0, length)
 
 
-def check_determinism(env: Env, keys: Key, actions: jax.Array, ts: TimeStep) -> None:
+def check_determinism(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> None:
     """The same keys and actions give the same episode; other keys another one."""
-    _require(_equal(ts, play(env, env.reset(keys)[0], actions)[1]), env, "the same keys and actions give two results.")
-    many = env.with_num_envs(64)  # enough to see another start, where there are two
-    (_, one), (_, two) = (many.reset(many.keys(jax.random.key(seed))) for seed in (1, 2))
-    alike = len(np.unique(np.asarray(one).reshape(64, -1), axis=0)) == 1
+    _require(_equal(ts, play(env, keys, actions)[1]), env, "the same keys and actions give two results.")
+    many = env.with_num_envs(16 if isinstance(env, HostEnv) else 64)  # enough to see another start, where there are two
+    once = sample_actions(env.action_space, jax.random.key(0), (1, many.num_envs))
+    one, two = (play(many, many.keys(jax.random.key(seed)), once)[0] for seed in (1, 2))
+    alike = all(len(np.unique(np.asarray(x).reshape(len(x), -1), axis=0)) == 1 for x in jax.tree.leaves(one))
     _require(not alike or _equal(one, two), env, "all environments begin alike although their keys differ.")
 
 
-def check_independence(env: Env, keys: Key, actions: jax.Array, ts: TimeStep) -> None:
+def check_independence(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> None:
     """What environment 0 sees does not depend on what the others are given, nor on how many there are."""
     # Roll the others: environment 0 keeps its key and its actions, its neighbours get each other's.
     order = np.r_[0, np.roll(np.arange(1, env.num_envs), 1)]
-    _, rolled = play(env, env.reset(keys[order])[0], actions[:, order])
+    _, rolled = play(env, keys[order], jax.tree.map(lambda x: x[:, order], actions))
     ok = _close(rolled, jax.tree.map(lambda x: x[:, order], ts))
     _require(ok, env, "an environment's steps depend on the other environments.")
     one = env.with_num_envs(1)
-    _, alone = play(one, one.reset(keys[:1])[0], actions[:, :1])
+    _, alone = play(one, keys[:1], jax.tree.map(lambda x: x[:, :1], actions))
     ok = _close(alone, jax.tree.map(lambda x: x[:, :1], ts))
     _require(ok, env, "an environment's steps depend on the number of environments.")
 
 
-def _check_obs(env: Env, part: str, obs: jax.Array, *, time: bool = False) -> None:
-    space = env.observation_space
-    expected = (env.num_envs, *(space.shape or ()))
-    shape = obs.shape[1:] if time else obs.shape
-    _require(shape == expected, env, f"`{part}` gives observations {list(shape)}, not {list(expected)}.")
+def _check_obs(env: Env, part: str, obs: PyTree, *, time: bool = False) -> None:
+    declared = spaces.leaves(env.observation_space, what=f"The observation of `{env.name}`")
+    tree = jax.tree.structure(spaces.unflatten(env.observation_space, iter(range(len(declared)))))
+    found = jax.tree.structure(obs)
+    _require(found == tree, env, f"`{part}` gives observations of the form {found}, not {tree}.")
+    for (path, space), leaf in zip(declared, jax.tree.leaves(obs), strict=True):
+        _check_leaf(env, part, space, path, leaf.shape[1:] if time else leaf.shape, leaf)
+
+
+def _check_leaf(
+    env: Env, part: str, space: gymnasium.Space, path: str, shape: tuple[int, ...], leaf: np.ndarray | jax.Array
+) -> None:
+    expected, at = (env.num_envs, *(space.shape or ())), f" at {path}" if path else ""
+    _require(shape == expected, env, f"`{part}` gives observations{at} {list(shape)}, not {list(expected)}.")
     # Under jax_enable_x64 a float32 space may be computed in float64.
-    wide = jnp.result_type(float) if np.issubdtype(np.dtype(space.dtype), np.floating) else space.dtype
-    _require(
-        obs.dtype in (space.dtype, wide), env, f"`{part}` gives observations of type {obs.dtype}, not {space.dtype}."
-    )
+    wide = spaces.dtype_of(space, wide=jnp.result_type(float) == np.float64)
+    ok = leaf.dtype in (space.dtype, wide)
+    _require(ok, env, f"`{part}` gives observations{at} of type {leaf.dtype}, not {space.dtype}.")
+    low, high = _bounds(space)
+    tolerance = 1e-5 * (1 + np.abs(np.where(np.isfinite(high), high, 0))).astype(np.float64)
+    inside = (np.asarray(leaf) >= low - tolerance) & (np.asarray(leaf) <= high + tolerance)
+    _require(bool(inside.all()), env, f"`{part}` gives observations{at} outside {space}.")
+
+
+def _bounds(space: Any) -> tuple[Any, Any]:
     if isinstance(space, gymnasium.spaces.Box):
-        tolerance = 1e-5 * (1 + np.abs(np.where(np.isfinite(space.high), space.high, 0))).astype(np.float64)
-        inside = (np.asarray(obs) >= space.low - tolerance) & (np.asarray(obs) <= space.high + tolerance)
-        _require(bool(inside.all()), env, f"`{part}` gives observations outside {space}.")
+        return space.low, space.high
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return space.start, space.start + space.n - 1
+    if isinstance(space, gymnasium.spaces.MultiDiscrete):
+        return space.start, space.start + space.nvec - 1
+    return 0, 1
 
 
 def _equal(a: PyTree, b: PyTree) -> bool:

@@ -1,0 +1,143 @@
+"""Law level 1: the same plan in two runtimes gives the same bits, whatever carries the messages."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from choreo import networks
+from choreo.algos.ppo import PPO
+from choreo.cluster import Cluster, Host
+from choreo.envs import make
+from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.plans import plan
+from choreo.runtime.inprocess import InProcess
+from choreo.runtime.local import Local
+from laws.reference import assert_same_bits, run_of
+
+KEY = jax.random.key(3)
+NUM_ENVS = 8
+ALGO = PPO(
+    unroll=4, epochs=2, minibatch_size=16, total_steps=320, network=functools.partial(networks.mlp, hidden=(16,))
+)
+THREE_SITES = Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner"))
+LAYOUTS = {
+    "fused": fused(),
+    "coarse x1": coarse(1),
+    "coarse x2": coarse(2),
+    "coarse x4": coarse(4),
+    "fine x1": fine(1),
+    "fine x2": fine(2),
+    "three sites": THREE_SITES,
+}
+ENVS = {"jax": "jax:CartPole-v1", "gymnasium": "CartPole-v1"}
+
+
+@functools.cache
+def planned(env: str, layout: Layout):
+    return plan(ALGO, make(ENVS[env], NUM_ENVS), layout)
+
+
+@functools.cache
+def serial(env: str, layout: Layout):
+    return run_of(InProcess(planned(env, layout)), KEY)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("env", ENVS)
+def test_workers_over_shared_memory(env, layout):
+    assert_same_bits(run_of(Local(planned(env, layout)), KEY), serial(env, layout))
+
+
+@pytest.mark.parametrize("layout", [coarse(2), fine(2), THREE_SITES], ids=["coarse x2", "fine x2", "three sites"])
+@pytest.mark.parametrize("env", ENVS)
+def test_workers_over_tcp(env, layout):
+    assert_same_bits(run_of(Local(planned(env, layout), carrier="tcp"), KEY), serial(env, layout))
+
+
+def test_workers_in_exact_blocks():
+    """With `exact`, two workers hold four blocks each: the bits are those of four workers, too."""
+    run = run_of(Local(planned("jax", coarse(2, exact=True))), KEY)
+    assert_same_bits(run, serial("jax", coarse(2, exact=True)))
+    assert_same_bits(run, serial("jax", coarse(4, exact=True)))
+
+
+def test_the_carry_comes_back_and_goes_in_again():
+    """What one runtime stopped at, another goes on from."""
+    first, second = Local(planned("jax", coarse(2))), Local(planned("jax", coarse(2)))
+    try:
+        first.start(KEY)
+        first.run(0, 1)
+        second.restore(first.carry(), KEY)
+        first.run(1, 3)
+        second.run(1, 3)
+        for one, other in zip(*(jax.tree.leaves(r.carry().train) for r in (first, second)), strict=True):
+            assert one.tobytes() == other.tobytes()
+    finally:
+        first.close()
+        second.close()
+
+
+class TestTwoHosts:
+    """A second host: a network namespace of its own, with an agent in it; loopback where there are no namespaces."""
+
+    @pytest.mark.parametrize(("env", "layout"), [("jax", fine(2)), ("gymnasium", coarse(2))], ids=["fine", "coarse"])
+    def test_the_same_bits(self, env, layout, two_hosts):
+        assert_same_bits(run_of(Local(planned(env, layout), cluster=two_hosts), KEY), serial(env, layout))
+
+
+@pytest.fixture
+def two_hosts(tmp_path):
+    token = tmp_path / "token"
+    token.write_text(os.urandom(16).hex())
+    token.chmod(0o600)
+    with Namespace() as there:
+        command = [*there.enter, sys.executable, "-m", "choreo", "agent", "--address", there.address]
+        agent = subprocess.Popen(
+            [*command, "--port", str(there.port), "--token-file", str(token)], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert agent.stdout is not None and "Waiting" in agent.stdout.readline()
+            here = Host(address=there.gateway, cpus=1)
+            yield Cluster(hosts=(here, Host(address=there.address, port=there.port, cpus=1)), token_file=token)
+        finally:
+            agent.terminate()
+            agent.communicate()
+
+
+class Namespace:
+    """A network namespace joined to this one by a pair of virtual cables."""
+
+    def __init__(self):
+        self.name, number = f"choreo{os.getpid()}", os.getpid() % 250 + 1
+        self.gateway, self.address, self.port = f"10.77.{number}.1", f"10.77.{number}.2", 7000
+        self.enter = ["ip", "netns", "exec", self.name]
+
+    def __enter__(self) -> "Namespace":
+        cable = f"ch{os.getpid()}"
+        steps = [
+            f"netns add {self.name}",
+            f"link add {cable} type veth peer name inside netns {self.name}",
+            f"addr add {self.gateway}/24 dev {cable}",
+            f"link set {cable} up",
+            f"-n {self.name} addr add {self.address}/24 dev inside",
+            f"-n {self.name} link set inside up",
+            f"-n {self.name} link set lo up",
+        ]
+        able = shutil.which("ip") and os.geteuid() == 0
+        if not able or any(subprocess.run(["ip", *step.split()], capture_output=True).returncode for step in steps):
+            self.__exit__()
+            self.gateway = self.address = "127.0.0.1"
+            self.port, self.enter = 20_000 + os.getpid() % 20_000, []
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if Path(f"/var/run/netns/{self.name}").exists():
+            subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=True)
+            time.sleep(0.1)  # the cable goes with it
