@@ -5,6 +5,7 @@ PPO  jax:CartPole-v1  62%  184,320 steps  211,000 steps/s  return 318.2  loss 0.
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import IO
 
 from rich.console import Console
@@ -24,7 +25,7 @@ class Progress:
         self._title, self._total, self._show = title, total_steps, show
         self._console = Console(file=file or sys.stderr, highlight=False, soft_wrap=True)
         self._live: Live | None = None
-        self._printed = 0
+        self._printed, self._line = 0, title
 
     def __enter__(self) -> "Progress":
         if self._show and self._console.is_terminal:
@@ -42,6 +43,7 @@ class Progress:
         """Called at each boundary with the metrics of the newest iteration."""
         steps = int(row["env_steps"])
         line = progress_line(self._title, row, total_steps=self._total, steps_per_second=steps_per_second)
+        self._line = line
         if self._live is not None:
             self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
         elif self._show and steps * PLAIN_LINES >= (self._printed + 1) * self._total:
@@ -54,6 +56,12 @@ class Progress:
             self._live.update(Text(text), refresh=True)
         elif self._show:
             self._console.print(text)
+
+    def workers(self, states: Mapping[str, str]) -> None:
+        """Below the line in a terminal: what each worker is doing."""
+        if self._live is not None:
+            below = "   ".join(f"{worker}: {state}" for worker, state in states.items())
+            self._live.update(Text(f"{self._line}\n{below}", overflow="ellipsis", no_wrap=True), refresh=True)
 
     def print(self, worker: str, line: str) -> None:
         """Pass on a line of a worker's output; shown also where progress is not."""

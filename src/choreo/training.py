@@ -231,7 +231,11 @@ def _drive(
             stack.callback(sink.close)
         show = sys.stderr.isatty() if progress is None else progress
         line = stack.enter_context(Progress(type(algo).__name__, total_steps=recipe.total_steps, show=show))
-        options = dataclasses.asdict(watching) | {"cluster": watching.cluster, "on_output": line.print}
+        options = dataclasses.asdict(watching) | {
+            "cluster": watching.cluster,
+            "on_output": line.print,
+            "on_states": line.workers,
+        }
         runtime = make_runtime(recipe.runtime, the_plan, **options)
         stack.callback(runtime.close)
         if start.carry is None:

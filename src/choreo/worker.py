@@ -32,6 +32,8 @@ from choreo.runtime.wire import Frame, receive_frame, send_frame
 
 POLL_S = 0.5
 """How often the listening thread looks for an environment that hangs."""
+TELL_S = 0.5
+"""How often a worker says, at most, at which iteration it is."""
 
 
 def main() -> int:
@@ -59,6 +61,7 @@ class Worker:
         self.recorder: Any = None
         self.links: Links | None = None
         self.env_timeout_s = 0.0
+        self.told = 0.0
         threading.Thread(target=self._listen, name="choreo-control", daemon=True).start()
 
     def serve(self) -> None:
@@ -121,10 +124,16 @@ class Worker:
         self._done()
 
     def _run(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        metrics = self.execution.run(header["first"], header["stop"])
+        metrics = self.execution.run(header["first"], header["stop"], self._begins)
         names = [[*site, name] for site, values in metrics.items() for name in values]
         values = [value for values in metrics.values() for value in values.values()]
         self._send({"kind": "ran", "names": names, **self._state()}, values)
+
+    def _begins(self, iteration: int) -> None:
+        """Tell the coordinator how far this worker is, now and then."""
+        if time.monotonic() - self.told > TELL_S:
+            self.told = time.monotonic()
+            self._send({"kind": "iteration", "number": iteration})
 
     def _carry(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         held = [((*site, i), leaf) for site, leaves in self.execution.leaves.items()

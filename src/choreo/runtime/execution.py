@@ -1,6 +1,6 @@
 """A plan, executed at the sites that live in this process: all of them (`inprocess`), or those of one worker."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +63,20 @@ class Execution:
         self.leaves = leaves
         self.key = {site: self._keys(run_key, site) for site in self.hood.sites}
 
-    def run(self, first: int, stop: int) -> dict[Site, dict[str, np.ndarray]]:
-        """Run iterations first .. stop - 1: the metrics each site holds, one entry per iteration."""
+    def run(
+        self, first: int, stop: int, begins: Callable[[int], None] | None = None
+    ) -> dict[Site, dict[str, np.ndarray]]:
+        """Run iterations first .. stop - 1: the metrics each site holds, one entry per iteration.
+
+        `begins` is called with the number of each iteration that begins.
+        """
         if self.chunks is not None and stop > first:
             return self._run_chunk(first, stop)
-        rows = [self._run_one(i) for i in range(first, stop)]
+        rows = []
+        for i in range(first, stop):
+            if begins is not None:
+                begins(i)
+            rows.append(self._run_one(i))
         return {
             site: {name: np.stack([self.backend.to_host(row[site][name]) for row in rows]) for name in rows[0][site]}
             for site in (self.hood.sites if rows else [])

@@ -95,9 +95,11 @@ class Local:
         env_timeout_s: float = 60.0,
         profile: bool = False,
         on_output: Callable[[str, str], None] | None = None,
+        on_states: Callable[[dict[str, str]], None] | None = None,
     ):
+        """`on_output` gets each line a worker prints, `on_states` what each is doing, whenever that is heard."""
         self.plan, self.profiling, self.env_timeout_s = plan, profile, env_timeout_s
-        self.on_output = on_output or _print_line
+        self.on_output, self.on_states = on_output or _print_line, on_states
         self.seconds: dict[str, float] = {}
         self.members: dict[str, Member] = {}
         self.selector = selectors.DefaultSelector()

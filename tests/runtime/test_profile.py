@@ -1,0 +1,74 @@
+"""Who waits for whom: the shares add up, the sentence names the right one, and Perfetto's form is kept."""
+
+import json
+import time
+
+import jax
+import pytest
+
+from choreo.envs import make
+from choreo.layouts import coarse, fused
+from choreo.plans import plan
+from choreo.runtime.inprocess import InProcess
+from choreo.runtime.local import Local
+from choreo.runtime.profile import Profile, Recorder, kind_of
+from tiny import Tiny
+
+
+def taken(seconds, *totals):
+    return {"seconds": seconds, "totals": [list(t) for t in totals], "spans": []}
+
+
+def test_shares_and_the_sentence():
+    profile = Profile({
+        "actor-0": taken(10.0, ("env", "step", 8.0), ("act", "act", 1.0), ("wait", "learner", 0.5)),
+        "learner": taken(10.0, ("learn", "learn", 2.0), ("wait", "actor-0", 7.0), ("compile", "learner", 1.0)),
+    })  # fmt: skip
+    assert profile.kinds == ["env", "act", "learn", "wait", "compile", "other"]
+    assert profile.shares("actor-0") == pytest.approx({"env": 0.8, "act": 0.1, "wait": 0.05, "other": 0.05})
+    assert abs(sum(profile.shares("learner").values()) - 1) < 1e-12
+    assert profile.verdict == "`learner` waits 70% of its time for `actor-0`, which spends 80% of its time in env."
+
+
+def test_nobody_waits():
+    assert Profile({"here": taken(1.0, ("env", "step", 1.0))}).verdict == "Nobody waits for anybody."
+
+
+def test_time_within_a_span_is_counted_once():
+    recorder = Recorder()
+    inner = recorder.watch("compile", "x", lambda: time.sleep(0.02))
+    recorder.watch("learn", "learn", inner)()
+    assert recorder.totals["compile", "x"] >= 0.02 > recorder.totals["learn", "learn"]
+    assert [span[0] for span in recorder.spans] == ["compile", "learn"]
+
+
+def test_what_a_segment_does():
+    assert [kind_of(roles) for roles in ([], ["env"], ["env", "actor"], ["learner"])] == [
+        "other", "env", "env+act", "learn"]  # fmt: skip
+
+
+def test_a_run_in_this_process():
+    runtime = InProcess(plan(Tiny(unroll=2), make("jax:CartPole-v1", 4), fused()), profile=True)
+    runtime.start(jax.random.key(0))
+    runtime.run(0, 2)
+    profile = runtime.profile()
+    runtime.close()
+    assert list(profile.workers) == ["this process"]
+    assert profile.shares("this process")["compile"] > 0
+
+
+def test_a_run_with_workers():
+    runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), coarse(2)), profile=True)
+    try:
+        runtime.start(jax.random.key(0))
+        runtime.run(0, 3)
+        profile = runtime.profile()
+    finally:
+        runtime.close()
+    workers = list(profile.workers)
+    assert len(workers) == 3 and workers[-1] not in profile.waits(workers[-1])
+    assert set(profile.waits(workers[-1])) == set(workers[:2]), "the learner waits for both actors"
+    assert profile.shares(workers[0])["env"] > 0
+    events = json.loads(profile.trace())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == set(workers)
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
