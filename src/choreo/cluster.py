@@ -1,16 +1,15 @@
 """The machines a run may use, as a value; `cluster.toml` is this, written down.
 
-    token_file = "token"              the secret that workers prove to each other, beside this file
+    token_file = "token"              the secret that agents ask for, beside this file
 
     [[hosts]]
     address = "10.0.0.1"              the first host also gets what is not replicated: the learner
-    port = 7000
     cpus = 8
     devices = ["cpu", "gpu"]
 
     [[hosts]]
     address = "10.0.0.2"
-    port = 7000
+    port = 7000                       of the `choreo agent` there; this machine needs none
     cpus = 16
 
 Without a file, a cluster is this machine. A layout says how many sites there are, `place` on which host each is. Nothing
@@ -87,7 +86,7 @@ class Cluster:
     hosts: tuple[Host, ...]
     """The first also gets what is not replicated."""
     token_file: Path | None = None
-    """Holds the secret that workers prove to each other; None: a new one for each run."""
+    """Holds the secret that agents ask for; None: a new one for each run, which is enough for this machine."""
 
     def __post_init__(self):
         if not self.hosts:
@@ -98,10 +97,12 @@ class Cluster:
                 where = host.address + (f" port {host.port}" if host.port else "")
                 raise ClusterError(f"The host {where} is listed twice.", fix="Name each once, with all its cpus.")
 
-    @property
-    def is_local(self) -> bool:
-        """Whether it is this machine alone."""
-        return all(host.address in (LOOPBACK, "localhost", "::1") for host in self.hosts)
+        here = [host.address for host in self.hosts if not host.port]
+        if len(here) > 1:
+            raise ClusterError(
+                f"{' and '.join(here)} have no port, and only this machine needs none.",
+                fix="Give the port of the `choreo agent` on each of the others: port = 7000.",
+            )
 
     @classmethod
     def local(cls) -> "Cluster":
@@ -127,7 +128,12 @@ class Cluster:
             )
         except ClusterError as error:
             raise ClusterError(error.what, fix=error.fix, **({"at": str(file)} | error.places)) from error
-        cluster.token()
+        if cluster.token() is None and any(host.port for host in cluster.hosts):
+            raise ClusterError(
+                "Hosts with a port have an agent, which asks for a token, and there is no token_file.",
+                at=str(file),
+                fix='Add token_file = "token", and give the same file to `choreo agent` there.',
+            )
         return cluster
 
     def token(self) -> bytes | None:

@@ -20,6 +20,7 @@ from choreo._compat import key_impl
 from choreo.errors import PartitionError
 from choreo.graph.ir import Graph
 from choreo.layouts.base import Layout
+from choreo.partition.exported import ExportedFn
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
 from choreo.partition.program import ArrayType, KeyType, Loop, Program, Segment, Step, Transfer, groups_of, walk
@@ -168,23 +169,6 @@ def _code(segment: Segment) -> str:
     text = export.deserialize(bytearray(export_segment(segment))).mlir_module()
     text = re.sub(r" ?loc\((?:[^()]|\([^()]*\))*\)", "", text)
     return "\n".join(line for line in text.splitlines() if not line.startswith("#loc"))
-
-
-@dataclass(frozen=True)
-class ExportedFn:
-    """A segment's function, back from serialised StableHLO."""
-
-    serialized: bytes
-
-    @functools.cached_property
-    def call(self) -> Any:
-        return export.deserialize(bytearray(self.serialized)).call
-
-    def __call__(self, *args: Any) -> list[Any]:
-        return self.call(*args)
-
-    def __getstate__(self) -> dict[str, bytes]:
-        return {"serialized": self.serialized}
 
 
 def exported(program: Program, groups: Collection[GroupName]) -> Program:

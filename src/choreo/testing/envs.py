@@ -4,6 +4,7 @@ from choreo.testing import check_env
 check_env(MyEnv(num_envs=4))        # silent, or an EnvError that says which promise is broken
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -104,17 +105,21 @@ def _play(env: Env, state: PyTree, actions: PyTree) -> TimeStep:
 
 def _play_on_host(env: HostEnv, keys: Key, actions: PyTree) -> tuple[PyTree, TimeStep]:
     """In Python, with environments of its own: what they raise is seen as it was raised."""
-    batch = env.batch_maker()(range(env.num_envs))
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(actions)]
-    try:
+    leaves, taken = [np.asarray(leaf) for leaf in jax.tree.leaves(actions)], []
+    with contextlib.closing(env.batch_maker()(range(env.num_envs))) as batch:
         token, *first = batch.reset(np.asarray(seeds(keys)))
-        taken = []
         for t in range(len(leaves[0])):
             token, *results = batch.step(token, *(leaf[t] for leaf in leaves))
             taken.append(env.timestep(results))
-    finally:
-        batch.close()
     return env.observation(first), jax.tree.map(lambda *x: np.stack(x), *taken)
+
+
+def first_obs(env: Env, keys: Key) -> PyTree:
+    """The observations that episodes begin with."""
+    if not isinstance(env, HostEnv):
+        return env.reset(keys)[1]
+    with contextlib.closing(env.batch_maker()(range(env.num_envs))) as batch:
+        return env.observation(batch.reset(np.asarray(seeds(keys)))[1:])
 
 
 def check_types(env: Env, ts: TimeStep) -> None:
@@ -157,8 +162,7 @@ def check_determinism(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> Non
     """The same keys and actions give the same episode; other keys another one."""
     _require(_equal(ts, play(env, keys, actions)[1]), env, "the same keys and actions give two results.")
     many = env.with_num_envs(16 if isinstance(env, HostEnv) else 64)  # enough to see another start, where there are two
-    once = sample_actions(env.action_space, jax.random.key(0), (1, many.num_envs))
-    one, two = (play(many, many.keys(jax.random.key(seed)), once)[0] for seed in (1, 2))
+    one, two = (first_obs(many, many.keys(jax.random.key(seed))) for seed in (1, 2))
     alike = all(len(np.unique(np.asarray(x).reshape(len(x), -1), axis=0)) == 1 for x in jax.tree.leaves(one))
     _require(not alike or _equal(one, two), env, "all environments begin alike although their keys differ.")
 
