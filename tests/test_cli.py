@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from choreo import checkpoint
+from choreo import checkpoint, registry
 from choreo.cache import cache_folder
 from choreo.cli import main
+from choreo.folder import RunFolder
+from choreo.layouts import Group, Layout, coarse
 from choreo.progress import progress_line
+from choreo.recipe import Recipe
 from choreo.training import load
 
 TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
@@ -117,6 +120,141 @@ def test_ctrl_c_says_where_the_last_checkpoint_is_and_leaves_nothing_half_writte
     assert all(json.loads(line) for line in Path("x/metrics.jsonl").read_text().splitlines())
 
 
+# The run.toml of a run, given back.
+
+
+def write_recipe(folder, *, layout=None, **options):
+    """A run.toml without its run."""
+    recipe = Recipe(
+        algo=registry.algorithm_class(TINY)(learning_rate=0.25),
+        env=registry.environment(CARTPOLE, 4),
+        layout=layout or coarse(workers=2),
+        **({"steps": 100, "seed": 3, "runtime": "inprocess", "eval_episodes": 20} | OPTIONAL | options),
+    )
+    Path(folder).mkdir(parents=True)
+    RunFolder(folder).write_recipe(recipe.to_toml())
+    return f"{folder}/run.toml"
+
+
+OPTIONAL = {"eval_every": None, "stop_at_return": None, "checkpoint_every": None}
+
+
+def test_a_run_is_run_again_from_its_file(capsys):
+    options = ["--learning-rate", "0.25", "--num-envs", "4", "--eval-every", "2", "--eval-episodes", "3", "--seed", "7"]
+    assert main([*TRAIN, "--steps", "256", "--out", "runs/x", "--quiet", "--json", *options]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert main(["train", "runs/x/run.toml", "--quiet", "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)
+    assert after["path"] == "runs/tiny-CartPole-v1-7"
+    assert after["params_hash"] == before["params_hash"] and after["return"] == before["return"]
+    assert load(after["path"]).recipe == load("runs/x").recipe
+
+
+def test_what_is_given_beside_the_file_is_other_and_the_rest_as_it_was(capsys):
+    file = write_recipe("runs/x", stop_at_return=1e9, checkpoint_every=2)
+    changes = ["--seed", "1", "--no-centred", "--unroll", "4", "--num-envs", "2", "--workers", "1", "--steps", "40"]
+    assert main(["train", file, *changes, "--out", "y", "--quiet"]) == 0
+    recipe = load("y").recipe
+    assert (recipe.algo.learning_rate, recipe.algo.centred, recipe.algo.unroll) == (0.25, False, 4)
+    assert (recipe.seed, recipe.steps, recipe.env.num_envs, recipe.layout) == (1, 40, 2, coarse(workers=1))
+    assert (recipe.stop_at_return, recipe.checkpoint_every) == (1e9, 2)
+
+
+def test_the_layout_of_a_run_and_its_workers(capsys):
+    file = write_recipe("runs/x", layout=coarse(workers=2, exact=True))
+    assert main(["graph", file]) == 0
+    assert "env+actor" in capsys.readouterr().out
+    assert main(["graph", file, "--workers", "1"]) == 0
+    one = capsys.readouterr().out
+    assert (
+        main(["graph", TINY, CARTPOLE, "--num-envs", "4", "--layout", "coarse", "--exact", "--learning-rate", "0.25"])
+        == 0
+    )
+    assert capsys.readouterr().out == one
+    own = write_recipe("runs/own", layout=Layout(Group("env", replicas=2), Group("actor"), Group("learner")))
+    err = fails(capsys, "graph", own, "--workers", "4")
+    assert err.startswith("UsageError: --workers and --exact cannot change the layout of this run")
+    assert "Layout `fused` takes no `workers`" in fails(capsys, "graph", file, "--layout", "fused", "--workers", "4")
+
+
+def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", write_recipe("runs/x"), "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "--learning-rate" in text and "default: 0.25" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[run]", "[run", "x/run.toml is no valid TOML: Expected"),
+        ("[environment]", "[env]", "x/run.toml has no table [environment].\nTake the run.toml of a run"),
+        ("seed = 3", "sede = 3", "x/run.toml has an option `sede` in [run], which no run has.\nDid you mean `seed`?"),
+        ("seed = 3", "", "x/run.toml has no `seed` in [run].\n"),
+        ("seed = 3", 'seed = "3"', "x/run.toml says `seed = '3'` in [run]; that is no int.\n"),
+        ("seed = 3", "seed = true", "x/run.toml says `seed = True` in [run]; that is no int.\n"),
+        ("seed = 3", "seed = -3", "seed=-3 is not between 0 and 2**32 - 1.\n"),
+        (
+            "learning_rate = 0.25",
+            "lerning_rate = 0.25",
+            "x/run.toml gives `Tiny` a hyper-parameter `lerning_rate`, which it does not have.\nDid you mean `learning_rate`?",
+        ),
+        (
+            "learning_rate = 0.25",
+            'learning_rate = "fast"',
+            "x/run.toml says `learning_rate = 'fast'` in [algorithm.fields]; that is no float.\nCorrect it; the default of",
+        ),
+        (":Tiny", ":Tinny", "`algorithm` of this run is `"),
+        (
+            'name = "jax:CartPole-v1"',
+            'nam = "jax:CartPole-v1"',
+            "`environment` cannot be made again from x/run.toml: 'name'.\n",
+        ),
+        ('name = "coarse"', "nam = 3", "`layout` cannot be made again from x/run.toml: "),
+    ],
+)
+def test_a_broken_file_says_where(capsys, old, new, message):
+    file = Path(write_recipe("x"))
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    err = fails(capsys, "train", str(file), code=1)
+    assert err.startswith(f"RunError: {message}")
+    assert os.listdir() == ["x"] and os.listdir("x") == ["run.toml"]
+
+
+def test_a_file_stands_alone(capsys):
+    file = write_recipe("x")
+    assert "`jax:Pendulum-v1` is one argument too many: x/run.toml says" in fails(
+        capsys, "train", file, "jax:Pendulum-v1"
+    )
+    assert fails(capsys, "train", "x", "--seed", "1") == (
+        "UsageError: `x` is a run folder.\nName its file: choreo train x/run.toml\n"
+    )
+    assert "gone.toml cannot be read: No such file or directory" in fails(capsys, "train", "gone.toml", code=1)
+
+
+# Beginning with the weights of another run.
+
+
+def test_init_from(capsys):
+    assert main([*TRAIN, "--steps", "256", "--out", "first", "--quiet"]) == 0
+    command = [*TRAIN, "--steps", "128", "--learning-rate", "0", "--init-from", "first", "--quiet", "--json"]
+    capsys.readouterr()
+    assert main([*command, "--out", "second"]) == 0
+    begun = json.loads(capsys.readouterr().out)
+    assert begun["params_hash"] == load("first").training_summary["params_hash"]
+    # It is in the file, and holds when the file is given back.
+    assert main(["train", "second/run.toml", "--seed", "1", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["params_hash"] == begun["params_hash"]
+    err = fails(capsys, *TRAIN, "--init-from", "first", "--out", "first", "--overwrite")
+    assert err == "UsageError: --overwrite would remove first, the run of --init-from.\nChoose another --out.\n"
+    assert "gone does not exist" in fails(
+        capsys, *TRAIN, "--init-from", "gone", "--out", "second", "--overwrite", code=1
+    )
+    assert Path("first/run.toml").exists() and Path("second/run.toml").exists()
+
+
 # Looking.
 
 
@@ -141,9 +279,9 @@ def test_list(capsys, kind, name):
 def test_help(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"choreo {command} " in text for command in ("train", "graph", "evaluate", "resume", "list"))
+    assert all(f"choreo {command} " in text for command in ("train", "graph", "evaluate", "resume", "compare", "list"))
     assert main([]) == 2
-    for command in ("train", "graph", "evaluate", "resume", "list"):
+    for command in ("train", "graph", "evaluate", "resume", "compare", "list"):
         with pytest.raises(SystemExit) as end:
             main([command, "--help"])
         assert end.value.code == 0
@@ -207,7 +345,7 @@ def test_where_compiled_programs_are_kept(monkeypatch):
         (["train", "ppo", "jax:Cartpole"], "UnknownNameError: There is no environment `jax:Cartpole`.\nDid you mean"),
         ([*TRAIN, "--layout", "corse"], "UnknownNameError: There is no layout `corse`.\nDid you mean `coarse`?\n"),
         ([*TRAIN, "--workers", "2"], "LayoutError: Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"),
-        ([*TRAIN, "--runtime", "rai"], "UnknownNameError: There is no runtime `rai`.\nKnown: inprocess."),
+        ([*TRAIN, "--runtime", "rai"], "UnknownNameError: There is no runtime `rai`.\nKnown: inprocess, local."),
         ([*TRAIN, "--step", "5"], "UsageError: There is no option `--step`.\nDid you mean `--steps`"),
         (
             [*TRAIN, "--lerning-rate", "5"],

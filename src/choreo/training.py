@@ -218,6 +218,7 @@ def _drive(
             fix="Train with --layout fused to be able to resume, or train this one again from the start.",
         )
     rows, returns, clock = list(start.rows), EpisodeReturns(start.rows), Clock()
+    before = start.rows[-1]["seconds"] if start.rows else 0.0
     with contextlib.ExitStack() as stack:
         if folder is not None:
             folder.open()
@@ -250,7 +251,7 @@ def _drive(
             stop = recipe.next_boundary(first)
             with clock.running(runtime):
                 stacked = runtime.run(first, stop)
-            new = _rows(recipe, stacked, first, stop, returns, seconds=time.perf_counter() - began)
+            new = _rows(recipe, stacked, first, stop, returns, seconds=before + time.perf_counter() - began)
             bad = _first_not_finite(new)
             new = new if bad is None else new[: bad[0] - first + 1]
             if bad is None and recipe.eval_every and stop % recipe.eval_every == 0:

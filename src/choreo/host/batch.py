@@ -104,13 +104,21 @@ class Batch:
 
     def check_token(self, token: np.ndarray) -> None:
         if token.tobytes() != self.token:
-            taken = None if self.token is None else np.frombuffer(self.token, np.int32)[0]
-            now = "have not been reset" if taken is None else f"have taken {taken} steps"
-            raise EnvError(
-                f"`{self.name}` was to go on from step {token[0]}, but its environments {now}: a Python environment "
-                "cannot go back to a state it has left.",
-                fix="Begin with env.reset, use each state once, and play one run at a time with an environment.",
+            raise self._no_way_back(int(token[0]))
+
+    def _no_way_back(self, step: int) -> EnvError:
+        where = f"`{self.name}` was to go on from step {step}, but its environments"
+        if self.token is None:
+            return EnvError(
+                f"{where} have not been reset: a Python environment cannot be put into a state.",
+                fix="Begin with env.reset. A run on such environments cannot be resumed; begin a new one with its weights "
+                "(--init-from).",
             )
+        taken = np.frombuffer(self.token, np.int32)[0]
+        return EnvError(
+            f"{where} have taken {taken} steps: a Python environment cannot go back to a state it has left.",
+            fix="Begin with env.reset, use each state once, and play one run at a time with an environment.",
+        )
 
     def stepped(
         self,

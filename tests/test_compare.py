@@ -1,0 +1,244 @@
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from choreo.cli import main
+from choreo.compare import Comparison, Record
+from choreo.errors import RunError
+from choreo.folder import RunFolder, to_json
+from choreo.training import EPISODES_PER_RETURN, EpisodeReturns
+from choreo.training import train as train_for_real
+
+STEPS = 1000
+ENV = {"name": "jax:CartPole-v1", "num_envs": 8}
+COARSE = {
+    "class": "choreo.layouts.base:Layout",
+    "fields": {
+        "name": "coarse",
+        "groups": {"tuple": [{"fields": {"replicas": 2}}, {"fields": {"replicas": {"none": True}}}]},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
+    """A run folder as training would leave it: one row per return, in order."""
+    folder = RunFolder(name)
+    Path(name).mkdir()
+    folder.write_recipe({"algorithm": {"class": "x.y:MyPPO"}, "environment": env or ENV, "layout": COARSE})
+    history = EpisodeReturns([])
+    rows = []
+    for i, (value, at) in enumerate(zip(returns, seconds, strict=True)):
+        row = {
+            "iteration": i,
+            "env_steps": (i + 1) * STEPS,
+            "seconds": at,
+            "episodes": float(episodes),
+            "episode_return": value,
+        }
+        rows.append(row | {"train_return": history.add(row)})
+    folder.append_metrics(rows)
+    if summary is not None:
+        folder.write_text("summary.json", to_json({"iterations": len(rows)} | summary))
+    return folder
+
+
+def printed(comparison):
+    """The lines of the table: label -> what stands in the columns."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(width=160, record=True, file=nowhere)
+        console.print(comparison.table())
+    lines = [re.split(r"\s{2,}", line.strip()) for line in console.export_text().splitlines()]
+    return {label: texts for label, *texts in lines}
+
+
+def test_it_says_what_training_says():
+    run = train_for_real(
+        f"{Path(__file__).parent / 'tiny.py'}:Tiny",
+        "jax:CartPole-v1",
+        steps=4000,
+        out="x",
+        eval_every=16,
+        eval_episodes=2,
+    )
+    record = Record.read("x")
+    assert (record.algorithm, record.environment, record.layout) == ("Tiny", "jax:CartPole-v1", "fused")
+    assert record.is_finished and record.final_return == run.train_return
+    assert record.steps_per_second == pytest.approx(run.timing.steps_per_second)
+    assert record.evaluation == run.rows[-1]["eval_return"]
+    assert len(record.boundaries) == 2 and record.env_steps[-1] == 4096
+
+
+def test_returns_at_the_same_steps_and_at_the_same_time():
+    # Two boundaries each: rows of one call of the runtime share their time.
+    write_run("a", [10, 20, 30, 40], [4, 4, 8, 8], episodes=200, summary={"steps_per_second": 500.0})
+    write_run(
+        "b",
+        [20, 40, 60, 80, 100, 120, 140, 160],
+        [1, 1, 2, 2, 3, 3, 4, 4],
+        episodes=200,
+        summary={"steps_per_second": 2000.0},
+    )
+    a, b = Comparison.of(["a", "b"]).to_dict()["runs"]
+    assert a["return_at_steps"] == [(1000, 10), (2000, 20), (3000, 30), (4000, 40)]
+    assert b["return_at_steps"] == [(1000, 20), (2000, 40), (3000, 60), (4000, 80)]
+    assert b["return_at_seconds"] == [(1, 40), (2, 80), (3, 120), (4, 160)]
+    assert [s for s, _ in a["return_at_seconds"]] == [1, 2, 3, 4]
+    assert [math.isnan(value) for _, value in a["return_at_seconds"]] == [True, True, True, False]
+    assert a["return_at_seconds"][-1] == (4, 20)
+
+
+def test_speed_up_by_steps_and_by_the_time_to_the_same_return():
+    write_run("a", [10, 20, 30, 40], [4, 4, 8, 8], episodes=200, summary={"steps_per_second": 500.0})
+    write_run("b", [15, 30, 60, 70], [1, 1, 2, 2], episodes=200, summary={"steps_per_second": 2000.0})
+    comparison = Comparison.of(["a", "b"])
+    assert comparison.at_return == 40.0  # the highest that both reached
+    a, b = comparison.to_dict()["runs"]
+    assert (a["speedup"], b["speedup"]) == (1.0, 4.0)
+    assert (a["seconds_to_return"], b["seconds_to_return"]) == (8.0, 2.0)
+    assert (a["speedup_to_return"], b["speedup_to_return"]) == (1.0, 4.0)
+    asked = Comparison.of(["a", "b"], at_return=50).to_dict()["runs"]
+    assert math.isnan(asked[0]["seconds_to_return"]) and asked[1]["seconds_to_return"] == 2.0
+    lines = printed(comparison)
+    assert lines["seconds to return 40.0"] == ["8.0", "2.0"]
+    assert lines["steps per second"] == ["500", "2,000"]
+    assert lines["speed-up"] == ["1.00x", "4.00x"]
+    assert lines["layout"] == ["coarse x2", "coarse x2"]
+    assert "environment" not in lines and "jax:CartPole-v1" in lines
+
+
+def test_the_number_of_episodes_behind_a_return():
+    write_run("few", [10, 20], [1, 2], episodes=30)
+    write_run("many", [10, 20, 30], [1, 2, 3], episodes=60)
+    few, many = Record.read("few"), Record.read("many")
+    assert (few.final_return, few.episodes) == (15.0, 60)
+    assert (many.final_return, many.episodes) == (25.0, 120)
+    assert many.episodes >= EPISODES_PER_RETURN > few.episodes
+
+
+def test_a_lucky_first_episode_is_no_return_reached():
+    write_run("x", [90, 10, 30, 50], [1, 2, 3, 4], episodes=40)
+    assert Record.read("x").first_at(50.0) is None
+    assert Record.read("x").first_at(35.0) == 2  # the first with a hundred episodes
+    assert Record.read("x").best_return == pytest.approx(130 / 3)
+
+
+def test_an_unfinished_run_is_compared_as_far_as_it_got():
+    write_run("a", [10, 20, 30, 40], [4, 4, 8, 8], episodes=200, summary={"steps_per_second": 500.0})
+    folder = write_run("b", [10, 20, 30, 40, 50, 60], [3, 3, 4, 4, 5, 5], episodes=200)
+    with open(folder.metrics, "a") as file:
+        file.write('{"iteration": 6, "env_st')
+    record = Record.read("b")
+    assert (
+        not record.is_finished and record.steps_per_second == 4000 / 2
+    )  # what came before the first boundary compiled
+    write_run("c", [10], [3], episodes=200)
+    lines = printed(Comparison.of(["a", "b", "c"]))
+    assert lines["state"] == ["finished", "unfinished", "unfinished"]
+    assert lines["steps per second"] == ["500", "2,000", "-"]
+    assert lines["final return"] == ["40.0", "60.0", "10.0"]
+
+
+def test_a_summary_of_fewer_rows_is_out_of_date():
+    write_run("x", [10, 20, 30], [1, 2, 3], summary={"iterations": 2, "steps_per_second": 7.0})
+    record = Record.read("x")
+    assert not record.is_finished and record.steps_per_second == 1000.0
+
+
+def test_the_time_of_a_resumed_run_goes_on():
+    write_run("x", [1, 2, 3, 4, 5], [3, 5, 2, 4, 1])
+    assert Record.read("x").seconds.tolist() == [3, 5, 7, 9, 10]
+
+
+def test_runs_of_different_environments_are_not_compared_by_return():
+    write_run("a", [10, 20], [1, 2], episodes=200)
+    write_run(
+        "b",
+        [-900, -800],
+        [1, 2],
+        episodes=200,
+        env={"name": "/home/me/my_env.py:make_env", "num_envs": 8, "kwargs": {"level": 3}},
+    )
+    comparison = Comparison.of(["a", "b"])
+    assert comparison.title == (
+        "Different environments, whose returns do not compare: jax:CartPole-v1, my_env.py:make_env (level=3)"
+    )
+    lines = printed(comparison)
+    assert lines["environment"] == ["jax:CartPole-v1", "my_env.py:make_env (level=3)"]
+    assert not any(label.startswith("seconds to return") for label in lines)
+
+
+def test_no_episode_has_ended_yet():
+    write_run("a", [10, 20], [1, 2])
+    write_run("b", [math.nan, math.nan], [1, 2], episodes=0)
+    comparison = Comparison.of(["a", "b"])
+    assert printed(comparison)["final return"] == ["15.0", "-"]
+    assert comparison.to_dict()["at_return"] is None
+
+
+# The command.
+
+
+def test_table_and_picture(capsys):
+    write_run("a", [10, 20, 30, 40], [4, 4, 8, 8])
+    write_run("b[1]", [15, 30, 60, 70], [1, 1, 2, 2])
+    assert main(["compare", "a", "b[1]", "-o", "compare.png"]) == 0
+    out = capsys.readouterr().out
+    assert "b[1]" in out and "final return" in out and out.endswith("Wrote compare.png.\n")
+    assert Path("compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_two_panels():
+    write_run("a", [10, 20, 30, 40], [4, 4, 8, 8])
+    write_run("b", [15, 30, 60, 70], [1, 1, 2, 2])
+    over_steps, over_seconds = Comparison.of(["a", "b"]).figure().axes
+    assert [len(line.get_xdata()) for line in over_steps.lines] == [4, 4]
+    assert [line.get_xdata().tolist() for line in over_seconds.lines] == [[4, 8], [1, 2]]
+    assert (over_steps.get_xlabel(), over_seconds.get_xlabel()) == ("environment steps", "seconds, compiling included")
+
+
+def test_json_is_one_object(capsys):
+    write_run("a", [10, 20], [1, 2])
+    write_run("b", [math.nan, math.nan], [1, 2], episodes=0)
+    assert main(["compare", "a", "b", "--json", "-o", "c.png"]) == 0
+    out, err = capsys.readouterr()
+    (line,) = out.splitlines()
+    data = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert [run["return"] for run in data["runs"]] == [15.0, None]
+    assert err == "Wrote c.png.\n"
+
+
+def test_what_is_refused(capsys):
+    def fails(*args, code):
+        assert main(["compare", *args]) == code
+        out, err = capsys.readouterr()
+        assert out == "" and "Traceback" not in err
+        return err
+
+    write_run("a", [10], [1])
+    write_run("empty", [], [])
+    assert fails("a", code=2) == (
+        "UsageError: `choreo compare` needs two runs or more.\nSee `choreo compare --help`.\n"
+    )
+    assert "gone does not exist" in fails("a", "gone", code=1)
+    assert fails("a", "empty", code=1).startswith("RunError: empty has no metrics yet.\nWait until")
+    assert "There is no folder no" in fails("a", "a", "-o", "no/x.png", code=2)
+    assert "There is no option `--at-retrun`.\nDid you mean `--at-return`?" in fails(
+        "a", "a", "--at-retrun", "1", code=2
+    )
+
+
+def test_a_line_that_is_no_row_is_named():
+    folder = write_run("a", [10], [1])
+    folder.metrics.write_text('{"iteration": 0}\noops\n')
+    with pytest.raises(RunError, match="Line 2 of a/metrics.jsonl is no row of metrics: 'oops'"):
+        Record.read("a")

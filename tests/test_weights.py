@@ -1,0 +1,223 @@
+"""A run that begins with the weights of another. The law: weights that `init` would have made change nothing."""
+
+import functools
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from choreo import checkpoint, networks, registry
+from choreo.algos import PPO
+from choreo.errors import AlgorithmError, RunError
+from choreo.folder import RunFolder
+from choreo.recipe import Recipe
+from choreo.training import load, resume, train
+from choreo.weights import Weights
+
+Tiny = registry.algorithm_class(f"{Path(__file__).parent / 'tiny.py'}:Tiny")
+CARTPOLE = "jax:CartPole-v1"
+PER_ITERATION = 16 * 8
+SMALL_PPO = PPO(
+    unroll=8, minibatch_size=32, epochs=1, total_steps=10_000, network=functools.partial(networks.mlp, hidden=(8,))
+)
+
+
+def run_tiny(iterations=2, **options):
+    return train(Tiny(total_steps=10 * PER_ITERATION), CARTPOLE, steps=iterations * PER_ITERATION, **options)
+
+
+def make_recipe(algo, *, seed=0, num_envs=8):
+    options = dict.fromkeys(("eval_every", "stop_at_return", "checkpoint_every"))
+    env, layout = registry.environment(CARTPOLE, num_envs), registry.layout("fused")
+    return Recipe(
+        algo=algo, env=env, layout=layout, steps=1, seed=seed, runtime="inprocess", eval_episodes=1, **options
+    )
+
+
+def write_run(path, algo, *, change=lambda train: train, **options):
+    """A run folder with what `init` makes, before any iteration; `change` may put other weights in it."""
+    recipe = make_recipe(algo, **options)
+    carry = initial_carry(recipe)
+    path.mkdir()
+    RunFolder(path).write_recipe(recipe.to_toml())
+    checkpoint.save(RunFolder(path).checkpoint, carry._replace(train=change(carry.train)), iteration=0)
+    return path
+
+
+def initial_carry(recipe):
+    key, _ = jax.random.split(recipe.key)  # as a runtime does
+    return jax.jit(lambda key: recipe.algo.init(recipe.env, key))(key)
+
+
+def begin(algo, path):
+    """The train state that a run of `algo` would begin with."""
+    recipe = make_recipe(algo)
+    return Weights.read(recipe, path).put_into(initial_carry(recipe)).train
+
+
+def ones(train_state):
+    return train_state._replace(weights=jnp.ones_like(train_state.weights), iterations=jnp.full((), 9, jnp.int32))
+
+
+def params_hash(run):
+    return run.training_summary["params_hash"]
+
+
+class TwoTrain(NamedTuple):
+    online: jax.Array
+    target: jax.Array
+    inner: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twice(Tiny):
+    """Keeps its weights twice, as an algorithm with a target network does."""
+
+    def init(self, env, key):
+        carry = super().init(env, key)
+        return carry._replace(train=TwoTrain(carry.train.weights, carry.train.weights, carry.train))
+
+    def policy(self, train):
+        return train.online
+
+    def with_policy(self, train, params):
+        return TwoTrain(params, params, train.inner._replace(weights=params))
+
+
+# The law.
+
+
+@pytest.mark.parametrize(("layout", "runtime"), [("fused", "inprocess"), ("coarse", "inprocess"), ("coarse", "local")])
+def test_the_weights_of_an_untrained_run_change_nothing(tmp_path, layout, runtime):
+    first = write_run(tmp_path / "first", Tiny(), seed=3)
+    plain = run_tiny(3, seed=3, layout=layout, runtime="inprocess")
+    begun = run_tiny(3, seed=3, layout=layout, runtime=runtime, init_from=first)
+    assert params_hash(begun) == params_hash(plain)
+    assert begun.metrics["loss"].tolist() == plain.metrics["loss"].tolist()
+
+
+def test_the_weights_of_an_untrained_ppo_change_nothing(tmp_path):
+    first = write_run(tmp_path / "first", SMALL_PPO, seed=5, num_envs=4)
+    plain, begun = (
+        train(SMALL_PPO, CARTPOLE, steps=64, num_envs=4, seed=5, init_from=init_from) for init_from in (None, first)
+    )
+    assert params_hash(begun) == params_hash(plain)
+
+
+def test_weights_are_taken_and_nothing_else_is(tmp_path):
+    first = write_run(tmp_path / "first", Tiny(), change=ones)
+    train_state = begin(Tiny(), first)
+    assert (np.asarray(train_state.weights) == 1).all() and int(train_state.iterations) == 0
+
+
+def test_other_environments_and_code_may_have_made_the_weights(tmp_path):
+    first = write_run(tmp_path / "first", Tiny(squash=lambda obs: obs), change=ones, num_envs=4)
+    with pytest.raises(RunError, match="cannot be made again"):
+        load(first)
+    assert (np.asarray(begin(Tiny(), first).weights) == 1).all()
+
+
+def test_an_algorithm_may_say_where_the_weights_go(tmp_path):
+    first = write_run(tmp_path / "first", Twice(), change=lambda t: t._replace(online=t.online + 1))
+    train_state = begin(Twice(), first)
+    for weights in (train_state.online, train_state.target, train_state.inner.weights):
+        assert (np.asarray(weights) == 1).all()
+
+
+# What is kept of it.
+
+
+def test_a_run_remembers_where_it_began(tmp_path):
+    first = write_run(tmp_path / "first", Tiny(), change=ones)
+    begun = run_tiny(2, out=tmp_path / "begun", init_from=str(first), seed=1)
+    assert np.abs(np.asarray(begun.params) - 1).max() < 0.5 and int(begun.train_state.iterations) == 2
+    origin = load(tmp_path / "begun").recipe.init_from
+    assert origin == begun.recipe.init_from
+    assert (Path(origin.path), origin.params_hash) == (first.resolve(), checkpoint.sha256(np.ones((4, 2), np.float32)))
+    # Going on needs the other run no more.
+    RunFolder(first).checkpoint.unlink()
+    assert len(resume(tmp_path / "begun", steps=3 * PER_ITERATION).rows) == 3
+
+
+def test_weights_that_have_changed_since_are_refused(tmp_path):
+    first, recipe = write_run(tmp_path / "first", Tiny()), make_recipe(Tiny())
+    origin = Weights.read(recipe, first).origin
+    assert Weights.read(recipe, origin).origin == origin
+    RunFolder(first).checkpoint.unlink()
+    write_run(tmp_path / "other", Tiny(), change=ones)
+    RunFolder(tmp_path / "other").checkpoint.rename(RunFolder(first).checkpoint)
+    with pytest.raises(RunError, match="are no longer those that the run began with") as error:
+        Weights.read(recipe, origin)
+    assert f"Give --init-from {first}" in str(error.value)
+
+
+# Refused, before anything is written.
+
+
+def refused(error, message, algo, tmp_path):
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        train(algo, CARTPOLE, steps=1, init_from=tmp_path / "first", out=tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    return str(caught.value)
+
+
+def test_weights_of_another_shape(tmp_path):
+    first = write_run(tmp_path / "first", Tiny(), change=lambda t: t._replace(weights=jnp.zeros((6, 2))))
+    text = refused(RunError, "`.train.weights` is float32[6, 2] there and float32[4, 2] here", Tiny(), tmp_path)
+    assert text.startswith(f"The weights in {first} do not fit: ")
+    assert f"{first / 'run.toml'} says what this one had" in text
+
+
+def test_weights_of_another_algorithm(tmp_path):
+    write_run(tmp_path / "first", Tiny())
+    refused(RunError, "`.train.online` is float32[4, 2] here and is not there", Twice(), tmp_path)
+
+
+def test_weights_that_were_trained_with_more_or_less(tmp_path):
+    """A network that saw scaled observations is no good without the scale."""
+    scaled = replace(SMALL_PPO, normalise_obs=True)
+    write_run(tmp_path / "first", scaled)
+    refused(RunError, "`.train.params.moments.mean` is there and is not here", SMALL_PPO, tmp_path)
+    (tmp_path / "first").rename(tmp_path / "scaled")
+    write_run(tmp_path / "first", SMALL_PPO)
+    refused(RunError, "`.train.params.moments.mean` is float32[4] here and is not there", scaled, tmp_path)
+
+
+def test_a_policy_that_computes_must_say_where_its_weights_go(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Doubled(Tiny):
+        def policy(self, train):
+            return train.weights * 2
+
+    @dataclass(frozen=True, kw_only=True)
+    class Halved(Doubled):
+        def with_policy(self, train, params):
+            return train._replace(weights=params / 2)
+
+    first = write_run(tmp_path / "first", Tiny(), change=ones)
+    text = refused(AlgorithmError, "`Doubled.policy` computes the parameters", Doubled(), tmp_path)
+    assert "Add `with_policy(train, params) -> train` to `Doubled`" in text
+    train_state = begin(Halved(), first)
+    assert (np.asarray(train_state.weights) == 1).all() and int(train_state.iterations) == 0
+
+
+def test_with_policy_must_return_a_train_state(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Tiny):
+        def with_policy(self, train, params):
+            return train._replace(weights=params[0])
+
+    write_run(tmp_path / "first", Tiny())
+    message = "`.train.weights` was float32[4, 2] and becomes float32[2]"
+    assert "`Wrong.with_policy`" in refused(AlgorithmError, message, Wrong(), tmp_path)
+
+
+def test_what_is_no_run_or_has_no_checkpoint(tmp_path):
+    refused(RunError, "first does not exist.", Tiny(), tmp_path)
+    RunFolder(write_run(tmp_path / "first", Tiny())).checkpoint.unlink()
+    refused(RunError, "There is no checkpoint at", Tiny(), tmp_path)
