@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import choreo
+from choreo import envs
 from choreo.envs import Step, VmapEnv
 from choreo.errors import AlgorithmError, RunError
 from choreo.evaluate import evaluate
@@ -109,6 +110,73 @@ def test_episodes_without_an_end_are_given_up():
     env = VmapEnv(env=ShortOrLong(lengths=(10**9, 10**9)), num_envs=2)
     with pytest.raises(RunError, match="test:ShortOrLong gave up: episodes are longer than 2,000 steps"):
         evaluate(Counting(), env, None, key=KEY, episodes=3, max_episode_steps=2000)
+
+
+class ShortOrLongHost(gymnasium.Env):
+    """The same in Python; made `made` times."""
+
+    observation_space, action_space = ShortOrLong.observation_space, ShortOrLong.action_space
+    open_now: list["ShortOrLongHost"] = []
+
+    def __init__(self, lengths=(1, 50)):
+        self.lengths = lengths
+        self.open_now.append(self)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time, self.length = 0, self.lengths[self.np_random.integers(2)]
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.time += 1
+        return np.zeros(1, np.float32), float(action == self.time - 1), self.time >= self.length, False, {}
+
+    def close(self):
+        self.open_now.remove(self)
+
+
+HOST = envs.from_factory(ShortOrLongHost, 2)
+
+
+@pytest.mark.parametrize("episodes", [1, 16, 100])
+def test_environments_in_python_play_by_the_same_rules(episodes):
+    result = evaluate(Counting(), HOST, None, key=KEY, episodes=episodes)
+    assert len(result.returns) == len(result.lengths) == episodes
+    assert set(result.lengths) <= {1, 50}
+    np.testing.assert_array_equal(result.returns, result.lengths)  # memory starts anew with each episode
+    assert not ShortOrLongHost.open_now, "the environments of an evaluation are closed after it"
+
+
+def test_in_python_neither_are_short_episodes_favoured():
+    lengths = evaluate(Counting(), HOST, None, key=KEY, episodes=400).lengths
+    assert abs(lengths.mean() - 25.5) < 6
+
+
+def test_in_python_keys_and_greediness_count_too():
+    one, again, other = (
+        evaluate(Counting(), HOST, None, key=jax.random.key(seed), episodes=32).lengths for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any()
+    env = envs.from_factory(ShortOrLongHost, 2, lengths=(1, 1))
+    assert evaluate(Always(), env, jnp.int32(0), key=KEY, episodes=5).mean == 1.0
+    assert evaluate(Always(), env, jnp.int32(0), key=KEY, episodes=5, greedy=False).mean == 0.0
+
+
+def test_in_python_episodes_without_an_end_are_given_up():
+    env = envs.from_factory(ShortOrLongHost, 2, lengths=(10**9, 10**9))
+    with pytest.raises(RunError, match="ShortOrLongHost gave up: episodes are longer than 50 steps"):
+        evaluate(Counting(), env, None, key=KEY, episodes=3, max_episode_steps=50)
+    assert not ShortOrLongHost.open_now
+
+
+def test_evaluation_does_not_disturb_the_environments_of_a_run():
+    env = envs.from_factory(ShortOrLongHost, 2)
+    state, _ = env.reset(env.keys(KEY))
+    evaluate(Counting(), env, None, key=KEY, episodes=2)
+    state, _ = env.step(state, jnp.zeros(2, jnp.int32))
+    assert state.tolist() == [1, 1]
+    ShortOrLongHost.open_now.clear()
 
 
 def test_refusals():

@@ -77,7 +77,9 @@ def test_dependencies_are_those_that_are_imported():
     optional = {package_name(d) for extra in ("gymnax", "tensorboard", "flax") for d in extras[extra]}
     called = {"zmq": "pyzmq"}
     imported = (
-        {called.get(m, m) for path in (ROOT / "src").rglob("*.py") for m in imports_of(path)} - sys.stdlib_module_names - {"choreo"}
+        {called.get(m, m) for path in (ROOT / "src").rglob("*.py") for m in imports_of(path)}
+        - sys.stdlib_module_names
+        - {"choreo"}
     )
     through_jax = {"filelock", "flatbuffers"}  # by its compilation cache, and to serialise what it exports
     assert imported - optional | through_jax == required

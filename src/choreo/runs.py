@@ -90,10 +90,13 @@ class Run:
         at the start of an episode. `key` is needed only for greedy=False.
         """
         space = self.env.observation_space
-        if np.shape(obs) != space.shape:
+        fix = "Pass one observation of one environment; for a batch, call it for each."
+        if space.shape is None:  # a Dict or Tuple: its parts are looked at by Gymnasium
+            if not space.contains(obs):
+                raise EnvError(f"An observation of {self.env.name} must be in {space}.", fix=fix)
+        elif np.shape(obs) != space.shape:
             raise EnvError(
-                f"An observation of {self.env.name} has shape {list(space.shape)}, not {list(np.shape(obs))}.",
-                fix="Pass one observation of one environment; for a batch, call it for each.",
+                f"An observation of {self.env.name} has shape {list(space.shape)}, not {list(np.shape(obs))}.", fix=fix
             )
         if key is None:
             if not greedy:
@@ -101,7 +104,8 @@ class Run:
             key = self.recipe.key
         first = initial_state(self.algo, self.params)
         state = first if state is None else state
-        action, state = _act(self.algo, self.params, jnp.asarray(np.asarray(obs, space.dtype)), key, state, greedy)
+        one = np.asarray(obs, space.dtype) if space.shape is not None else dict(obs) if isinstance(obs, dict) else obs
+        action, state = _act(self.algo, self.params, jax.tree.map(jnp.asarray, one), key, state, greedy)
         action = jax.tree.map(np.asarray, action)
         return action if first is None else (action, state)
 

@@ -141,6 +141,11 @@ def resume(
     folder = RunFolder(path)
     folder.check_not_in_use()
     recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+    if isinstance(recipe.env, HostEnv):
+        raise RunError(
+            f"`{recipe.env.name}` is Python, and its state is not in the checkpoint: this run cannot go on where it stopped.",
+            fix=f"Begin a new run with its weights: choreo train {folder.path}/run.toml --init-from {folder.path}",
+        )
     if steps is not None:
         recipe = dataclasses.replace(recipe, steps=steps)
     check_loggers(loggers, folder.path)

@@ -241,31 +241,6 @@ def test_impossible_counts():
         PPO(unroll=0)
 
 
-def test_spaces_no_built_in_network_knows():
-    vector, signs = gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.MultiBinary(3)
-    small, two = gymnasium.spaces.Box(0, 255, (20, 20, 4), np.uint8), gymnasium.spaces.Discrete(2)
-    for build, spaces, what in [
-        (networks.mlp, (vector, signs), "MultiBinary"),
-        (networks.mlp, (signs, two), "MultiBinary"),
-        (networks.lstm, (vector, gymnasium.spaces.Discrete(3, start=1)), "Discrete"),
-        (networks.atari_cnn, (small, two), "at least 36 x 36"),
-    ]:
-        with pytest.raises(AlgorithmError, match=what):
-            jax.eval_shape(functools.partial(build, *spaces), jax.random.key(0))
-
-
-def test_signs_as_numbers_become_one_hot():
-    encode = networks.encoder(gymnasium.spaces.Discrete(5))
-    assert encode(jnp.int32(3)).tolist() == [0, 0, 0, 1, 0] and encode.size == 5
-    with pytest.raises(AlgorithmError, match="normalise_obs needs observations in a Box"):
-        env = _WithDiscreteSigns(env=Match(), num_envs=8)
-        jax.eval_shape(functools.partial(PPO(normalise_obs=True).init, env), jax.random.key(0))
-
-
-class _WithDiscreteSigns(envs.VmapEnv):
-    observation_space = property(lambda self: gymnasium.spaces.Discrete(3))
-
-
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_program_is_the_same_for_any_number_of_environments(network):
     """The graph is cut by comparing traces at two counts; 2,048 steps is where `jax.random.permutation` sorts twice."""

@@ -21,7 +21,7 @@ from choreo.types import Key, PyTree
 class TimeStep(NamedTuple):
     """What one step of every environment gave; each leaf has the env axis first."""
 
-    obs: jax.Array
+    obs: PyTree
     """What to act on next: of a new episode where `last`."""
     reward: jax.Array
     """Reward of this step."""
@@ -29,7 +29,7 @@ class TimeStep(NamedTuple):
     """0 where the episode terminated, else 1: also 1 where a time limit cut it, so that learners bootstrap there."""
     last: jax.Array
     """True where the episode ended, for either reason."""
-    next_obs: jax.Array
+    next_obs: PyTree
     """The true successor of the observation acted on; differs from `obs` only where `last`."""
     info: dict[str, jax.Array]
     """`episode_return` and `episode_length`: totals of the episode up to and with this step."""
@@ -67,7 +67,7 @@ class Env(Protocol):
         """One key for each environment."""
         ...
 
-    def reset(self, keys: Key) -> tuple[PyTree, jax.Array]:
+    def reset(self, keys: Key) -> tuple[PyTree, PyTree]:
         """Begin an episode in every environment: state and observations."""
         ...
 

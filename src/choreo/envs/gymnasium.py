@@ -24,7 +24,7 @@ from choreo.envs.vmap import JaxEnv, VmapEnv
 from choreo.errors import EnvError
 from choreo.host import HostMethod, Spec, spaces
 from choreo.host.batch import Form, MakeBatch
-from choreo.host.gymnasium import probe
+from choreo.host.gymnasium import probe, probe_anew
 from choreo.host.sources import NotGymnasium, Source
 from choreo.roles import Fragment, host_method
 from choreo.types import Key, PyTree
@@ -74,9 +74,8 @@ def from_factory(factory: Any, num_envs: int, *, info_keys: InfoKeys = (), **kwa
             f"A {type(factory).__name__} was given; it cannot be made {num_envs} times.",
             fix="Give a function that makes one: choreo.train(algo, lambda: MyEnv(), num_envs=8, ...).",
         )
-    source = Source.of_factory(factory, kwargs)
     try:
-        probe(source)
+        source = probe_anew(Source.of_factory(factory, kwargs))
     except NotGymnasium as other:
         if isinstance(other.made, Env):
             return other.made.with_num_envs(num_envs)

@@ -26,7 +26,7 @@ source_info_util.register_exclusion(__file__)
 class Step(NamedTuple):
     """What the dynamics of one environment give."""
 
-    obs: jax.Array
+    obs: PyTree
     """The successor, also at the end of an episode."""
     reward: jax.Array
     """Scalar."""
@@ -54,7 +54,7 @@ class JaxEnv(Protocol):
         """Steps after which an episode is truncated; None: never."""
         ...
 
-    def reset(self, key: Key) -> tuple[PyTree, jax.Array]: ...
+    def reset(self, key: Key) -> tuple[PyTree, PyTree]: ...
 
     def step(self, state: PyTree, action: jax.Array, key: Key) -> tuple[PyTree, Step]: ...
 
@@ -103,7 +103,7 @@ class VmapEnv:
     def keys(self, key: Key) -> Key:
         return jax.random.split(key, self.num_envs)
 
-    def reset(self, keys: Key) -> tuple[VmapState, jax.Array]:
+    def reset(self, keys: Key) -> tuple[VmapState, PyTree]:
         return jax.vmap(functools.partial(reset_one, self.env))(keys)
 
     def step(self, state: VmapState, action: jax.Array) -> tuple[VmapState, TimeStep]:
@@ -114,7 +114,7 @@ class VmapEnv:
 
 
 @fragment("env")
-def reset_one(env: JaxEnv, key: Key) -> tuple[VmapState, jax.Array]:
+def reset_one(env: JaxEnv, key: Key) -> tuple[VmapState, PyTree]:
     """Begin the first episode of one environment."""
     key, key_reset = jax.random.split(key)
     inner, obs = env.reset(key_reset)

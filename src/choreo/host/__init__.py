@@ -69,11 +69,12 @@ class HostObjects:
 
         def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:
             nonlocal method
-            if method is None:  # looked up once: this is called in every step
+            found = method
+            if found is None:  # looked up once: this is called in every step
                 if fn.make not in self.made:
                     self.made[fn.make] = fn.make(envs)
-                method = getattr(self.made[fn.make], fn.method)
-            results = method(*leaves)
+                found = method = getattr(self.made[fn.make], fn.method)
+            results = found(*leaves)
             for x, (shape, dtype) in zip(results, expected, strict=True):
                 if x.dtype is not dtype or x.shape != shape:
                     _check_types(fn, results, expected)

@@ -176,7 +176,7 @@ def _preparation(space: gymnasium.Space) -> Callable[[np.ndarray], np.ndarray]:
     return lambda action: action.astype(dtype)
 
 
-def raised(name: str, which: str, part: str, error: Exception) -> EnvError:
+def raised(name: str, which: str, part: str, error: BaseException) -> EnvError:
     """The error for an environment that raised one; to be raised from it."""
     return EnvError(
         f"{which} of `{name}` raised {type(error).__name__} in {part}: {error}",

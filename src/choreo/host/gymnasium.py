@@ -32,6 +32,14 @@ def probe(source: Source) -> Form:
 _forms: dict[Source, Form] = {}
 
 
+def probe_anew(source: Source) -> Source:
+    """Look at what a function makes now, which may be another class than when it was last looked at."""
+    form = _look(source)
+    source = source.seen_as(repr(form))
+    _forms[source] = form
+    return source
+
+
 def _look(source: Source) -> Form:
     import_prefix(source.recipe.target)
     env = source.make_any()
@@ -120,7 +128,7 @@ class GymBatch(Batch):
             raise
         except spaces.WrongValue as wrong:
             self.wrong(wrong.index, "step", f"an observation {wrong}")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise raised(self.name, f"Environment {first + i}", "step", error) from error
 
         def restart(obs: list[np.ndarray]) -> None:
@@ -139,7 +147,7 @@ class GymBatch(Batch):
         self.current = self.envs.start + i
         try:
             result = self.members[i].reset(seed=seed)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise raised(self.name, f"Environment {self.current}", "reset", error) from error
         if not isinstance(result, tuple) or len(result) != 2:
             self.wrong(i, "reset", f"{words(result)}, not (obs, info)")

@@ -59,6 +59,12 @@ class Source:
         source = _sources[identity] = cls(name, identity, lambda: recipe)
         return source
 
+    def seen_as(self, form: str) -> "Source":
+        """The same, but not equal to the one that made environments of another form, before a class was edited."""
+        identity = (self.identity, form)
+        source = _sources[identity] = Source(self.name, identity, lambda: self.recipe)
+        return source
+
     @property
     def recipe(self) -> "Recipe":
         if self._recipe is None:
@@ -176,9 +182,8 @@ def _freeze(value: Any) -> Hashable:
         )
     if isinstance(value, np.ndarray) and value.dtype != object:
         return ("array", value.shape, str(value.dtype), value.tobytes())
-    if _is_importable(value):
-        return ("import", value.__module__, getattr(value, "__qualname__", ""))
-    # Anything else is equal to nothing but itself: two lambdas of one line may hold different things.
+    # Anything else is equal to nothing but itself: two lambdas of one line may hold different things, and a function of a
+    # notebook has the name of the one it was before it was edited.
     number, kept = _numbers.get(id(value), (None, None))
     if kept is not value:
         number = uuid.uuid4().hex
@@ -188,13 +193,6 @@ def _freeze(value: Any) -> Hashable:
 
 _numbers: dict[int, tuple[str, Any]] = {}
 """Of objects that have no name: held on to, because Python gives their id to others when they are gone."""
-
-
-def _is_importable(value: Any) -> bool:
-    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
-    for part in (getattr(value, "__qualname__", None) or "<none>").split("."):
-        found = getattr(found, part, None)
-    return found is value
 
 
 def _name(factory: Callable[..., Any]) -> str:

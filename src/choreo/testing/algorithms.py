@@ -166,8 +166,7 @@ def _check_metrics(name: str, metrics: Any) -> None:
 
 def _check_action(name: str, action: Any, space: gymnasium.Space) -> None:
     expected = space.shape or ()
-    discrete = isinstance(space, gymnasium.spaces.Discrete)
-    kind = np.integer if discrete else np.floating
+    kind = np.floating if isinstance(space, gymnasium.spaces.Box) else np.integer
     if action.shape != expected or not np.issubdtype(action.dtype, kind):
         raise AlgorithmError(
             f"`{name}.act` returns an action {action.dtype}{list(action.shape)} for one environment, "

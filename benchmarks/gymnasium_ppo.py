@@ -1,0 +1,129 @@
+"""How fast is PPO on Gymnasium environments in one process: beside the environments alone, and beside Stable-Baselines3?
+
+8 environments, rollouts of 128 steps, 4 epochs, minibatches of 256, networks 2 x 64 tanh; the same for both. The
+environments alone are Gymnasium's SyncVectorEnv with random actions drawn beforehand; Stable-Baselines3 has its
+DummyVecEnv and one thread. All take turns of a second or so, without compiling, so that other load of the machine meets
+all of them. Printed and written, for each environment: the median of the ratio of steps per second over the turns, the
+spread, the same ratio in CPU time, and how many cores other processes kept busy meanwhile.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import statistics
+import time
+
+import gymnasium
+import jax
+import numpy as np
+from harness import write_result
+from parts import rival
+from parts.load import Others
+
+import choreo
+from choreo.recipe import make_runtime
+
+NUM_ENVS, UNROLL = 8, 128
+ENVS = {"CartPole-v1": "cartpole", "Hopper-v5": "mujoco"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short turn: does it run?")
+    parser.add_argument("--env", choices=ENVS, help="only this one")
+    options = parser.parse_args()
+    envs = [options.env] if options.env else list(ENVS)
+    if importlib.util.find_spec("mujoco") is None and "Hopper-v5" in envs:
+        print("MuJoCo is not there; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")
+        envs.remove("Hopper-v5")
+    for env in reversed(envs[:1] if options.quick else envs):
+        compare(env, quick=options.quick, with_rival=not options.quick and rival.is_installed())
+
+
+def compare(env: str, *, quick: bool, with_rival: bool) -> None:
+    repeats, seconds = (1, 0.05) if quick else (15, 1.0)
+    with contextlib.ExitStack() as stack:
+        sides: dict[str, Alone | Training | rival.StableBaselines] = {"alone": Alone(env), "choreo": Training(env)}
+        if with_rival:
+            sides["sb3"] = rival.StableBaselines(env, NUM_ENVS)
+        for side in sides.values():
+            stack.callback(side.close)
+        # As many iterations per turn as take about the same time.
+        iterations = {name: max(1, round(seconds / side.seconds(1)[0])) for name, side in sides.items()}
+        wall: dict[str, list[float]] = {name: [] for name in sides}
+        cpu: dict[str, list[float]] = {name: [] for name in sides}
+        pids = [side.process.pid for side in sides.values() if isinstance(side, rival.StableBaselines)]
+        with Others(pids) as others:
+            for _ in range(repeats):
+                for name, side in sides.items():
+                    took = side.seconds(iterations[name])
+                    steps = iterations[name] * UNROLL * NUM_ENVS
+                    wall[name].append(steps / took[0])
+                    cpu[name].append(steps / took[1])
+    words = {"alone": "the same environments stepped alone", "sb3": "Stable-Baselines3 (one thread)"}
+    for other in [name for name in reversed(sides) if name != "choreo"]:
+        write_result(
+            f"gymnasium_{ENVS[env]}_vs_{other}",
+            quick=quick,
+            question=f"steps per second of PPO on {env} in one process, as a ratio to {words[other]}",
+            ratio=statistics.median(ratios(wall["choreo"], wall[other])),
+            ratios=ratios(wall["choreo"], wall[other]),
+            ratio_of_cpu_time=statistics.median(ratios(cpu["choreo"], cpu[other])),
+            choreo_steps_per_second=statistics.median(wall["choreo"]),
+            other_steps_per_second=statistics.median(wall[other]),
+            busy_cores_of_others=others.cores,
+            num_envs=NUM_ENVS,
+            repeats=repeats,
+        )
+
+
+def ratios(ours: list[float], others: list[float]) -> list[float]:
+    return [a / b for a, b in zip(ours, others, strict=True)]
+
+
+class Alone:
+    """The environments with random actions, and nothing else."""
+
+    def __init__(self, env: str):
+        self.envs = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env)] * NUM_ENVS)
+        self.envs.reset(seed=0)
+        self.actions = np.stack([self.envs.action_space.sample() for _ in range(UNROLL)])
+
+    def seconds(self, iterations: int) -> tuple[float, float]:
+        """Wall and CPU time of so many iterations."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(iterations):
+            for action in self.actions:
+                self.envs.step(action)
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class Training:
+    """Choreo, everything in this process."""
+
+    def __init__(self, env: str):
+        algo = choreo.PPO(unroll=UNROLL, epochs=4, minibatch_size=256)
+        plan = choreo.plan(algo, env, choreo.fused(), num_envs=NUM_ENVS)
+        self.runtime = make_runtime("inprocess", plan, profile=False)
+        self.runtime.start(jax.random.key(0))
+        self.done = 0
+        self.seconds(2)  # compiles
+
+    def seconds(self, iterations: int) -> tuple[float, float]:
+        """Wall and CPU time of so many iterations."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.runtime.run(self.done, self.done + iterations)
+        self.done += iterations
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MUJOCO_GL", "disabled")
+    main()

@@ -1,0 +1,43 @@
+"""What other processes did with the machine while something was measured. Imports nothing heavy."""
+
+import time
+from pathlib import Path
+
+
+class Others:
+    """`with Others(...) as others: ...`, then `others.cores`: how many cores others kept busy meanwhile, on average.
+
+    Ours is this process and every process it waits for; those that are still running are counted by `pids`.
+    """
+
+    def __init__(self, pids: "list[int] | None" = None):
+        self.pids = pids or []
+        self.cores = 0.0
+
+    def __enter__(self) -> "Others":
+        self.began, self.busy, self.own = time.monotonic(), _machine_s(), self._own_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        took = time.monotonic() - self.began
+        self.cores = max(0.0, (_machine_s() - self.busy - (self._own_s() - self.own)) / took)
+
+    def _own_s(self) -> float:
+        times = [_process_s("self"), *(_process_s(str(pid)) for pid in self.pids)]
+        return sum(times)
+
+
+def _machine_s() -> float:
+    """Seconds that all cores together have been busy."""
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    return (int(user) + int(nice) + int(system) + int(irq) + int(softirq)) / TICKS
+
+
+def _process_s(pid: str) -> float:
+    """Seconds that a process and those it has waited for have been busy."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / TICKS
+
+
+TICKS = 100
+"""Of the kernel's clock, per second."""

@@ -1,0 +1,38 @@
+"""Train PPO on CartPole-v1 in a layout for some iterations, then print the memory of every process as JSON.
+
+python resident.py fused|coarse|fine ITERATIONS
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+import choreo
+from choreo.recipe import make_runtime
+
+
+def main() -> None:
+    layout, iterations = sys.argv[1], int(sys.argv[2])
+    plan = choreo.plan("ppo", "CartPole-v1", LAYOUTS[layout], num_envs=8)
+    runtime = make_runtime(None, plan, profile=False)
+    runtime.start(jax.random.key(0))
+    runtime.run(0, iterations)
+    workers = {name: member.process.pid for name, member in getattr(runtime, "members", {}).items()}
+    print(json.dumps({name: megabytes(pid) for name, pid in {"coordinator": os.getpid(), **workers}.items()}))
+    runtime.close()
+
+
+def megabytes(pid: int) -> dict[str, float]:
+    """Resident (`rss`), and with what is shared divided among those who share it (`pss`)."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {name: int(size.split()[0]) * 1024 / 1e6 for name, size in (line.split(":") for line in lines)}
+    return {"rss": sizes["Rss"], "pss": sizes["Pss"]}
+
+
+LAYOUTS = {"fused": choreo.fused(), "coarse": choreo.coarse(workers=2), "fine": choreo.fine(workers=2)}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""How soon is the first iteration finished, beside Stable-Baselines3, and how much memory does each kind of process take?
+
+PPO on Gymnasium's CartPole-v1 with 8 environments. Start: new processes in turns, from their start to the end of the first
+iteration (128 steps, then 16 updates); compiled programs are in Choreo's cache, files in that of the system. Size: what is
+resident of the process of `fused`, of an acting worker (`coarse`) and of one that only steps environments (`fine`), as a ratio
+to what we allow it (below 1 is good); `pss` counts shared pages once.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness import write_result
+from parts import rival
+from parts.load import Others
+
+PARTS = Path(__file__).parent / "parts"
+ALLOWED_MB = {"fused": 1000, "acting": 350, "env_only": 60}
+WORDS = {
+    "fused": "one process with everything",
+    "acting": "an acting worker",
+    "env_only": "a worker with environments only",
+}
+PROCESS = {"fused": ("fused", "coordinator"), "acting": ("coarse", "env+actor-0"), "env_only": ("fine", "env-0")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="once, and without what takes long: does it run?")
+    quick = parser.parse_args().quick
+    if not quick and rival.is_installed():
+        starts(repeats=9)
+    for kind in ["fused"] if quick else ALLOWED_MB:
+        sizes(kind, quick=quick)
+
+
+def starts(*, repeats: int) -> None:
+    pythons = {"choreo": Path(sys.executable), "sb3": rival.PYTHON}
+    for side, python in pythons.items():
+        start(python, side)  # fills the caches
+    seconds: dict[str, list[float]] = {side: [] for side in pythons}
+    with Others() as others:
+        for _ in range(repeats):
+            for side, python in pythons.items():
+                seconds[side].append(start(python, side))
+    ratios = [ours / theirs for ours, theirs in zip(seconds["choreo"], seconds["sb3"], strict=True)]
+    write_result(
+        "warm_start",
+        quick=False,
+        question="seconds from a warm start to the end of the first iteration, as a ratio to Stable-Baselines3",
+        ratio=statistics.median(ratios),
+        ratios=ratios,
+        choreo_s=statistics.median(seconds["choreo"]),
+        sb3_s=statistics.median(seconds["sb3"]),
+        choreo_best_s=min(seconds["choreo"]),
+        sb3_best_s=min(seconds["sb3"]),
+        busy_cores_of_others=others.cores,
+        repeats=repeats,
+    )
+
+
+def start(python: Path, side: str) -> float:
+    """Seconds until the first iteration is finished."""
+    began = time.perf_counter()
+    command = [python, "-W", "ignore", PARTS / "first_iteration.py", side]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        took = time.perf_counter() - began
+    assert line == "finished\n" and process.returncode == 0, f"{side} failed; its error stands above"
+    return took
+
+
+def sizes(kind: str, *, quick: bool) -> None:
+    layout, name = PROCESS[kind]
+    command = [sys.executable, PARTS / "resident.py", layout, "2" if quick else "100"]
+    measured = [
+        json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)[name]
+        for _ in range(1 if quick else 3)
+    ]
+    ratios = [each["rss"] / ALLOWED_MB[kind] for each in measured]
+    write_result(
+        f"resident_{kind}",
+        quick=quick,
+        question=f"resident size of {WORDS[kind]}, as a ratio to {ALLOWED_MB[kind]} MB",
+        ratio=statistics.median(ratios),
+        ratios=ratios,
+        rss_mb=statistics.median(each["rss"] for each in measured),
+        pss_mb=statistics.median(each["pss"] for each in measured),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Where environments are slow, how much faster are two workers than one process?
+
+PPO with 8 environments, in one process and with `coarse(workers=2)`: on environments whose step sleeps for 1 ms (a simulator
+elsewhere), computes for 1 ms (a simulator here), and on MuJoCo's Hopper-v5. Both take turns of a second or so, without
+compiling. Printed and written, for each environment: the median of the ratio of steps per second over the turns, the spread,
+and how many cores other processes kept busy meanwhile: on two cores, two workers that compute need both.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import statistics
+import time
+
+import jax
+from harness import write_result
+from parts.envs import Computing, Waiting
+from parts.load import Others
+
+import choreo
+from choreo.recipe import make_runtime
+
+NUM_ENVS, UNROLL = 8, 128
+CASES = {
+    "sleeping": (Waiting, "an environment whose step sleeps for 1 ms"),
+    "computing": (Computing, "an environment whose step computes for 1 ms"),
+    "mujoco": ("Hopper-v5", "Hopper-v5"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one iteration: does it run?")
+    parser.add_argument("--case", choices=CASES, help="only this one")
+    options = parser.parse_args()
+    cases = [options.case] if options.case else list(CASES)[::-1]
+    if importlib.util.find_spec("mujoco") is None and "mujoco" in cases:
+        print("MuJoCo is not there; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")
+        cases.remove("mujoco")
+    for case in cases[-1:] if options.quick else cases:
+        compare(case, quick=options.quick)
+
+
+def compare(case: str, *, quick: bool) -> None:
+    env, words = CASES[case]
+    repeats, seconds = (1, 0.05) if quick else (11, 2.0)
+    with contextlib.ExitStack() as stack:
+        sides = [Training(env, choreo.fused(), quick), Training(env, choreo.coarse(workers=2), quick)]
+        for side in sides:
+            stack.callback(side.close)
+        iterations = [max(1, round(seconds / side.seconds(1))) for side in sides]
+        speeds: list[list[float]] = [[], []]
+        with Others([pid for side in sides for pid in side.pids]) as others:
+            for _ in range(repeats):
+                for side, count, speed in zip(sides, iterations, speeds, strict=True):
+                    speed.append(count * side.steps_per_iteration / side.seconds(count))
+    ratios = [two / one for one, two in zip(*speeds, strict=True)]
+    write_result(
+        f"two_workers_{case}",
+        quick=quick,
+        question=f"steps per second of PPO on {words}, with two workers as a ratio to one process",
+        ratio=statistics.median(ratios),
+        ratios=ratios,
+        one_process_steps_per_second=statistics.median(speeds[0]),
+        two_workers_steps_per_second=statistics.median(speeds[1]),
+        busy_cores_of_others=others.cores,
+        num_envs=NUM_ENVS,
+        repeats=repeats,
+    )
+
+
+class Training:
+    """PPO in some layout, in the runtime that `choreo.train` would take."""
+
+    def __init__(self, env, layout, quick: bool):
+        algo = choreo.PPO(unroll=8, epochs=1, minibatch_size=64) if quick else choreo.PPO(unroll=UNROLL)
+        self.steps_per_iteration = algo.unroll * NUM_ENVS
+        plan = choreo.plan(algo, env, layout, num_envs=NUM_ENVS)
+        self.runtime = make_runtime(None, plan, profile=False)
+        self.runtime.start(jax.random.key(0))
+        self.done = 0
+        self.seconds(2)  # compiles
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its workers."""
+        members = getattr(self.runtime, "members", {})
+        return [member.process.pid for member in members.values()]
+
+    def seconds(self, iterations: int) -> float:
+        began = time.perf_counter()
+        self.runtime.run(self.done, self.done + iterations)
+        self.done += iterations
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MUJOCO_GL", "disabled")
+    main()

@@ -1,0 +1,54 @@
+"""Your own environment, wrapped, with two workers: as a script (no `__main__` guard needed) or, cell by cell, a notebook.
+
+python examples/own_environment.py
+"""
+
+# %%
+import gymnasium
+
+import choreo
+
+
+class MyEnv(gymnasium.Env):
+    """A safe: in each of ten steps one of `difficulty + 1` lights is on, and its button opens a compartment."""
+
+    def __init__(self, difficulty: int):
+        self.lights = difficulty + 1
+        self.observation_space = gymnasium.spaces.Discrete(self.lights)
+        self.action_space = gymnasium.spaces.Discrete(self.lights)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.look(), {}
+
+    def step(self, action):
+        opened = action == self.light
+        self.steps += 1
+        return self.look(), float(opened), False, self.steps == 10, {}
+
+    def look(self):
+        self.light = self.np_random.integers(self.lights)
+        return self.light
+
+
+class MyWrapper(gymnasium.RewardWrapper):
+    """What is in the safe sums to 1."""
+
+    def reward(self, reward):
+        return float(reward) / 10
+
+
+# %%
+run = choreo.train(
+    choreo.PPO(unroll=32),
+    lambda: MyWrapper(MyEnv(difficulty=3)),
+    num_envs=8,
+    layout=choreo.coarse(workers=2),
+    steps=8_192,
+    out="runs/safe",
+    loggers=["tensorboard"],
+)
+
+# %%
+print(f"Share of the safe: {run.evaluate(episodes=50).mean:.2f}")

@@ -1,0 +1,91 @@
+"""PPO on observations and actions of every kind of space, each with a best return of 1."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from algos.one_step import Copy, Highest, HighestOfTwo, Name, OneStep, Pieces, Side
+from choreo import networks
+from choreo.algos.ppo import PPO
+from choreo.errors import AlgorithmError
+from choreo.layouts import fine
+from laws.reference import assert_close, planned_run, reference_run
+
+MLP = functools.partial(networks.mlp, hidden=(16,))
+LSTM = functools.partial(networks.lstm, hidden=(16,), width=16)
+TOY = PPO(unroll=8, minibatch_size=64, learning_rate=1e-2, entropy_coef=0.0, network=MLP)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def learn(algo, env, iterations, seed):
+    key_init, key = jax.random.split(jax.random.key(seed))
+    carry = algo.init(env, key_init)
+    return jax.lax.scan(lambda c, k: algo.iterate(env, c, k), carry, jax.random.split(key, iterations))
+
+
+NORMALISED = dataclasses.replace(TOY, normalise_obs=True)
+
+
+@pytest.mark.parametrize("task", [Name(), Copy(), Side()], ids=lambda task: type(task).__name__)
+def test_finds_the_best_return(task):
+    carry, metrics = learn(TOY, OneStep(task, 16), 40, 0)
+    assert metrics["episode_return"][-5:].mean() >= 0.99
+    _actions_are_those_of_the_space(TOY, OneStep(task, 16), carry)
+
+
+def test_learns_from_pieces_and_normalises_each_box_but_nothing_else():
+    env = OneStep(Pieces(), 16)
+    carry, metrics = learn(NORMALISED, env, 40, 0)
+    assert metrics["episode_return"][-5:].mean() >= 0.99
+    moments = carry.train.params.moments
+    assert moments["sign"] is None and moments["rest"][1] == {"flag": None}
+    np.testing.assert_allclose(moments["rest"][0].mean, 0.5, atol=0.05)
+    np.testing.assert_allclose(moments["rest"][0].var, 0.25, atol=0.05)
+    assert moments["rest"][0].num == 40 * 8 * 16
+    _actions_are_those_of_the_space(NORMALISED, env, carry)
+
+
+def _actions_are_those_of_the_space(algo, env, carry):
+    _, obs = env.reset(env.keys(jax.random.key(1)))
+    actions, _ = jax.vmap(algo.act, (None, 0, 0))(carry.train.params, obs, env.keys(jax.random.key(2)))
+    assert all(env.action_space.contains(action) for action in np.asarray(actions))
+    assert len(np.unique(actions, axis=0)) >= 2
+
+
+def test_takes_the_best_of_allowed_actions_and_never_another():
+    carry, metrics = learn(TOY, OneStep(Highest(), 16), 40, 0)
+    _is_best_and_allowed(metrics)
+    act = functools.partial(TOY.act, carry.train.params, key=jax.random.key(0), greedy=True)
+    for allowed, best in [((1, 1, 1, 1), 4), ((1, 1, 1, 0), 3), ((1, 0, 0, 0), 1), ((0, 0, 0, 1), 4)]:
+        action, _ = act({"action_mask": jnp.array(allowed, jnp.int8), "nothing": jnp.ones(1)})
+        assert action == best
+
+
+def test_also_in_two_dimensions_with_memory_and_statistics():
+    """A Box that is a mask is not normalised."""
+    carry, metrics = learn(dataclasses.replace(NORMALISED, network=LSTM), OneStep(HighestOfTwo(), 16), 40, 0)
+    _is_best_and_allowed(metrics)
+    assert carry.train.params.moments["action_mask"] is None
+
+
+def _is_best_and_allowed(metrics):
+    assert metrics["episode_return"].min() >= 0  # else far less
+    assert metrics["episode_return"][-5:].mean() >= 0.99
+    for name in ("loss", "entropy", "approx_kl"):
+        assert np.isfinite(metrics[name]).all()
+
+
+def test_normalising_needs_a_box():
+    env = OneStep(Name(), 8)
+    with pytest.raises(AlgorithmError, match="normalise_obs needs observations in a Box, not in Discrete"):
+        jax.eval_shape(functools.partial(PPO(normalise_obs=True).init, env), jax.random.key(0))
+
+
+def test_a_layout_changes_nothing():
+    algo = dataclasses.replace(NORMALISED, unroll=4, minibatch_size=16, epochs=1)
+    env, key = OneStep(HighestOfTwo(), 4), jax.random.key(0)
+    assert_close(planned_run(algo, env, fine(2), key, 2), reference_run(algo, env, key, 2), 1e-5)

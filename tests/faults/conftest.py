@@ -1,0 +1,21 @@
+"""Every test of faults ends with the machine as it found it."""
+
+import time
+import uuid
+
+import pytest
+
+from faults.scenes import traces
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch):
+    """A mark that every process of the test inherits; afterwards none of them is left, nor anything else."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("FAULTS_MARK", mark)
+    before = traces(mark)
+    yield mark
+    deadline = time.monotonic() + 20.0  # shared memory may belong to a test beside this one, and go with it
+    while (left := traces(mark) - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left

@@ -1,0 +1,141 @@
+"""An environment that misbehaves: one error that names it, its worker, and shows its own traceback."""
+
+import contextlib
+import itertools
+import os
+import re
+import sys
+import threading
+import types
+
+import psutil
+import pytest
+
+import choreo
+from choreo import envs
+from choreo.errors import ChoreoError, EnvError
+from choreo.runtime.inprocess import InProcess
+from choreo.runtime.local import Local, WorkerError
+from faults.scenes import KEY, LAYOUTS, NUM_ENVS, naughty, naughty_factory, unlucky
+from tiny import Tiny
+
+RETURNED = {
+    "wrong shape": r"an observation float32\[5\] where its space says float32\[3\]",
+    "nan": r"NaN in its observation",
+    "wrong type": r"an observation float64\[3\] where its space says float32\[3\]",
+}
+SAID = {
+    "raise": r"Environment 3 of `Naughty` raised ValueError in step: the pole fell off the table",
+    **{deed: rf"Environment 3 of `Naughty` returned in step {what}" for deed, what in RETURNED.items()},
+    "exit": r"Environment 3 .*SystemExit.*: enough of this",
+    "hang": r"Environment 3 hangs: it has not returned for 1 s\.",
+}
+ENDED = {
+    "hang, alone": r"An environment of worker `{}` hangs, and lets no other thread run\.",
+    "exit at once": r"Worker `{}` \(process \d+\) ended with exit code 3\.",
+    "segfault": r"Worker `{}` \(process \d+\) was killed by SIGSEGV\.",
+}
+WORKER_OF_3 = {"coarse x2": "env+actor-1", "fine x2": "env-1"}
+
+
+@pytest.mark.parametrize(
+    ("deed", "layout"),
+    [*itertools.product(SAID, ["fine x2"]), *itertools.product(["raise", "nan", "exit"], ["coarse x2"])],
+)
+def test_what_it_did_is_said_once(deed, layout, misbehave):
+    error = misbehave(deed, lambda: Local(naughty(layout), env_timeout_s=1.0))
+    assert isinstance(error, EnvError)
+    assert re.match(SAID[deed], str(error)), str(error)
+    assert error.places["worker"] == WORKER_OF_3[layout]
+    (note,) = error.__notes__
+    assert note.startswith(f"In worker `{WORKER_OF_3[layout]}`:\n")
+    assert deed in RETURNED or "in misbehave" in note
+
+
+@pytest.mark.parametrize(("deed", "layout"), [*itertools.product(ENDED, ["fine x2"]), ("segfault", "coarse x2")])
+def test_who_ended_its_process_is_found(deed, layout, misbehave):
+    error = misbehave(deed, lambda: Local(naughty(layout), env_timeout_s=1.0))
+    assert isinstance(error, WorkerError)
+    assert re.match(ENDED[deed].format(re.escape(WORKER_OF_3[layout])), str(error)), str(error)
+    assert "It was running environments 2 to 3." in str(error)
+    if deed != "exit at once":  # which leaves no trace
+        assert "in misbehave" in str(error)
+
+
+@pytest.mark.parametrize("deed", ["raise", *RETURNED])
+def test_in_this_process_no_worker_is_named(deed, misbehave):
+    error = misbehave(deed, lambda: InProcess(naughty("fused")))
+    assert isinstance(error, EnvError)
+    assert re.match(SAID[deed], str(error)), str(error)
+    assert "worker" not in error.places
+    assert deed != "raise" or isinstance(error.__cause__, ValueError)
+
+
+@pytest.fixture
+def misbehave(monkeypatch):
+    def play(deed, make_runtime) -> ChoreoError:
+        for name, value in (unlucky(3) | {"MISDEED": deed}).items():
+            monkeypatch.setenv(name, value)
+        with contextlib.closing(make_runtime()) as runtime, pytest.raises(ChoreoError) as caught:
+            runtime.start(KEY)
+            runtime.run(0, 10)
+        return caught.value
+
+    return play
+
+
+def test_what_workers_print_is_passed_on(monkeypatch, capsys):
+    for name, value in (unlucky(2) | {"MISDEED": "speak"}).items():
+        monkeypatch.setenv(name, value)
+    with contextlib.closing(Local(naughty("fine x2"))) as local:
+        local.start(KEY)
+        local.run(0, 3)
+        megabytes = psutil.Process(local.members["env-1"].process.pid).memory_info().rss / 2**20
+    said = capsys.readouterr().err
+    assert "[env-1] a word from the environment\n" in said
+    assert re.search(r"^\[env-1\] .*UserWarning: an old way of doing it$", said, re.MULTILINE)
+    assert "[env-1] jax is not imported\n" in said
+    assert megabytes < 60
+
+
+def test_what_cannot_travel_is_refused_before_any_process_starts(monkeypatch):
+    lock = threading.Lock()
+    make = naughty_factory()
+
+    def factory():
+        assert not lock.locked()
+        return make()
+
+    plan = choreo.plan(Tiny(unroll=4), envs.from_factory(factory, NUM_ENVS), LAYOUTS["fine x2"])
+    monkeypatch.setattr("choreo.runtime.local.subprocess.Popen", None)
+    with pytest.raises(ChoreoError, match=r"`factory` cannot travel to another process: TypeError: .*lock"):
+        Local(plan)
+
+
+def test_a_worker_says_what_it_cannot_import(monkeypatch):
+    ghost = types.ModuleType("ghost_of_a_module")
+    monkeypatch.setitem(sys.modules, "ghost_of_a_module", ghost)
+    ghost.__dict__["Env"] = type("Env", (naughty_factory(),), {"__module__": "ghost_of_a_module"})
+    plan = choreo.plan(Tiny(unroll=4), envs.from_factory(ghost.__dict__["Env"], NUM_ENVS), LAYOUTS["fine x1"])
+    with contextlib.closing(Local(plan)) as local, pytest.raises(EnvError) as caught:
+        local.start(KEY)
+    assert "No module named 'ghost_of_a_module'" in str(caught.value)
+    assert "must be installed" in str(caught.value)
+    assert caught.value.places["worker"] == "env-0"
+
+
+def closing_factory():
+    class BadEnd(naughty_factory()):
+        def close(self):
+            if "STUCK" in os.environ:
+                raise OSError("the window is stuck")
+
+    return BadEnd
+
+
+def test_what_an_environment_says_when_it_is_closed_is_not_lost(monkeypatch, capsys):
+    plan = choreo.plan(Tiny(unroll=4), envs.from_factory(closing_factory(), 1), LAYOUTS["fine x1"])
+    monkeypatch.setenv("STUCK", "yes")
+    with contextlib.closing(Local(plan)) as local:
+        local.start(KEY)
+    assert "[env-0] OSError: the window is stuck\n" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""Signals: a worker that is stopped for a while, a coordinator that is interrupted, terminated or killed."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from choreo.runtime.local import Local
+from faults.scenes import alone, assert_same_bits, cartpole, marked, play
+
+STOPPED_S = 3.0
+TINY = Path(__file__).parents[1] / "tiny.py"
+
+
+@pytest.mark.parametrize(
+    ("layout", "carrier", "who"), [("fine x2", "shm", "env-1"), ("coarse x2", "tcp", "env+actor-0")]
+)
+def test_a_worker_that_is_stopped_for_a_while_spoils_nothing(layout, carrier, who):
+    local = Local(cartpole(layout), carrier=carrier)
+    worker = psutil.Process(local.members[who].process.pid)
+    wake = threading.Timer(STOPPED_S, worker.resume)
+
+    def halfway():
+        worker.suspend()
+        wake.start()
+
+    assert_same_bits(play(local, halfway=halfway), alone(layout))
+    wake.join()
+
+
+def test_two_runs_at_once_do_not_meet():
+    carriers = {"fine x2": "shm", "coarse x2": "tcp"}
+    with ThreadPoolExecutor() as pool:
+        runs = pool.map(lambda layout: play(Local(cartpole(layout), carrier=carriers[layout])), carriers)
+        for layout, run in zip(carriers, runs, strict=True):
+            assert_same_bits(run, alone(layout))
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "layout"),
+    [
+        (signal.SIGINT, 130, "coarse"),
+        (signal.SIGTERM, -signal.SIGTERM, "fine"),
+        (signal.SIGKILL, -signal.SIGKILL, "fine"),
+    ],
+)
+def test_no_worker_outlives_the_command(number, code, layout, tmp_path, mark):
+    with command(tmp_path, layout) as (process, log):
+        assert len(marked(mark)) == 4, marked(mark)
+        os.kill(process.pid, number)
+        assert_all_end(process, code, mark, log)
+    if number == signal.SIGINT:
+        assert log.read_text().count("Interrupted") == 1
+        assert "Traceback" not in log.read_text()
+
+
+def test_the_command_says_once_who_was_killed(tmp_path, mark):
+    with command(tmp_path, "fine") as (process, log):
+        worker = psutil.Process(process.pid).children()[0]
+        worker.kill()
+        assert_all_end(process, 1, mark, log)
+    said = log.read_text().splitlines()
+    assert [line.split(":")[0] for line in said if "SIGKILL" in line] == [
+        "WorkerError",
+        "SIGKILL without a cause is often the kernel, out of memory",
+    ]
+    assert f"(process {worker.pid}) was killed by SIGKILL." in log.read_text()
+
+
+@contextlib.contextmanager
+def command(folder: Path, layout: str):
+    """`choreo train` that has begun to train, and what it prints."""
+    out, log = folder / "run", folder / "log"
+    words = f"train {TINY}:Tiny CartPole-v1 --num-envs 4 --layout {layout} --workers 2 --steps 1e9 --unroll 4 --quiet"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "choreo", *words.split(), "--checkpoint-every", "10", "--out", str(out)],
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        deadline = time.monotonic() + 90.0
+        while not (out / "metrics.jsonl").is_file():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        yield process, log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def assert_all_end(process: "subprocess.Popen[bytes]", code: int, mark: str, log: Path) -> None:
+    began = time.monotonic()
+    assert process.wait(timeout=30) == code, log.read_text()
+    while left := marked(mark):
+        assert time.monotonic() - began < 5.0, left
+        time.sleep(0.02)

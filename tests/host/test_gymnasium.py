@@ -1,0 +1,303 @@
+"""A block of environments on numpy: the promises of a TimeStep, types, seeds, and what is refused."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.wrappers import ClipReward, FrameStackObservation, NormalizeReward, TimeLimit, TransformObservation
+
+from choreo.errors import EnvError, UnknownNameError
+from host.toys import Count, Faulty, Masked, Nested, batch, seeds
+
+
+def steps(block, count, action=lambda n: np.ones(n, np.int32), seed=0):
+    """The results of `count` steps, without their tokens."""
+    n = len(block.envs)
+    token, *_ = block.reset(np.arange(seed, seed + n, dtype=np.uint32))
+    out = []
+    for _ in range(count):
+        actions = action(n)
+        token, *results = block.step(token, *(actions if isinstance(actions, tuple) else (actions,)))
+        out.append(results)
+    return out
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_an_episode_ends_and_the_next_begins_in_the_same_step(truncates):
+    block = batch(Count, truncates=truncates)
+    rows = steps(block, 7)
+    for t, (obs, reward, discount, last, next_obs, episode_return, episode_length) in enumerate(rows, start=1):
+        ends = t % 3 == 0
+        assert (obs[:, 0] == t % 3).all()
+        assert (next_obs[:, 0] == (3 if ends else t % 3)).all()
+        assert (next_obs is obs) == (not ends)
+        assert (last == ends).all()
+        assert (discount == (0 if ends and not truncates else 1)).all()
+        assert (reward == 1).all()
+        assert (episode_return == (t - 1) % 3 + 1).all() and (episode_length == (t - 1) % 3 + 1).all()
+    types = [x.dtype for x in rows[0]]
+    assert types == [np.float32, np.float32, np.float32, np.bool_, np.float32, np.float32, np.int32]
+
+
+def test_every_call_gives_new_arrays():
+    first, second = steps(batch(Count), 2)
+    before = [x.copy() for x in first]
+    for x in second:
+        x.fill(0)
+    assert all((x == y).all() for x, y in zip(first, before, strict=True))
+
+
+def test_environments_end_each_in_its_own_time():
+    lengths = iter([2, 3])
+    block = batch(lambda: Count(length=next(lengths, 2)), range(2))  # the probe takes the first
+    rows = steps(block, 6)
+    assert [row[3].tolist() for row in rows] == [[t % 3 == 0, t % 2 == 0] for t in range(1, 7)]
+    assert [row[6].tolist() for row in rows][2:4] == [[3, 1], [1, 2]]
+
+
+def test_seeds_are_those_of_each_environment_whatever_the_blocks():
+    whole = steps(batch("CartPole-v1", range(4)), 60)
+    parts = [steps(batch("CartPole-v1", range(i, i + 2)), 60, seed=i) for i in (0, 2)]
+    for row, left, right in zip(whole, *parts, strict=True):
+        for x, a, b in zip(row, left, right, strict=True):
+            np.testing.assert_array_equal(x, np.concatenate([a, b]))
+    assert whole[-1][3].shape == (4,) and any(row[3].any() for row in whole)
+
+
+def test_the_same_steps_as_gymnasium_itself():
+    env, block = (
+        gymnasium.make("CartPole-v1", max_episode_steps=15),
+        batch("CartPole-v1", range(1), max_episode_steps=15),
+    )
+    expected, (token, obs) = env.reset(seed=7)[0], block.reset(seeds(7))
+    rng = np.random.default_rng(0)
+    ends = set()
+    for _ in range(100):
+        np.testing.assert_array_equal(obs[0], expected)
+        action = rng.integers(2)
+        expected, reward, terminated, truncated, _ = env.step(action)
+        token, obs, rewards, discount, last, next_obs, _, _ = block.step(token, np.array([action], np.int32))
+        np.testing.assert_array_equal(next_obs[0], expected)
+        assert (rewards[0], discount[0], last[0]) == (reward, not terminated, terminated or truncated)
+        if terminated or truncated:
+            ends.add((terminated, truncated))
+            expected, _ = env.reset()
+    assert len(ends) == 2, "both a fall and the limit should have been seen"
+
+
+def test_a_time_limit_above_other_wrappers_counts_too():
+    block = batch(lambda: TimeLimit(ClipReward(TimeLimit(Count(length=9), 4), 0, 0.5), 2))
+    rows = steps(block, 4)
+    assert [row[3][0] for row in rows] == [False, True, False, True]
+    assert all(row[2][0] == 1 and row[1][0] == 0.5 for row in rows)
+    inner = steps(batch(lambda: ClipReward(TimeLimit(Count(length=9), 2), 0, 0.5)), 4)
+    assert [row[3][0] for row in inner] == [False, True, False, True]
+
+
+def test_wrappers_are_respected():
+    block = batch(lambda: FrameStackObservation(NormalizeReward(Count()), 3))
+    (row, *_) = steps(block, 1)
+    assert row[0].shape == (2, 3, 2) and (row[0][0, :, 0] == [0, 0, 1]).all()
+
+
+def test_box_actions_are_clipped_and_copied():
+    seen = []
+
+    class Keeps(Count):
+        action_space = spaces.Box(-2, 2, (1,), np.float32)
+
+        def step(self, action):
+            seen.append(action)
+            return super().step(float(action[0]))
+
+    actions = np.array([[9.0], [-9.0]], np.float32)
+    (row,) = steps(batch(Keeps), 1, lambda n: actions)
+    actions.fill(1)
+    assert row[1].tolist() == [2, -2]
+    assert [x.tolist() for x in seen] == [[2], [-2]] and seen[0].dtype == np.float32
+
+
+def test_a_discrete_action_is_an_int_that_answers_like_numpys():
+    seen = []
+
+    class Keeps(Count):
+        action_space = spaces.Discrete(3, start=5)
+
+        def step(self, action):
+            seen.append(action)
+            assert self.action_space.contains(action)
+            return super().step(action)
+
+    steps(batch(Keeps), 1, lambda n: np.array([5, 7], np.int32))
+    assert seen == [5, 7] and isinstance(seen[0], int)
+    assert (seen[1].item(), seen[1].dtype, seen[1].shape) == (7, np.int64, ())
+
+
+def test_trees_of_observations_and_actions():
+    block = batch(Nested)
+    push, jump = np.array([[0.5, 9.0], [0.0, -9.0]], np.float32), np.array([1, 3], np.int32)
+    token, *obs = block.reset(seeds(0, 1))
+    leaves = [("int32", (2,)), ("int8", (2, 3)), ("uint8", (2, 4, 4, 1)), ("int32", (2, 2)), ("float32", (2, 2, 2))]
+    assert [(x.dtype.name, x.shape) for x in obs] == leaves  # sorted by key: a[0], a[1], image, m, z
+    for t in range(1, 5):
+        token, number, bits, image, multi, box, reward, discount, last, *more = block.step(token, jump, push)
+        assert reward.tolist() == [2.5, 2.0]
+        assert (number == t % 4 - 3).all() and (image == t % 4).all()
+        assert (multi == [1, 3]).all() and (bits == [1, 0, 1]).all() and (box == 0.25).all()
+        assert (last == (t == 4)).all()
+    assert (more[0] == 1).all() and (more[2] == 4).all()  # next_obs is of the old episode
+
+
+def test_wide_types_for_64_bits():
+    token, *obs = batch(Nested, wide=True).reset(seeds(0, 1))
+    assert [x.dtype.name for x in obs] == ["int64", "int8", "uint8", "int64", "float64"]
+
+
+@pytest.mark.parametrize("name, types", [
+    ("FrozenLake-v1", ["int32"]),
+    ("Blackjack-v1", ["int32"] * 3),
+    ("Pendulum-v1", ["float32"]),
+    ("Taxi-v4", ["int8", "int32"]),
+])  # fmt: skip
+def test_gymnasiums_own(name, types):
+    block = batch(name, range(3))
+    low = np.zeros((3, 1), np.float32) if name == "Pendulum-v1" else np.zeros(3, np.int32)
+    token, *obs = block.reset(seeds(1, 2, 3))
+    assert [x.dtype.name for x in obs] == types
+    rows = steps(block, 30, lambda n: low)
+    assert all(row[0].shape[0] == 3 for row in rows)
+    block.close()
+
+
+def test_masks_of_info_become_part_of_the_observation():
+    block = batch(Masked)
+    assert sorted(block.form.observation_space.spaces) == ["action_mask", "obs"]
+    token, mask, obs = block.reset(seeds(0, 1))
+    assert mask.tolist() == [[1, 0, 0, 0, 0]] * 2 and mask.dtype == np.int8
+    for t in range(1, 4):
+        token, mask, obs, _, _, last, next_mask, next_obs, *_ = block.step(token, np.zeros(2, np.int32))
+        assert mask.sum(1).tolist() == [t % 3 + 1] * 2 and next_mask.sum(1).tolist() == [t + 1] * 2
+        assert (next_obs[:, 0] == t).all()
+
+
+def test_a_mask_that_is_forgotten_is_missed():
+    class Forgets(Masked):
+        def step(self, action):
+            obs, *rest, info = super().step(action)
+            return obs, *rest, {}
+
+    with pytest.raises(EnvError, match=r"Environment 0 of `Forgets` returned in step .*without info\['action_mask'\]"):
+        steps(batch(Forgets), 1)
+
+
+def test_numbers_of_info_are_those_of_the_running_episode():
+    rows = steps(batch(Count, info_keys=("time", "late", "never")), 4)
+    seen = [[x[0] for x in row[-3:]] for row in rows]
+    assert seen == [[1, 0, 0], [2, 1, 0], [3, 1, 0], [1, 0, 0]]
+    assert rows[0][-1].dtype == np.float32
+
+
+def test_an_info_that_is_no_number():
+    class Wordy(Count):
+        def step(self, action):
+            obs, *rest, info = super().step(action)
+            return obs, *rest, {"word": "yes"}
+
+    with pytest.raises(
+        EnvError, match=r"Environment 0 of `Wordy` returned in step a str as info\['word'\], not a number"
+    ):
+        steps(batch(Wordy, info_keys=("word",)), 1)
+
+
+FAULTS = {
+    "raise": "Environment 5 of `Faulty` raised ValueError in step: the motor is on fire",
+    "raise in reset": "Environment 5 of `Faulty` raised ZeroDivisionError in reset: no more episodes",
+    "shape": r"Environment 5 of `Faulty` returned in step an observation float32\[1\] where its space says float32\[2\]",
+    "dtype": r"Environment 5 of `Faulty` returned in step an observation float64\[2\] where its space says float32\[2\]",
+    "list": r"Environment 5 of `Faulty` returned in step an observation a list where its space says float32\[2\]",
+    "nan": "Environment 5 of `Faulty` returned in step NaN in its observation",
+    "nan reward": "Environment 5 of `Faulty` returned in step NaN as reward",
+    "array reward": r"Environment 5 of `Faulty` returned in step an array float64\[1\] as reward, not a number",
+    "no reward": "Environment 5 of `Faulty` returned in step NaN as reward",
+    "four": r"Environment 5 of `Faulty` returned in step 4 values, not \(obs, reward, terminated, truncated, info\)",
+    "none": "Environment 5 of `Faulty` returned in step a NoneType, not",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_told_with_the_environments_number(fault):
+    block = batch(Faulty, range(4, 7), fault=fault, seed=11)
+    with pytest.raises(EnvError, match=FAULTS[fault]) as error:
+        steps(block, 6, seed=10)
+    if "raise" in fault:
+        assert "toys.py" in str(error.traceback[-1].path) or error.value.__cause__ is not None
+        assert isinstance(error.value.__cause__, ValueError | ZeroDivisionError)
+
+
+def test_without_a_fault_there_is_no_error():
+    assert len(steps(batch(Faulty, range(4, 7), fault="nothing"), 6)) == 6
+
+
+def test_the_environment_at_work_is_known():
+    numbers = []
+
+    class Watched(Count):
+        def step(self, action):
+            numbers.append(block.current)
+            return super().step(action)
+
+    block = batch(Watched, range(3, 6))
+    steps(block, 1)
+    assert numbers == [3, 4, 5] and block.current is None
+
+
+def test_no_way_back_in_time():
+    block = batch(Count)
+    with pytest.raises(EnvError, match="was to go on from step 0, but its environments have not been reset"):
+        block.step(np.zeros(2, np.int32), np.zeros(2, np.int32))
+    token, _ = block.reset(seeds(0, 1))
+    later, *_ = block.step(token, np.zeros(2, np.int32))
+    with pytest.raises(EnvError, match="from step 0, but its environments have taken 1 steps: .* cannot go back"):
+        block.step(token, np.zeros(2, np.int32))
+    block.step(later, np.zeros(2, np.int32))
+    again, _ = block.reset(seeds(0, 1))
+    assert again.tolist() == [0, 0]
+
+
+def test_close_closes_all():
+    made = []
+
+    def make():
+        made.append(Count())
+        return made[-1]
+
+    block = batch(make, range(3))
+    assert [env.closed for env in made] == [True, False, False, False]  # the probe is closed already
+    block.close()
+    assert all(env.closed for env in made)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: 3, "`lambda at test_gymnasium.py:.*` made a int, which is no gymnasium.Env"),
+    (lambda: 1 / 0, "could not be made: ZeroDivisionError: division by zero"),
+    (lambda: gymnasium.make_vec("CartPole-v1", 2), "made a vector environment, of 2, without being told of how many"),
+    (lambda: TransformObservation(Count(), str, spaces.Text(5)), "The observation of .* has a Text space, which has no fixed"),
+    (lambda: TransformObservation(Count(), str, spaces.Dict(a=spaces.Tuple([spaces.Sequence(spaces.Discrete(2))]))),
+     r"has a Sequence space at \['a'\]\[0\]"),
+    (gymnasium.Env, "The `observation_space` of `Env` is None, which is no Gymnasium space"),
+])  # fmt: skip
+def test_what_cannot_be_used_is_refused_when_it_is_named(make, message):
+    with pytest.raises(EnvError, match=message):
+        batch(make)
+
+
+def test_an_unknown_id_gets_near_misses():
+    with pytest.raises(UnknownNameError, match="There is no environment `CartPol-v1`") as error:
+        batch("CartPol-v1")
+    assert "`CartPole-v1`" in str(error.value)
+    with pytest.raises(UnknownNameError, match="There is no environment `Xyzzy99-v3`.\n.*`package:Id-v0`"):
+        batch("Xyzzy99-v3")
+    with pytest.raises(EnvError, match="There is no module `nowhere` for `nowhere:Id-v0`"):
+        batch("nowhere:Id-v0")
+    with pytest.raises(EnvError, match="`CartPole-v1` could not be made: TypeError: .*gravity"):
+        batch("CartPole-v1", gravity=1.0)

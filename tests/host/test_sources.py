@@ -1,0 +1,143 @@
+"""How environments are made travels to processes that know nothing of the user's program."""
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from choreo import registry
+from choreo.errors import EnvError
+from choreo.host.batch import MakeBatch
+from choreo.host.gymnasium import probe
+from choreo.host.sources import Source
+from host.toys import Count
+
+PLAY = """
+import pickle, sys
+make = pickle.load(sys.stdin.buffer)
+import numpy as np
+block = make(range(2, 4))
+token, obs = block.reset(np.array([7, 8], np.uint32))
+token, obs, *_ = block.step(token, np.ones(2, np.int32))
+block.close()
+print(obs.tolist())
+print("jax" in sys.modules, *(name for name in sys.modules if "choreo_user" in name or name == "__user__"))
+print(int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024)
+"""
+
+
+def play_elsewhere(source: Source) -> list[str]:
+    """Two environments stepped in a new process, that is given nothing but the pickled object."""
+    make = MakeBatch(source=source, form=probe(source))
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", PLAY], input=pickle.dumps(make), capture_output=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().splitlines()
+
+
+def test_a_worker_with_environments_only_is_small_and_without_jax():
+    obs, imported, megabytes = play_elsewhere(Source.of_id("CartPole-v1", {}))
+    assert imported == "False"
+    assert int(megabytes) <= 60
+
+
+USER_FILE = """
+import gymnasium
+import numpy as np
+from beside import LENGTH
+
+class Ramp(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, slope):
+        self.slope = slope
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return self.observe(), {}
+
+    def observe(self):
+        return np.array([self.time * self.slope], np.float32)
+
+    def step(self, action):
+        self.time += 1
+        return self.observe(), 1.0, self.time == LENGTH, False, {}
+
+def make_env(slope=1.0):
+    return Ramp(slope)
+"""
+
+
+def test_a_users_file_goes_by_value(tmp_path):
+    (tmp_path / "my_env.py").write_text(USER_FILE)
+    (tmp_path / "beside.py").write_text("LENGTH = 4\n")
+    env = registry.environment(f"{tmp_path}/my_env.py:make_env", 4, slope=2)
+    obs, imported, _ = play_elsewhere(env.source)
+    assert obs == "[[2.0], [2.0]]" and imported == "False"
+
+
+def test_a_lambda_with_a_class_of_the_same_script(tmp_path):
+    """The script is `__main__` there, and never imported here."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        USER_FILE.replace("from beside import LENGTH", "LENGTH = 4")
+        + """
+import pickle, sys
+from choreo.host.batch import MakeBatch
+from choreo.host.gymnasium import probe
+from choreo.host.sources import Source
+
+slope = 3
+source = Source.of_factory(lambda: Ramp(slope), {})
+sys.stdout.buffer.write(pickle.dumps(MakeBatch(source=source, form=probe(source))))
+"""
+    )
+    made = subprocess.run([sys.executable, script], capture_output=True, timeout=120)
+    assert made.returncode == 0, made.stderr.decode()
+    script.unlink()
+    done = subprocess.run([sys.executable, "-c", PLAY], input=made.stdout, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().splitlines()[0] == "[[3.0], [3.0]]"
+
+
+def test_equal_after_a_journey_and_the_users_own_object_here():
+    def make():
+        return Count()
+
+    for source in (Source.of_factory(make, {}), Source.of_id("CartPole-v1", {"options": [1, {"a": 2.0}]})):
+        again = pickle.loads(pickle.dumps(source))
+        assert again == source and hash(again) == hash(source)
+        assert again.recipe is source.recipe
+
+
+def test_what_is_equal():
+    make = lambda: Count()  # noqa: E731
+    assert Source.of_factory(make, {"a": [1]}) == Source.of_factory(make, {"a": [1]})
+    assert Source.of_factory(make, {"a": [1]}) != Source.of_factory(make, {"a": (1,)})
+    assert Source.of_factory(make, {}) != Source.of_factory(lambda: Count(), {})
+    assert Source.of_factory(Count, {}) == Source.of_factory(Count, {})
+    assert Source.of_id("CartPole-v1", {"x": 1}) != Source.of_id("CartPole-v1", {"x": True})
+    assert Source.of_id("CartPole-v1", {}) != Source.of_id("CartPole-v1", {}, vector=True)
+
+
+def test_names():
+    def make_it():
+        return Count()
+
+    assert Source.of_factory(make_it, {}).name == "make_it"
+    assert Source.of_factory(Count, {}).name == "Count"
+    assert Source.of_factory(lambda: Count(), {}).name.startswith("lambda at test_sources.py:")
+
+
+def test_what_cannot_travel_says_so():
+    lock = threading.Lock()
+    source = Source.of_factory(lambda: lock and Count(), {})
+    assert source.make()
+    with pytest.raises(EnvError, match="`lambda at .*` cannot travel to another process: TypeError: .*lock"):
+        pickle.dumps(source)

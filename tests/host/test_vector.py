@@ -1,0 +1,175 @@
+"""Vector environments tell the same story under each of Gymnasium's ways to begin the next episode."""
+
+import numpy as np
+import pytest
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from choreo.errors import EnvError
+from host.toys import Count, Nested, batch, seeds
+
+ONES = np.ones(3, np.int32)
+
+
+def vectorised(mode, length=3, truncates=False):
+    lengths = iter(range(length, 99))
+
+    def make(num_envs):
+        return SyncVectorEnv([lambda: Count(next(lengths), truncates)] * num_envs, autoreset_mode=mode)
+
+    return make
+
+
+def rows_of(block, count, action=ONES):
+    token, *_ = block.reset(seeds(1, 2, 3))
+    rows = []
+    for _ in range(count):
+        token, *results = block.step(token, *(action if isinstance(action, tuple) else (action,)))
+        rows.append(results)
+    return rows
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("truncates", [False, True])
+def test_every_mode_is_as_the_environments_one_by_one(mode, truncates):
+    singles = iter([3, 4, 5, 6])
+    expected = rows_of(batch(lambda: Count(next(singles), truncates), range(3), info_keys=("late",)), 20)
+    vector = rows_of(batch(vectorised(mode, 3, truncates), range(3), info_keys=("late",)), 20)
+    for one, other in zip(expected, vector, strict=True):
+        for x, y in zip(one, other, strict=True):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_trees_too(mode):
+    make = lambda num_envs: SyncVectorEnv([Nested] * num_envs, autoreset_mode=mode)  # noqa: E731
+    action = (ONES, np.full((3, 2), 0.5, np.float32))
+    for one, other in zip(
+        rows_of(batch(Nested, range(3)), 9, action), rows_of(batch(make, range(3)), 9, action), strict=True
+    ):
+        for x, y in zip(one, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_an_environment_in_processes():
+    block = batch(lambda num_envs: AsyncVectorEnv([Count] * num_envs, context="spawn"), range(3))
+    rows = rows_of(block, 4)
+    block.close()
+    assert [row[3].all() for row in rows] == [False, False, True, False]
+    assert [row[0][0, 0] for row in rows] == [1, 2, 0, 1] and rows[2][4][0, 0] == 3
+
+
+class Native(VectorEnv):
+    """As authors write them: the step after an end ignores its action and begins the next episode."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    single_observation_space, single_action_space = Count.observation_space, Count.action_space
+
+    def __init__(self, num_envs, truncates=False):
+        self.num_envs, self.truncates = num_envs, truncates
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)  # takes a single number
+        self.time, self.done = np.zeros(self.num_envs), np.zeros(self.num_envs, bool)
+        return self.observe(), {}
+
+    def observe(self):
+        return np.stack([self.time, np.arange(self.num_envs)], axis=1).astype(np.float32)
+
+    def step(self, actions):
+        self.time = np.where(self.done, 0, self.time + 1)
+        reward = np.where(self.done, 0.0, actions)
+        self.done = self.time >= 2 + np.arange(self.num_envs)
+        nobody = np.zeros_like(self.done)
+        ends = (nobody, self.done) if self.truncates else (self.done, nobody)
+        return self.observe(), reward, *ends, {}
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_a_pause_between_episodes_changes_no_return_and_no_target(truncates):
+    rows = rows_of(batch(lambda num_envs: Native(num_envs, truncates), range(3)), 12)
+    obs, reward, discount, last, next_obs, episode_return, episode_length = (
+        np.stack(x) for x in zip(*rows, strict=True)
+    )
+    for i in range(3):
+        length = 2 + i
+        for t in range(12):
+            time = t % (length + 1) + 1  # length steps and a pause
+            if time <= length:
+                assert next_obs[t, i, 0] == obs[t, i, 0] == time
+                assert (reward[t, i], episode_return[t, i], episode_length[t, i]) == (1, time, time)
+                assert last[t, i] == (time == length)
+                assert discount[t, i] == (1 if truncates or time < length else 0)
+            else:
+                assert (next_obs[t, i, 0], obs[t, i, 0]) == (length, 0)  # it stays where it was; then a new episode
+                assert (reward[t, i], episode_return[t, i], episode_length[t, i]) == (0, 0, 0)
+                assert last[t, i] and discount[t, i] == (1 if truncates else 0)
+
+
+def test_gymnasiums_own_vector_entry_point():
+    from choreo.host.batch import MakeBatch
+    from choreo.host.gymnasium import probe
+    from choreo.host.sources import Source
+
+    source = Source.of_id("CartPole-v1", {}, vector=True)
+    block = MakeBatch(source=source, form=probe(source))(range(3))
+    rows = rows_of(block, 40)
+    lengths = [row[6][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
+    returns = [row[5][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
+    assert lengths == returns and 8 <= min(lengths) <= max(lengths) <= 12  # always to the right: it falls at once
+
+
+def test_what_is_refused():
+    class Silent(Native):
+        metadata = {}
+
+    with pytest.raises(EnvError, match="vector environment `Silent` does not say how it begins the next episode"):
+        batch(Silent)
+
+    class Short(Native):
+        def step(self, actions):
+            return super().step(actions)[:4]
+
+    with pytest.raises(EnvError, match="`Short` returned in step 4 values, not"):
+        rows_of(batch(Short, range(3)), 1)
+
+    class Raises(Native):
+        def step(self, actions):
+            raise ValueError("out of memory")
+
+    with pytest.raises(
+        EnvError, match="One of the environments 4 to 6 of `Raises` raised ValueError in step: out of mem"
+    ):
+        rows_of(batch(Raises, range(4, 7)), 1)
+
+    class Wide(Native):
+        def observe(self):
+            return super().observe().astype(np.float64)
+
+    with pytest.raises(
+        EnvError, match=r"returned in reset observations float64\[3, 2\] where its space says float32\[3, 2\]"
+    ):
+        rows_of(batch(Wide, range(3)), 1)
+
+
+def test_envpool():
+    pytest.importorskip("envpool", reason="the extra choreo[envpool] is not installed")
+    from choreo.host.envpool import make_envpool
+
+    whole = batch(make_envpool, range(3), env_id="CartPole-v1", num_threads=1)
+    rows = rows_of(whole, 25)
+    assert any(row[3].any() for row in rows)
+    for obs, reward, discount, last, next_obs, episode_return, episode_length in rows:
+        assert (episode_return == episode_length).all() and (discount == 1 - last).all() and (reward == 1).all()
+        assert (abs(obs[last]) <= 0.05).all() and (abs(next_obs[last, 2]) > 0.2).all()
+        assert (obs[~last] == next_obs[~last]).all()
+    whole.close()
+    part = batch(make_envpool, range(1, 2), env_id="CartPole-v1", num_threads=1)
+    token, obs = part.reset(seeds(2))
+    for row in rows:
+        token, obs, *_ = part.step(token, ONES[:1])
+        np.testing.assert_array_equal(obs[0], row[0][1])  # its own seed, whatever the block
+    part.close()

@@ -1,0 +1,128 @@
+"""Tiny Gymnasium environments whose every number is known beforehand."""
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from choreo.host.batch import MakeBatch
+from choreo.host.gymnasium import probe
+from choreo.host.sources import Source
+
+
+def batch(factory, envs=range(2), *, info_keys=(), wide=False, **kwargs):
+    """The environments `envs` of a factory, or of an id."""
+    source = Source.of_id(factory, kwargs) if isinstance(factory, str) else Source.of_factory(factory, kwargs)
+    return MakeBatch(source=source, form=probe(source), info_keys=tuple(info_keys), wide=wide)(envs)
+
+
+def seeds(*values):
+    return np.array(values, np.uint32)
+
+
+class Count(gymnasium.Env):
+    """Observes the number of steps so far and the seed's last digit; reward = action; ends after `length` steps."""
+
+    observation_space = spaces.Box(-1000, 1000, (2,), np.float32)
+    action_space = spaces.Discrete(5)
+
+    def __init__(self, length=3, truncates=False):
+        self.length, self.truncates, self.closed = length, truncates, False
+
+    def observe(self):
+        return np.array([self.time, self.start], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time, self.start = 0, int(self.np_random.integers(10))
+        return self.observe(), {}
+
+    def step(self, action):
+        self.time += 1
+        ended = self.time >= self.length
+        info = {"time": self.time, "late": 1} if self.time > 1 else {"time": self.time}
+        return self.observe(), action, ended and not self.truncates, ended and self.truncates, info
+
+    def close(self):
+        self.closed = True
+
+
+class Faulty(Count):
+    """Does `fault` in step 2 of its second episode, in the environment whose first seed was `seed`."""
+
+    def __init__(self, fault="nothing", seed=None):
+        super().__init__(length=3)
+        self.fault, self.seed, self.mine, self.episode = fault, seed, False, 0
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.mine, self.episode = self.seed in (None, seed), 0
+        self.episode += 1
+        if self.fault == "raise in reset" and self.mine and self.episode == 2:
+            raise ZeroDivisionError("no more episodes")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        if not (self.mine and self.episode == 2 and self.time == 2):
+            return obs, reward, terminated, truncated, info
+        if self.fault == "raise":
+            raise ValueError("the motor is on fire")
+        return {
+            "nothing": (obs, reward, terminated, truncated, info),
+            "shape": (obs[:1], reward, terminated, truncated, info),
+            "dtype": (obs.astype(np.float64), reward, terminated, truncated, info),
+            "list": (obs.tolist(), reward, terminated, truncated, info),
+            "nan": (obs * np.float32(np.nan), reward, terminated, truncated, info),
+            "nan reward": (obs, np.nan, terminated, truncated, info),
+            "array reward": (obs, np.ones(1), terminated, truncated, info),
+            "no reward": (obs, None, terminated, truncated, info),
+            "four": (obs, reward, terminated, info),
+            "none": None,
+            "raise in reset": (obs, reward, terminated, truncated, info),
+        }[self.fault]
+
+
+class Nested(gymnasium.Env):
+    """Observations in a tree, actions in a tree; the reward is the sum of the action."""
+
+    observation_space = spaces.Dict(
+        {
+            "z": spaces.Box(-1, 1, (2, 2), np.float64),
+            "a": spaces.Tuple([spaces.Discrete(7, start=-3), spaces.MultiBinary(3)]),
+            "m": spaces.MultiDiscrete([3, 4]),
+            "image": spaces.Box(0, 255, (4, 4, 1), np.uint8),
+        }
+    )
+    action_space = spaces.Dict({"push": spaces.Box(-1, 1, (2,), np.float32), "jump": spaces.Discrete(3, start=1)})
+
+    def observe(self):
+        return {
+            "image": np.full((4, 4, 1), self.time, np.uint8),
+            "a": (self.time - 3, np.array([1, 0, 1], np.int8)),
+            "z": np.full((2, 2), 0.25),
+            "m": np.array([1, 3]),
+        }
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.time += 1
+        assert set(action) == {"push", "jump"} and action["push"].dtype == np.float32
+        return self.observe(), float(action["push"].sum() + action["jump"]), self.time == 4, False, {}
+
+
+class Masked(Count):
+    """Which actions are possible is in `info`."""
+
+    def mask(self):
+        return np.arange(5) <= self.time
+
+    def reset(self, *, seed=None, options=None):
+        obs, _ = super().reset(seed=seed)
+        return obs, {"action_mask": self.mask()}
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated, truncated, info | {"action_mask": self.mask()}

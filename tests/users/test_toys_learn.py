@@ -1,0 +1,83 @@
+"""Environments with observations in parts and with actions in parts are learned, over worker processes.
+
+Both toys have a known best return, and it takes every part to reach it.
+"""
+
+import gymnasium
+import numpy as np
+import pytest
+
+import choreo
+
+LENGTH = 8
+"""Steps of an episode: the best return of both."""
+
+
+class Toy(gymnasium.Env):
+    """Every step is a question of its own."""
+
+    def ask(self):
+        """What is seen next."""
+        raise NotImplementedError
+
+    def answer(self, action) -> float:
+        """What the action is worth, for what was seen last."""
+        raise NotImplementedError
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.ask(), {}
+
+    def step(self, action):
+        reward, self.steps = self.answer(action), self.steps + 1
+        return self.ask(), reward, False, self.steps == LENGTH, {}
+
+
+class Signs(Toy):
+    """One of four actions: is the number positive, and is the lamp on? 1 for each right answer."""
+
+    observation_space = gymnasium.spaces.Dict(
+        number=gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32),
+        lamp=gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(2), gymnasium.spaces.MultiBinary(2)]),
+    )
+    action_space = gymnasium.spaces.Discrete(4)
+
+    def ask(self):
+        number, lamp = self.np_random.uniform(-1.0, 1.0, 1).astype(np.float32), int(self.np_random.integers(2))
+        self.right = 2 * int(number[0] > 0) + lamp
+        return {"number": number, "lamp": (lamp, self.np_random.integers(2, size=2, dtype=np.int8))}
+
+    def answer(self, action):
+        return float(action == self.right)
+
+
+class Dials(Toy):
+    """Set each of three dials to what is shown for it; a third for each right one."""
+
+    observation_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])
+    action_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])
+
+    def ask(self):
+        self.shown = self.np_random.integers([2, 3, 4])
+        return self.shown
+
+    def answer(self, action):
+        assert action.shape == (3,)
+        return float(np.mean(action == self.shown))
+
+
+@pytest.mark.parametrize("toy", [Signs, Dials])
+def test_learned(toy):
+    run = choreo.train(
+        choreo.PPO(unroll=32, minibatch_size=64, gamma=0.0),
+        toy,
+        num_envs=8,
+        layout=choreo.coarse(workers=2),
+        runtime="local",
+        steps=8_192,
+        seed=0,
+    )
+    chance = {Signs: LENGTH / 4, Dials: LENGTH * (1 / 2 + 1 / 3 + 1 / 4) / 3}[toy]
+    assert run.metrics["episode_return"][0] == pytest.approx(chance, abs=1.2)
+    assert run.evaluate(episodes=64).mean >= 0.95 * LENGTH
