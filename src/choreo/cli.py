@@ -104,10 +104,11 @@ def train(args: list[str]) -> int:
     _add_output(parser)
     options, algo, env = _parse_named(parser, args)
 
+    from choreo.folder import free_folder
     from choreo.training import train as run_training
 
     layout = _layout(options)
-    out = options.out or _free_folder(algo, env, options.seed)
+    out = options.out or free_folder(algo, env, options.seed)
     if options.overwrite:
         _remove_run(out, keep=options.init_from)
     return _report(
@@ -469,15 +470,6 @@ def _count(text: str) -> int:
 def _check_out(file: Path | None) -> None:
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"There is no folder {file.parent}.", fix="Make it first, or choose another -o.")
-
-
-def _free_folder(algo: Any, env: Any, seed: int) -> Path:
-    """`runs/ppo-CartPole-v1-0`, or with the next free number behind it."""
-    name = "-".join([type(algo).__name__.lower(), env.name.split(":")[-1].replace("/", "-"), str(seed)])
-    folder, number = Path("runs") / name, 2
-    while folder.exists():
-        folder, number = Path("runs") / f"{name}.{number}", number + 1
-    return folder
 
 
 def _remove_run(folder: Path, *, keep: Any) -> None:

@@ -189,3 +189,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def free_folder(algo: Any, env: Any, seed: int) -> Path:
+    """`runs/ppo-CartPole-v1-0`, or with the next free number behind it."""
+    name = "-".join([type(algo).__name__.lower(), env.name.split(":")[-1].replace("/", "-"), str(seed)])
+    folder, number = Path("runs") / name, 2
+    while folder.exists():
+        folder, number = Path("runs") / f"{name}.{number}", number + 1
+    return folder

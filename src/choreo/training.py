@@ -29,7 +29,7 @@ from choreo.cluster import Cluster
 from choreo.envs.gymnasium import HostEnv
 from choreo.errors import AlgorithmError, DivergedError, RunError
 from choreo.evaluate import evaluate
-from choreo.folder import Row, RunFolder, to_json
+from choreo.folder import Row, RunFolder, free_folder, to_json
 from choreo.loggers import Logger, Metrics, check_loggers, make_loggers
 from choreo.partition.trace import trace
 from choreo.plans import Plan
@@ -72,8 +72,9 @@ def train(
 
     `algo`, `env` and `layout` are values or names ("ppo", "my_ppo.py:MyPPO"; "jax:CartPole-v1"; "coarse"). An
     environment given by name is made 8 times unless `num_envs` says otherwise. With `out`, everything is kept in that
-    folder, which must be new or empty. `eval_every` and `checkpoint_every` count iterations. `stop_at_return` ends the
-    run once the evaluation reaches it; without `eval_every`, once the mean of the last 100 training episodes does.
+    folder, which must be new or empty; a logger given by name takes a new one in `runs/`. `eval_every` and
+    `checkpoint_every` count iterations. `stop_at_return` ends the run once the evaluation reaches it; without
+    `eval_every`, once the mean of the last 100 training episodes does.
     `init_from`, a run folder, gives the first weights; optimiser, counters and environments start anew.
     `runtime`: "inprocess" runs everything in this process, "local" in worker processes; None takes workers where the
     layout has several sites. `cluster` (or the path of a `cluster.toml`) names the hosts of workers. A worker whose
@@ -100,6 +101,8 @@ def train(
         stop_at_return=stop_at_return,
         checkpoint_every=checkpoint_every,
     )
+    if out is None and any(isinstance(logger, str) for logger in ([loggers] if isinstance(loggers, str) else loggers)):
+        out = free_folder(algo, env, seed)  # they need a place to write to
     folder = None if out is None else RunFolder(out)
     if folder is not None:
         folder.check_new()

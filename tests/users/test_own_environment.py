@@ -65,9 +65,6 @@ def test_script_without_guard(user):
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 32
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a logger by name is refused without `out`; train should choose a folder, as the command does"
-)
 def test_script_without_a_run_folder(user):
     (user.folder / "script.py").write_text(EXAMPLE.read_text().replace('    out="runs/safe",\n', ""))
     assert user.run("script.py") == "Share of the safe: 1.00\n"
