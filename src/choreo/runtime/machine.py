@@ -352,14 +352,15 @@ class _LoopRun:
 
     def __init__(self, part: LoopPart, loop: Loop, outer: Store, inner: Store, backend: Backend):
         self.part, self.loop, self.outer, self.inner, self.backend = part, loop, outer, inner, backend
-        self.stacks: list[Any] = []
+        self.stacked = [ref for ref, _, _ in part.ys]
+        self.stacks: list[Any] | None = None
 
     def begin(self) -> None:
         part, outer = self.part, self.outer
         self.inner.clear()
         for slot, ref, *_ in (*part.consts, *part.carry, *part.xs):
             self.inner[slot] = _read(outer, ref)
-        self.stacks = [None] * len(part.ys)
+        self.stacks = None
 
     def slice(self, t: int) -> None:
         for slot, ref in self.part.slices:
@@ -368,28 +369,40 @@ class _LoopRun:
     def keep(self, t: int) -> None:
         """Stack what this step gave, and go on to the next."""
         inner = self.inner
-        for i, (ref, _, aval) in enumerate(self.part.ys):
-            value = _read(inner, ref)
-            if self.stacks[i] is None:
-                on_host = _is_plain(aval) and self.backend.on_host(value)
-                self.stacks[i] = np.empty(aval.shape, aval.dtype) if on_host else []
-            if isinstance(self.stacks[i], list):
-                self.stacks[i].append(value)
+        if self.stacks is None:
+            self.stacks = [self._stack(_read(inner, ref), aval) for ref, _, aval in self.part.ys]
+        for stack, ref in zip(self.stacks, self.stacked, strict=True):
+            value = inner[ref] if ref.__class__ is int else ref.value  # pyright: ignore[reportAttributeAccessIssue]
+            if stack.__class__ is list:
+                stack.append(value)
+            elif value.__class__ is np.ndarray:
+                stack[t] = value
             else:
-                self.stacks[i][t] = value if isinstance(value, np.ndarray) else np.asarray(value)
+                stack[t] = np.asarray(value)  # several times faster than to assign a device array
         inner.update([(slot, _read(inner, after)) for slot, _, after, _ in self.part.carry])
+
+    def _stack(self, value: Any, aval: Any) -> Any:
+        """What will hold a result of every step: in numpy where Python made it, else a list until the end."""
+        return np.empty(aval.shape, aval.dtype) if value.__class__ is np.ndarray and _is_plain(aval) else []
 
     def end(self) -> None:
         for slot, _, _, last in self.part.carry:
             if last is not None:
                 self.outer[last] = self.inner[slot]
-        for (_, slot, aval), stack in zip(self.part.ys, self.stacks, strict=True):
-            if not isinstance(stack, np.ndarray):
-                slices = stack or []
-                stack = self.backend.stack(slices[::-1] if self.loop.reverse else slices, aval)
+        for (_, slot, aval), stack in zip(self.part.ys, self.stacks or [[]] * len(self.part.ys), strict=True):
+            if stack.__class__ is list:
+                stack = self._joined(stack[::-1] if self.loop.reverse else stack, aval)
             self.outer[slot] = stack
         self.inner.clear()
-        self.stacks = []
+        self.stacks = None
+
+    def _joined(self, slices: list[Any], aval: Any) -> Any:
+        if not slices or not _is_plain(aval) or not self.backend.on_host(slices[0]):
+            return self.backend.stack(slices, aval)
+        whole = np.empty(aval.shape, aval.dtype)
+        for t, value in enumerate(slices):
+            whole[t] = np.asarray(value)
+        return whole
 
 
 def messages(step: Transfer, hood: Neighbourhood) -> "dict[tuple[str, str], list[Piece]]":
