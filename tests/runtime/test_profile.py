@@ -72,3 +72,14 @@ def test_a_run_with_workers():
     events = json.loads(profile.trace())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} == set(workers)
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
+
+
+def test_what_workers_are_doing_is_told():
+    heard = []
+    runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), coarse(1)), on_states=heard.append)
+    try:
+        runtime.start(jax.random.key(0))
+        runtime.run(0, 2)
+    finally:
+        runtime.close()
+    assert {"iteration 0"} <= {state for states in heard for state in states.values()}

@@ -360,6 +360,8 @@ class Local:
             self._say(member, frame[0]["line"])
         elif frame[0]["kind"] == "iteration":
             member.state = f"iteration {frame[0]['number']}"
+            if self.on_states is not None:
+                self.on_states(self.states())
         return frame
 
     def _stop_listening(self, member: Member) -> None:
