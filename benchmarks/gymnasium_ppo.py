@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short turn: does it run?")
     parser.add_argument("--env", choices=ENVS, help="only this one")
     options = parser.parse_args()
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
     envs = [options.env] if options.env else list(ENVS)
     if importlib.util.find_spec("mujoco") is None and "Hopper-v5" in envs:
         print("MuJoCo is not there; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one iteration: does it run?")
     parser.add_argument("--case", choices=CASES, help="only this one")
     options = parser.parse_args()
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
     cases = [options.case] if options.case else list(CASES)[::-1]
     if importlib.util.find_spec("mujoco") is None and "mujoco" in cases:
         print("MuJoCo is not there; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")
