@@ -87,7 +87,7 @@ class Plan:
         """SHA-256 of all that a worker would be told."""
         digest = hashlib.sha256(f"{self}{self.layout!r}".encode())
         for program in (self.init, self.iterate):
-            for step, _ in walk(program.steps):
+            for step, _ in walk(exported(program, self.sites.replicas).steps):
                 digest.update(_describe(step).encode())
                 if isinstance(step, Segment):
                     digest.update(_code(step).encode())

@@ -9,6 +9,7 @@ in the carry and in all metrics; but in the other program with Adam, whose gradi
 `test_what_xla_fuses_across_a_cut`.
 """
 
+import contextlib
 import functools
 import pickle
 
@@ -105,9 +106,19 @@ def float64_cells():
     return [cell for cell in found if cell.values[0] in ("ppo", "other") or cell.id.endswith(("coarse x2", "actor x3"))]
 
 
+@contextlib.contextmanager
+def x64_everywhere():
+    """In all threads: `jax.enable_x64` is for one, and a callback of the reference may run in another."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
 @pytest.mark.parametrize(("algorithm", "layout"), float64_cells())
 def test_replicas_agree_in_float64(algorithm, layout):
-    with jax.enable_x64(True):
+    with x64_everywhere():
         algo, env, reference = reference_of(algorithm, x64=True)
         assert_close(planned_run(algo, env, layout, jax.random.key(3)), reference, 1e-10)
 
