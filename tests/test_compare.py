@@ -166,7 +166,7 @@ def test_runs_of_different_environments_are_not_compared_by_return():
         [-900, -800],
         [1, 2],
         episodes=200,
-        env={"name": "/home/me/my_env.py:make_env", "num_envs": 8, "kwargs": {"level": 3}},
+        env={"name": "/elsewhere/my_env.py:make_env", "num_envs": 8, "kwargs": {"level": 3}},
     )
     comparison = Comparison.of(["a", "b"])
     assert comparison.title == (
