@@ -120,6 +120,7 @@ class Worker:
         threading.Thread(target=forward, name="choreo-output", daemon=True).start()
 
     def _start(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        self._expect_a_sign_of_life()
         self.execution.start(*arrays)
         self._done()
 
@@ -146,6 +147,7 @@ class Worker:
         leaves: dict[Any, list[Any]] = {site: [None] * num_carry for site in self.execution.hood.sites}
         for (group, r, i), array in zip(header["names"], arrays[1:], strict=True):
             leaves[group, r][i] = backend.from_host(array, program.ins[i].aval, group)
+        self._expect_a_sign_of_life()
         self.execution.restore(leaves, arrays[0])
         self._done()
 
@@ -208,13 +210,18 @@ class Worker:
         while True:
             time.sleep(POLL_S)
             calls = 0 if self.execution is None else self.execution.host_calls()
-            if not calls or not self.env_timeout_s:
+            if not calls:
                 continue
             looks = looks + 1 if calls == busy_with and calls % 2 else 0  # else another call, or none
             busy_with = calls
-            if looks * POLL_S > self.env_timeout_s:
+            if self.env_timeout_s and looks * POLL_S > self.env_timeout_s:
                 self.report(self._hanging())
                 _end_now()
+            self._expect_a_sign_of_life()
+
+    def _expect_a_sign_of_life(self) -> None:
+        """End this process if the watching thread does not come back here in time."""
+        if self.env_timeout_s and self.execution.runs_python:
             faulthandler.dump_traceback_later(self.env_timeout_s + 4 * POLL_S, exit=True)
 
     def _hanging(self) -> EnvError:

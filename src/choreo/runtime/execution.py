@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from choreo.host import HostObjects
-from choreo.partition.program import Program, Segment
+from choreo.partition.program import HostCall, Program, Segment, walk
 from choreo.runtime.machine import Backend, Machine, Neighbourhood, Site, Watch
 from choreo.runtime.profile import kind_of
 
@@ -81,6 +81,11 @@ class Execution:
             site: {name: np.stack([self.backend.to_host(row[site][name]) for row in rows]) for name in rows[0][site]}
             for site in (self.hood.sites if rows else [])
         }
+
+    @property
+    def runs_python(self) -> bool:
+        """Are there calls of Python among what is to be run here?"""
+        return any(isinstance(step, HostCall) for step, _ in walk(self.orders.iterate.steps))
 
     def host_calls(self) -> int:
         """Counts up at the beginning and at the end of every call of Python: odd while one is running."""
