@@ -2,10 +2,14 @@
 
 Warnings are errors (pyproject.toml), types do not promote silently, shapes do not broadcast across ranks, annotated
 shapes are checked at run time, and a test that leaves a thread or a process behind fails.
+
+XLA compiles in haste: most of the time of these tests would go into optimising programs that run for milliseconds. Tests
+marked `optimised` also run as users' programs do, in a run of their own: `pytest -m optimised`.
 """
 
 import atexit
 import os
+import platform
 import shutil
 import tempfile
 
@@ -32,12 +36,31 @@ from choreo.cache import use_compilation_cache
 
 use_compilation_cache()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_num_cpu_devices", 4)  # for layouts on several devices; everything else uses the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # The wrappers that check annotations are no lines of a user's.
 source_info_util.register_exclusion("<@beartype(")
 source_info_util.register_exclusion(str(Path(jaxtyping.__file__).parent))
+
+HASTE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
+"""Simple fusions halve the time again. Without the instructions that multiply and add in one rounding, the compiler cannot
+choose how often to round. The XLA of JAX 0.11 and later ends the process at the first of these flags."""
+UNCHECKED = ("laws", "faults", "docs", "users")
+"""Folders of tests that run whole programs. Checking every call there takes a third of their time and finds nothing
+that the tests of the parts do not."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the first program is compiled; processes that the tests start inherit it."""
+    if config.option.markexpr in ("learning", "optimised"):
+        return
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    jax.config.update("jax_disable_most_optimizations", True)
+    if jax.__version_info__ < (0, 11) and platform.machine() == "x86_64":
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HASTE}"
+
 
 hypothesis.settings.register_profile(
     "choreo",
@@ -59,6 +82,25 @@ def _promoting(fn):
 # Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses. The values are those
 # of standard promotion; everything else in optax, equinox and flax that we use is strict already.
 optax.tree.bias_correction = _promoting(optax.tree.bias_correction)
+
+
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def _jaxtyped_unless_disabled(*args, **kwargs):
+    """A function defined within a function is decorated whenever the outer one runs: not where nothing is checked."""
+    return (lambda fn: fn) if jaxtyping.config.jaxtyping_disable else _jaxtyped(*args, **kwargs)
+
+
+jaxtyping.jaxtyped = _jaxtyped_unless_disabled
+
+
+@pytest.fixture(autouse=True)
+def annotations_are_checked_in_tests_of_parts(request: pytest.FixtureRequest):
+    whole = any(parent.name in UNCHECKED for parent in request.path.parents)
+    jaxtyping.config.update("jaxtyping_disable", whole)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)

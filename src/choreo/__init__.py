@@ -16,7 +16,19 @@ if TYPE_CHECKING:
         testing as testing,
     )
     from choreo.algos.ppo import PPO as PPO
-    from choreo.layouts import Group as Group, Layout as Layout, coarse as coarse, fine as fine, fused as fused
+    from choreo.algos.a2c import A2C as A2C
+    from choreo.algos.impala import IMPALA as IMPALA
+    from choreo.algos.reinforce import REINFORCE as REINFORCE
+    from choreo.layouts import (
+        Group as Group,
+        Layout as Layout,
+        central as central,
+        coarse as coarse,
+        fine as fine,
+        fused as fused,
+        multi_learner as multi_learner,
+        sebulba as sebulba,
+    )
     from choreo.loops import minibatches as minibatches, rollout as rollout
     from choreo.roles import (
         all_reduce as all_reduce,
@@ -30,7 +42,10 @@ _HOMES = {
     "choreo.roles": ("fragment", "host_fragment", "host_method", "all_reduce"),
     "choreo.loops": ("rollout", "minibatches"),
     "choreo.algos.ppo": ("PPO",),
-    "choreo.layouts": ("Layout", "Group", "fused", "coarse", "fine"),
+    "choreo.algos.a2c": ("A2C",),
+    "choreo.algos.impala": ("IMPALA",),
+    "choreo.algos.reinforce": ("REINFORCE",),
+    "choreo.layouts": ("Layout", "Group", "fused", "coarse", "fine", "multi_learner", "sebulba", "central"),
     "choreo.training": ("train", "resume", "load", "plan"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -7,7 +7,7 @@ needs neither the user's code nor a trace of it.
 import functools
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax import export
+from jax.sharding import AbstractMesh
 
 from choreo._compat import key_impl
 from choreo.errors import PartitionError
@@ -23,8 +24,10 @@ from choreo.layouts.base import Layout
 from choreo.partition.exported import ExportedFn
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
-from choreo.partition.program import ArrayType, KeyType, Loop, Program, Segment, Step, Transfer, groups_of, walk
-from choreo.partition.trace import Traced, trace
+from choreo.partition.program import ArrayType, Axis, KeyType, Loop, Program, Segment, Step, Transfer, groups_of, walk
+from choreo.partition.reduce import REPLICA_AXIS
+from choreo.partition.together import over_devices, whole_type
+from choreo.partition.trace import Traced, merge_shards, split_shards, trace
 from choreo.types import GroupName, PyTree
 
 
@@ -42,12 +45,18 @@ class Plan:
     """carry, key, iteration -> carry, metrics"""
     num_carry: int
     """How many of iterate's inputs and outputs are the carry."""
+    carry_axes: tuple[Axis, ...]
+    """The env axis of each leaf of the carry."""
     carry: PyTree = field(default=None, repr=False)
     """The form of the carry, with its static leaves; not pickled, since only the coordinator puts a carry together."""
 
     @property
     def num_envs(self) -> int:
         return self.sites.num_envs
+
+    @property
+    def shards(self) -> int:
+        return self.sites.shards
 
     @property
     def num_sites(self) -> int:
@@ -65,6 +74,11 @@ class Plan:
         return [(group, r) for group in self.sites.replicas for r in range(self.replicas(group))]
 
     @property
+    def combining(self) -> set[GroupName]:
+        """Groups whose replicas combine values while they run."""
+        return {step.group for step, _ in walk(self.iterate.steps) if isinstance(step, Segment) and step.combines}
+
+    @property
     def metric_names(self) -> list[str]:
         return [port.name for port in self.iterate.outs[self.num_carry :]]
 
@@ -75,19 +89,27 @@ class Plan:
         return steps[0] if self.num_sites == 1 and len(steps) == 1 and isinstance(steps[0], Segment) else None
 
     def combine(self, leaves: list[Any]) -> PyTree:
-        """A carry from its array leaves."""
+        """A carry from its array leaves, as sites hold them."""
+        leaves = [self._merged(leaf, axis) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
         arrays, static = eqx.partition(self.carry, lambda x: isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x))
         return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), static)
 
     def leaves(self, carry: PyTree) -> list[Any]:
-        return jax.tree.leaves(eqx.filter(carry, eqx.is_array))
+        """The array leaves of a carry, as sites hold them."""
+        leaves = jax.tree.leaves(eqx.filter(carry, eqx.is_array))
+        if self.shards == 1:
+            return leaves
+        return [split_shards(leaf, axis, self.shards) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
+
+    def _merged(self, leaf: Any, axis: Axis) -> Any:
+        return leaf if self.shards == 1 else merge_shards(leaf, axis)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that a worker would be told."""
         digest = hashlib.sha256(f"{self}{self.layout!r}".encode())
         for program in (self.init, self.iterate):
-            for step, _ in walk(exported(program, self.sites.replicas).steps):
+            for step, _ in walk(exported(program, self.sites.replicas, self.sites.replicas).steps):
                 digest.update(_describe(step).encode())
                 if isinstance(step, Segment):
                     digest.update(_code(step).encode())
@@ -111,9 +133,10 @@ class Plan:
         return draw_plan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in ("title", "layout", "sites", "num_carry")}
+        state = {name: getattr(self, name) for name in ("title", "layout", "sites", "num_carry", "carry_axes")}
         groups = list(self.sites.replicas)
-        return state | {"carry": None, "init": exported(self.init, groups), "iterate": exported(self.iterate, groups)}
+        init, iterate = (exported(program, groups, self.sites.replicas) for program in (self.init, self.iterate))
+        return state | {"carry": None, "init": init, "iterate": iterate}
 
 
 def plan(algo: Any, env: Any, layout: Layout) -> Plan:
@@ -121,9 +144,14 @@ def plan(algo: Any, env: Any, layout: Layout) -> Plan:
 
     Nothing is computed and nothing started. Raises PartitionError or LayoutError if the layout cannot keep its promise.
     """
-    return plan_traced(
-        trace(algo, env), layout, title=f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
-    )
+    title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
+    return plan_traced(trace_for(algo, env, layout), layout, title=title)
+
+
+def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
+    """An algorithm traced for so many shards as a layout has."""
+    layout.check_counts(env.num_envs)  # before the environments are divided
+    return trace(algo, env, layout.shards)
 
 
 def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
@@ -131,7 +159,8 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     sites = layout.sites(roles, traced.num_envs)
     sites = replace(sites, python=_python_groups(traced, sites))
     init, iterate = partition(traced, sites)
-    return Plan(title, layout, sites, init, iterate, traced.iterate.block.num_carry, traced.carry)
+    num_carry = traced.iterate.block.num_carry
+    return Plan(title, layout, sites, init, iterate, num_carry, traced.carry_axes, traced.carry)
 
 
 def _python_groups(traced: Traced, sites: Sites) -> frozenset[GroupName]:
@@ -148,14 +177,19 @@ def graph(algo: Any, env: Any) -> Graph:
     return trace(algo, env).iterate
 
 
-def export_segment(segment: Segment) -> bytes:
-    """A segment as serialised StableHLO."""
+def export_segment(segment: Segment, replicas: int) -> bytes:
+    """A segment as serialised StableHLO; `replicas` of its group."""
     if isinstance(segment.fn, ExportedFn):
         return segment.fn.serialized
     scalar = jax.ShapeDtypeStruct((), np.int32)
-    jitted = jax.jit(segment.fn, donate_argnums=[2 + p for p in segment.donated])
+    fn, index, given = segment.fn, scalar, [given.aval for given in segment.ins]
+    if segment.combines:
+        fn = over_devices(segment, AbstractMesh((replicas,), (REPLICA_AXIS,)))
+        index = whole_type(jax.ShapeDtypeStruct((1,), np.int32), 0, replicas)
+        given = [whole_type(x.aval, x.axis, replicas) for x in segment.ins]
+    jitted = jax.jit(fn, donate_argnums=[2 + p for p in segment.donated])
     try:
-        return bytes(export.export(jitted)(scalar, scalar, *(given.aval for given in segment.ins)).serialize())
+        return bytes(export.export(jitted)(index, scalar, *given).serialize())
     except NotImplementedError as error:
         raise PartitionError(
             f"The segment `{segment.name}` of `{segment.group}` calls Python while it runs, and cannot leave this process: {error}",
@@ -166,25 +200,31 @@ def export_segment(segment: Segment) -> bytes:
 
 def _code(segment: Segment) -> str:
     """A segment as text, without the lines it came from: where in a script a plan is made is not part of it."""
-    text = export.deserialize(bytearray(export_segment(segment))).mlir_module()
+    assert isinstance(segment.fn, ExportedFn)
+    text = export.deserialize(bytearray(segment.fn.serialized)).mlir_module()
     text = re.sub(r" ?loc\((?:[^()]|\([^()]*\))*\)", "", text)
     return "\n".join(line for line in text.splitlines() if not line.startswith("#loc"))
 
 
-def exported(program: Program, groups: Collection[GroupName]) -> Program:
+def exported(program: Program, groups: Collection[GroupName], replicas: Mapping[GroupName, int | None]) -> Program:
     """A program as the workers of these groups need it: without traces, and without what others do alone."""
-    steps = tuple(_export_step(step, groups) for step in program.steps if not groups_of(step).isdisjoint(groups))
+    steps = tuple(
+        _export_step(step, groups, replicas) for step in program.steps if not groups_of(step).isdisjoint(groups)
+    )
     ins, outs = (tuple(replace(p, aval=array_type(p.aval)) for p in ports) for ports in (program.ins, program.outs))
     return replace(program, steps=steps, ins=ins, outs=outs)
 
 
-def _export_step(step: Step, groups: Collection[GroupName]) -> Step:
+def _export_step(step: Step, groups: Collection[GroupName], replicas: Mapping[GroupName, int | None]) -> Step:
     if isinstance(step, Segment):
         ins = tuple(replace(given, aval=array_type(given.aval)) for given in step.ins)
         out_avals = tuple(array_type(aval) for aval in step.out_avals)
-        return replace(step, fn=ExportedFn(export_segment(step)), ins=ins, out_avals=out_avals)
+        return replace(
+            step, fn=ExportedFn(export_segment(step, replicas[step.group] or 1)), ins=ins, out_avals=out_avals
+        )
     if isinstance(step, Loop):
-        body = tuple(_export_step(inner, groups) for inner in step.body if not groups_of(inner).isdisjoint(groups))
+        inside = [inner for inner in step.body if not groups_of(inner).isdisjoint(groups)]
+        body = tuple(_export_step(inner, groups, replicas) for inner in inside)
         parts = {g: replace(part, ys=_export_ys(part.ys)) for g, part in step.parts.items() if g in groups}
         return replace(step, body=body, parts=parts)
     if isinstance(step, Transfer):

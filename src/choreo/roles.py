@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
+import jax.custom_batching
 import jax.extend.core as jec
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from jax.extend import source_info_util
-from jax.flatten_util import ravel_pytree
 
 from choreo._compat import Vmap, bound_axis_names, enclosing_vmaps
 from choreo.errors import AlgorithmError
@@ -29,6 +30,7 @@ from choreo.types import PyTree, Role
 source_info_util.register_exclusion(__file__)
 
 PREFIX = "choreo"
+REDUCE_PREFIX = "choreo_all_reduce:"
 SHARD_AXIS = "choreo_shard"
 """The axis over which learner shards are mapped, and `all_reduce` reduces."""
 
@@ -206,13 +208,30 @@ def host_method(role: Role, method: HostMethod) -> Fragment:
     Unlike `host_fragment` it can be replicated: each site makes an object for its own environments. In a compiled
     program it is a callback to an object that this process keeps.
     """
+    return Fragment(functools.partial(_called_back, method), role, name=method.method, host=method)
+
+
+def _called_back(method: HostMethod, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    """A host method within a compiled program."""
     specs = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in method.outs)
 
     def here(*leaves: Any) -> tuple[np.ndarray, ...]:
         objects = _host_objects.setdefault(method.num_envs, HostObjects())
         return objects.bind(method)(*(np.asarray(x) for x in leaves))
 
-    return Fragment(lambda *leaves: io_callback(here, specs, *leaves), role, name=method.method, host=method)
+    call = jax.custom_batching.custom_vmap(lambda *leaves: io_callback(here, specs, *leaves))
+
+    @call.def_vmap
+    def for_shards(shards, in_batched, *leaves):
+        """Learner shards have environments of their own: call it once, for those of all of them."""
+        rows = [
+            x if mapped else jnp.broadcast_to(x[None], (shards, *x.shape))
+            for x, mapped in zip(leaves, in_batched, strict=True)
+        ]
+        results = _called_back(method.of_shards(shards), *(x.reshape(-1, *x.shape[2:]) for x in rows))
+        return tuple(x.reshape(shards, -1, *x.shape[1:]) for x in results), (True,) * len(results)
+
+    return call(*leaves)
 
 
 _host_objects: dict[int, HostObjects] = {}
@@ -226,14 +245,31 @@ def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
     >>> choreo.all_reduce({"grad": 1.5})
     {'grad': 1.5}
     """
-    reducers = {"mean": jax.lax.pmean, "sum": jax.lax.psum, "max": jax.lax.pmax}
-    if op not in reducers:
+    if op not in _REDUCERS:
         raise AlgorithmError(f"all_reduce(op={op!r}) is not known.", fix='Use "mean", "sum" or "max".')
     if SHARD_AXIS not in bound_axis_names():
         return x
-    # One vector, one collective: twenty leaves cost ten times as much as their concatenation.
-    flat, unravel = ravel_pytree(x)
-    return unravel(reducers[op](flat, SHARD_AXIS))
+    leaves, tree = jax.tree.flatten(x)
+    return jax.tree.unflatten(tree, reducer(op)(*leaves))
+
+
+_REDUCERS = {"mean": jax.lax.pmean, "sum": jax.lax.psum, "max": jax.lax.pmax}
+
+
+@functools.cache
+def reducer(op: str) -> Callable[..., list[jax.Array]]:
+    """`all_reduce` on flat arrays, as a jit with a name we recognise: what a replica does with it, only a plan knows."""
+
+    def reduce(*leaves):
+        return [_REDUCERS[op](leaf, SHARD_AXIS) for leaf in leaves]
+
+    reduce.__name__ = reduce.__qualname__ = f"{REDUCE_PREFIX}{op}"
+    return jax.jit(reduce)
+
+
+def find_reduction(name: str | None) -> str | None:
+    """The operation of an `all_reduce`, from the name of the jit it is."""
+    return name.removeprefix(REDUCE_PREFIX) if name is not None and name.startswith(REDUCE_PREFIX) else None
 
 
 def is_array(x: Any) -> bool:

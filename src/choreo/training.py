@@ -31,7 +31,6 @@ from choreo.errors import AlgorithmError, DivergedError, RunError
 from choreo.evaluate import evaluate
 from choreo.folder import Row, RunFolder, free_folder, to_json
 from choreo.loggers import Logger, Metrics, check_loggers, make_loggers
-from choreo.partition.trace import trace
 from choreo.plans import Plan
 from choreo.progress import Progress
 from choreo.recipe import InitFrom, Recipe, make_runtime
@@ -218,7 +217,7 @@ def _drive(
     began, algo, env = time.perf_counter(), recipe.algo_with_horizon, recipe.env
     use_compilation_cache()
     recipe.carry_structure()  # the cheapest way to hear that the algorithm and the counts do not fit
-    traced = trace(algo, env)
+    traced = plans.trace_for(algo, env, recipe.layout)
     the_plan = plans.plan_traced(traced, recipe.layout, title=recipe.title)
     if start.done and the_plan.num_sites > 1:
         raise RunError(

@@ -41,13 +41,17 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to hear
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    worker = Worker(control)
+    worker, code = Worker(control), 0
     try:
         worker.serve()
     except BaseException as error:  # noqa: BLE001  whatever it is, the coordinator must hear of it
         worker.report(error)
-        return 1
-    return 0
+        code = 1
+    if worker.joined_others:  # JAX would wait for them at exit, and abort if one is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 class Worker:
@@ -61,6 +65,7 @@ class Worker:
         self.recorder: Any = None
         self.links: Links | None = None
         self.env_timeout_s = 0.0
+        self.joined_others = False
         self.told = 0.0
         threading.Thread(target=self._listen, name="choreo-control", daemon=True).start()
 
@@ -87,11 +92,19 @@ class Worker:
         if header["remote"]:
             self._forward_output()
         self.links = Links(self.name, header["links"], host=header["host"], token=bytes.fromhex(header["token"]))
-        if self.links.address:
-            self._send({"kind": "listening", "address": self.links.address})
+        meet_at, together = {}, header["together"]
+        if header["meet"]:
+            first = together is not None and together["number"] == 0
+            here = {
+                "group": together and together["group"],
+                "meet_at": _free_address(header["host"]) if first else None,
+            }
+            self._send({"kind": "listening", "address": self.links.address, **here})
             book, _ = self.commands.get()
             assert book["kind"] == "addresses", book
-            self.links.connect(book["addresses"])
+            meet_at = book["meet_at"]
+            if self.links.address:
+                self.links.connect(book["addresses"])
         from choreo.runtime.execution import Execution
         from choreo.runtime.machine import Neighbourhood, PythonOnly
 
@@ -103,6 +116,9 @@ class Worker:
 
             self.recorder = Recorder()
         watch = self.recorder and self.recorder.watch
+        if together:
+            _join_others(together, meet_at[together["group"]])
+            self.joined_others = True
         backend = _device(header, watch) if header["compiled"] else PythonOnly()
         self.execution = Execution(orders, hood, backend, watch)
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
@@ -146,7 +162,7 @@ class Worker:
         backend, program, num_carry = self.execution.backend, self.execution.orders.iterate, header["num_carry"]
         leaves: dict[Any, list[Any]] = {site: [None] * num_carry for site in self.execution.hood.sites}
         for (group, r, i), array in zip(header["names"], arrays[1:], strict=True):
-            leaves[group, r][i] = backend.from_host(array, program.ins[i].aval, group)
+            leaves[group, r][i] = backend.from_host(array, program.ins[i].aval, (group, r))
         self._expect_a_sign_of_life()
         self.execution.restore(leaves, arrays[0])
         self._done()
@@ -247,6 +263,22 @@ def _load(orders: bytes, path: list[str]) -> Any:
             f"What this worker is to run needs something it cannot import: {error}",
             fix="Install the module, put it beside your script, or define in the script itself what it is needed for.",
         ) from error
+
+
+def _free_address(host: str) -> str:
+    """Where the workers of a group can meet."""
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return f"{host}:{free.getsockname()[1]}"
+
+
+def _join_others(together: dict[str, Any], address: str) -> None:
+    """Let JAX know the devices of all workers of this group, so that they can combine values in compiled programs."""
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_recoverability", True)  # else a survivor aborts when a peer dies; we want to hear why
+    jax.distributed.initialize(address, num_processes=together["of"], process_id=together["number"])
 
 
 def _device(header: dict[str, Any], watch: Any) -> Any:

@@ -16,6 +16,7 @@ import pytest
 from algos.toys import Aim, Income, Match, Recall, TwoStep, batch
 from choreo import envs, networks, ops
 from choreo._compat import inner_jaxprs
+from choreo.algos.actor_critic import apply, unfold
 from choreo.algos.ppo import PPO
 from choreo.errors import AlgorithmError
 from choreo.loops import rollout
@@ -62,7 +63,7 @@ def test_a_time_limit_is_bootstrapped():
     """The value of an endless income is 1 / (1 - gamma) = 5; cut off after 5 steps it would be 3.4 at most."""
     algo = dataclasses.replace(TOY, gamma=0.8, max_grad_norm=10.0)
     carry, _ = learn(algo, batch(Income(), 16), 80, 0)
-    value = algo.apply(carry.train.params, jnp.ones(1), None)[1]
+    value = apply(carry.train.params, jnp.ones(1), None)[1]
     np.testing.assert_allclose(value, 5.0, rtol=0.02)
 
 
@@ -96,7 +97,7 @@ def test_the_learner_recomputes_what_the_actor_did():
     _, trajectory, _ = rollout(env, algo.act, params, start, jax.random.key(1), 11, fresh=fresh)
     sequences = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
     assert trajectory.last.any() and jnp.abs(start.memory[0]).sum() > 0
-    pi, _, _ = jax.vmap(algo.unfold, (None, 0, 0, 0))(params, sequences.obs, sequences.last, start.memory)
+    pi, _, _ = jax.vmap(unfold, (None, 0, 0, 0))(params, sequences.obs, sequences.last, start.memory)
     np.testing.assert_allclose(pi.log_prob(sequences.action), sequences.extras, rtol=1e-4, atol=1e-5)
 
 

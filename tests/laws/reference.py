@@ -23,7 +23,7 @@ def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> R
     for i in range(iterations):
         carry, metrics = iterate(carry, jax.random.fold_in(run_key, i))
         rows.append(metrics)
-    return _named(carry, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]})
+    return named(carry, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]})
 
 
 def planned_run(algo: Any, env: Any, layout: Layout | Plan, key: jax.Array, iterations: int = 3) -> Run:
@@ -37,7 +37,7 @@ def run_of(runtime: Any, key: jax.Array, iterations: int = 3) -> Run:
     try:
         runtime.start(key)
         metrics = runtime.run(0, iterations)
-        return _named(runtime.carry(), metrics)
+        return named(runtime.carry(), metrics)
     finally:
         runtime.close()
 
@@ -56,7 +56,7 @@ def assert_close(run: Run, reference: Run, tolerance: float) -> None:
         np.testing.assert_allclose(run[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-def _named(carry: Any, metrics: dict[str, np.ndarray]) -> Run:
+def named(carry: Any, metrics: dict[str, np.ndarray]) -> Run:
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(carry, eqx.is_array))
     named = {jax.tree_util.keystr(path): _as_numpy(leaf) for path, leaf in leaves}
     return named | {f"metrics/{name}": value for name, value in metrics.items()}

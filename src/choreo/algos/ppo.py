@@ -10,46 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import optax
 
 from choreo import networks, ops
+from choreo.algos import actor_critic
+from choreo.algos.actor_critic import Carry, Params, Train, apply, unfold
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
-from choreo.loops import Position, Transition, minibatches, rollout, select
+from choreo.loops import Transition, minibatches, rollout
 from choreo.roles import all_reduce, fragment
 from choreo.types import Key, PyTree
-
-
-class Params(NamedTuple):
-    """What acting needs."""
-
-    network: PyTree
-    """The module, frozen: every leaf an array."""
-    moments: PyTree
-    """`ops.Moments` of each part of an observation, None for parts that are not normalised."""
-
-
-class Train(NamedTuple):
-    """Everything learned."""
-
-    params: Params
-    """What acting needs."""
-    optimizer: optax.OptState
-    """State of the optimiser."""
-    iterations: jax.Array
-    """How many have been done; the learning rate follows it."""
-
-
-class Carry(NamedTuple):
-    """What one iteration hands to the next."""
-
-    train: Train
-    """Everything learned."""
-    position: Position
-    """Where the environments stand."""
 
 
 class Batch(NamedTuple):
@@ -105,31 +77,22 @@ class PPO:
 
     def init(self, env: Env, key: Key) -> Carry:
         key_network, key_env = jax.random.split(key)
-        network = networks.freeze(self.network(env.observation_space, env.action_space, key_network))
-        moments = _initial_moments(env.observation_space) if self.normalise_obs else None
-        params = Params(network, moments)
-        env_state, obs = env.reset(env.keys(key_env))
-        fresh = self.initial_state(params)
-        memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (env.num_envs, *x.shape)), fresh)
-        self.sequences_per_minibatch(env.num_envs, recurrent=memory is not None)
-        optimizer = self.make_optimizer(self.learning_rate).init(network)
-        return Carry(Train(params, optimizer, jnp.zeros((), jnp.int32)), Position(env_state, obs, memory))
+        params = actor_critic.init_params(self.network, env, key_network, normalise_obs=self.normalise_obs)
+        position = actor_critic.init_position(env, params, key_env)
+        self.sequences_per_minibatch(env.num_envs, recurrent=position.memory is not None)
+        return Carry(actor_critic.init_train(params, self.make_optimizer(self.learning_rate)), position)
 
     def policy(self, train: Train) -> Params:
         return train.params
 
     def initial_state(self, params: Params) -> PyTree:
         """The memory an episode begins with, of one environment; None if the network has none."""
-        network = networks.thaw(params.network)
-        return network.initial_state() if isinstance(network, networks.Recurrent) else None
+        return actor_critic.initial_state(params)
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
         """One environment: -> action, log-probability; and, if the network has one, its new memory."""
-        pi, _, memory = self.apply(params, obs, memory)
-        action = pi.mode() if greedy else pi.sample(key)
-        log_prob = pi.log_prob(action)
-        return (action, log_prob) if memory is None else (action, log_prob, memory)
+        return actor_critic.act(params, obs, key, memory, greedy=greedy)
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
         key_rollout, key_learn = jax.random.split(key)
@@ -143,7 +106,8 @@ class PPO:
     @fragment("learner")
     def learn(self, train: Train, trajectory: Transition, memory: PyTree, key: Key):
         """Improve on one trajectory; `memory` is what the network remembered before its first step."""
-        learning_rate = self.current_learning_rate(train, trajectory.reward)
+        steps = actor_critic.count_steps(trajectory.reward)
+        learning_rate = actor_critic.anneal(self.learning_rate, self.total_steps, train, steps)
         batch = self.make_batch(train.params, trajectory, memory)
         size = self.sequences_per_minibatch(trajectory.reward.shape[1], recurrent=memory is not None)
         optimizer = self.make_optimizer(learning_rate)
@@ -160,9 +124,7 @@ class PPO:
         state = (train.params.network, train.optimizer)
         (network, opt_state), metrics = jax.lax.scan(epoch, state, jax.random.split(key, self.epochs))
         # After the epochs, not before: the probabilities we compare with were computed with the old statistics.
-        moments = _each_part(
-            lambda m, obs: m if m is None else ops.update_moments(m, obs), train.params.moments, trajectory.obs
-        )
+        moments = actor_critic.update_moments(train.params.moments, trajectory.obs)
         metrics = jax.tree.map(jnp.mean, metrics) | {"learning_rate": learning_rate}
         return Train(Params(network, moments), opt_state, train.iterations + 1), metrics
 
@@ -170,9 +132,9 @@ class PPO:
         """Equation 9 of the paper, on a minibatch."""
         params = Params(network, moments)
         if batch.memory is None:
-            pi, value_tm1, _ = jax.vmap(self.apply, (None, 0, None))(params, batch.obs, None)
+            pi, value_tm1, _ = jax.vmap(apply, (None, 0, None))(params, batch.obs, None)
         else:
-            pi, value_tm1, _ = jax.vmap(self.unfold, (None, 0, 0, 0))(params, batch.obs, batch.last, batch.memory)
+            pi, value_tm1, _ = jax.vmap(unfold, (None, 0, 0, 0))(params, batch.obs, batch.last, batch.memory)
         log_ratio = pi.log_prob(batch.action) - batch.log_prob
         advantage = (batch.advantage - jnp.mean(batch.advantage)) / (jnp.std(batch.advantage) + 1e-8)
         policy_loss = jnp.mean(ops.clipped_surrogate(jnp.exp(log_ratio), advantage, self.clip))
@@ -193,42 +155,14 @@ class PPO:
         """Advantages and targets of a trajectory, and everything in the order of the loss."""
         sequences = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
         # Values are the learner's, not the actor's: an actor then computes and sends none.
-        _, value_tm1, memories = jax.vmap(self.unfold, (None, 0, 0, 0))(params, sequences.obs, sequences.last, memory)
-        each_step = jax.vmap(jax.vmap(self.apply, (None, 0, 0)), (None, 0, 0))
+        _, value_tm1, memories = jax.vmap(unfold, (None, 0, 0, 0))(params, sequences.obs, sequences.last, memory)
+        each_step = jax.vmap(jax.vmap(apply, (None, 0, 0)), (None, 0, 0))
         _, value_t, _ = each_step(params, sequences.next_obs, memories)
         discount_t = self.gamma * trajectory.discount
         advantage = ops.gae(trajectory.reward, discount_t, trajectory.last, value_tm1.T, value_t.T, self.gae_lambda).T
         s = sequences
         batch = Batch(s.obs, s.action, s.extras, s.last, advantage, advantage + value_tm1, memory)
         return batch if memory is not None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-
-    def unfold(self, params: Params, obs: PyTree, last: jax.Array, memory: PyTree):
-        """The network along one sequence: pi [time], value [time], and the memory after each step [time]."""
-        if memory is None:
-            return jax.vmap(self.apply, (None, 0, None))(params, obs, None)
-        fresh = self.initial_state(params)
-
-        def step(memory, now):
-            obs, last = now
-            pi, value, memory = self.apply(params, obs, memory)
-            return jax.tree.map(lambda new, old: select(last, new, old), fresh, memory), (pi, value, memory)
-
-        return jax.lax.scan(step, memory, (obs, last))[1]
-
-    def apply(self, params: Params, obs: PyTree, memory: PyTree):
-        """The network on one observation: pi, value, memory (None if it has none)."""
-        obs = _each_part(lambda m, x: x if m is None else ops.normalise(m, x), params.moments, obs)
-        network = networks.thaw(params.network)
-        return (*network(obs), None) if memory is None else network(obs, memory)
-
-    def current_learning_rate(self, train: Train, per_step: jax.Array) -> jax.Array:
-        """Annealed linearly to 0 over the run."""
-        learning_rate = jnp.full((), self.learning_rate, per_step.dtype)
-        if self.total_steps is None:
-            return learning_rate
-        steps_per_iteration = all_reduce(jnp.full((), per_step.size, per_step.dtype), "sum")
-        done = train.iterations.astype(per_step.dtype) * (steps_per_iteration / self.total_steps)
-        return learning_rate * jnp.maximum(1 - done, 0)
 
     def make_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
         if self.optimizer is not None:
@@ -259,25 +193,3 @@ class PPO:
 def _divisors(num_sequences: int, length: int) -> list[int]:
     """Up to six of the largest minibatch sizes that would do."""
     return [length * d for d in range(num_sequences, 0, -1) if num_sequences % d == 0][:6]
-
-
-def _initial_moments(space: gymnasium.Space) -> PyTree:
-    moments = _moments(space)
-    if not jax.tree.leaves(moments):
-        raise AlgorithmError(
-            f"normalise_obs needs observations in a Box, not in {space}.", fix="Leave normalise_obs off."
-        )
-    return moments
-
-
-def _moments(space: gymnasium.Space) -> PyTree:
-    """In the form of an observation: those of nothing for each Box, None for anything else."""
-    if isinstance(space, gymnasium.spaces.Dict):
-        return {name: None if name == networks.ACTION_MASK else _moments(part) for name, part in space.items()}
-    if isinstance(space, gymnasium.spaces.Tuple):
-        return tuple(map(_moments, space))
-    return ops.Moments.of_nothing(space.shape) if isinstance(space, gymnasium.spaces.Box) else None
-
-
-def _each_part(fn: Callable[[ops.Moments | None, Any], PyTree], moments: PyTree, obs: PyTree) -> PyTree:
-    return jax.tree.map(fn, moments, obs, is_leaf=lambda m: m is None or isinstance(m, ops.Moments))

@@ -9,7 +9,7 @@ Nothing here imports JAX: a worker that only steps environments stays small.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,10 @@ class HostMethod:
     def num_envs(self) -> int:
         return self.outs[0].shape[0]
 
+    def of_shards(self, shards: int) -> "HostMethod":
+        """The same for the environments of several shards, one after the other."""
+        return replace(self, outs=tuple(Spec((shards * s.shape[0], *s.shape[1:]), s.dtype) for s in self.outs))
+
 
 HostFn = HostMethod | Callable[..., tuple[np.ndarray, ...]]
 """What a host fragment calls: a method, or a function on all environments at once."""
@@ -58,10 +62,12 @@ class HostObjects:
         self.calls = 0
         """Counts up at the beginning and at the end of every call."""
 
-    def bind(self, fn: HostFn) -> Callable[..., tuple[np.ndarray, ...]]:
-        """The function to call at this site."""
+    def bind(self, fn: HostFn, shards: int = 1) -> Callable[..., tuple[np.ndarray, ...]]:
+        """The function to call at this site; with several shards, `fn` is for one, and arrays are [shard, env, ...]."""
         if not isinstance(fn, HostMethod):
             return self._counted(fn)
+        if shards > 1:
+            return _for_shards(self.bind(fn.of_shards(shards)))
         size = fn.num_envs // self.replicas
         envs = range(self.replica * size, (self.replica + 1) * size)
         expected = [((size, *spec.shape[1:]), np.dtype(spec.dtype)) for spec in fn.outs]
@@ -100,6 +106,16 @@ class HostObjects:
         while self.made:
             _, obj = self.made.popitem()
             obj.close()
+
+
+def _for_shards(fn: Callable[..., tuple[np.ndarray, ...]]) -> Callable[..., tuple[np.ndarray, ...]]:
+    """A function of [env, ...], called on [shard, env, ...]."""
+
+    def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:
+        rows = leaves[0].shape[:2]
+        return tuple(x.reshape(*rows, *x.shape[1:]) for x in fn(*(x.reshape(-1, *x.shape[2:]) for x in leaves)))
+
+    return call
 
 
 def _check_types(fn: HostMethod, results: Any, expected: list[Any]) -> None:

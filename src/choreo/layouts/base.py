@@ -13,7 +13,7 @@ from choreo.errors import LayoutError
 from choreo.partition.place import Sites
 from choreo.types import GroupName, Role
 
-STANDARD_ROLES = ("env", "actor", "buffer", "learner")
+STANDARD_ROLES = ("env", "actor", "buffer", "learner", "gradient", "update")
 MAX_BLOCKS = 16
 """Blocks of environments with `exact=True`, at most: shapes that do not depend on how many workers share them."""
 
@@ -28,11 +28,14 @@ class Group:
     """How many sites share the environments; None for one site that is never divided."""
     device: str | None
     """Platform of its sites ("cpu", "gpu"); None for JAX's default."""
+    devices: int
+    """Devices of a group that is one site: its shards are divided among them; one shard is, by the compiler."""
 
-    def __init__(self, *roles: Role, replicas: int | None = None, device: str | None = None):
+    def __init__(self, *roles: Role, replicas: int | None = None, device: str | None = None, devices: int = 1):
         object.__setattr__(self, "roles", roles)
         object.__setattr__(self, "replicas", replicas)
         object.__setattr__(self, "device", device)
+        object.__setattr__(self, "devices", devices)
         if not roles or not all(isinstance(role, str) for role in roles):
             raise LayoutError(
                 f"Group({', '.join(map(repr, roles))}) needs at least one role.", fix='Write Group("env", "actor").'
@@ -40,6 +43,9 @@ class Group:
         if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
             raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}) needs at least one replica.",
                               fix="To run it together with another role, name both in one Group.")  # fmt: skip
+        if devices < 1 or (devices > 1 and replicas is not None):
+            raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}, devices={devices!r}): several devices are for a "
+                              "group that is one site.", fix="Leave out replicas, or devices.")  # fmt: skip
 
     @property
     def name(self) -> GroupName:
@@ -47,6 +53,7 @@ class Group:
 
     def __repr__(self) -> str:
         options = [f"{k}={v!r}" for k, v in [("replicas", self.replicas), ("device", self.device)] if v is not None]
+        options += [f"devices={self.devices}"] * (self.devices > 1)
         return f"Group({', '.join([*map(repr, self.roles), *options])})"
 
 
@@ -57,11 +64,28 @@ class Layout:
     groups: tuple[Group, ...]
     exact: bool
     """Compute environments in blocks of a fixed size, so that results are the same bits for any number of replicas."""
+    shards: int
+    """Learner shards: unlike replicas, their number is part of the results (`docs/law.md`)."""
+    max_lag: int
+    """By how many updates, at most, what a worker reads may be out of date; 0: never."""
+    merge: str
+    """"all": whoever learns waits for every worker; "any": it learns from each worker's part as that arrives."""
     name: str
 
-    def __init__(self, *groups: Group, exact: bool = False, name: str = "custom"):
+    def __init__(
+        self,
+        *groups: Group,
+        exact: bool = False,
+        shards: int = 1,
+        max_lag: int = 0,
+        merge: str = "all",
+        name: str = "custom",
+    ):
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "exact", exact)
+        object.__setattr__(self, "shards", shards)
+        object.__setattr__(self, "max_lag", max_lag)
+        object.__setattr__(self, "merge", merge)
         object.__setattr__(self, "name", name)
         if not groups or not all(isinstance(group, Group) for group in groups):
             raise LayoutError(f"{self!r} needs groups.", fix='Write Layout(Group("env", "actor"), Group("learner")).')
@@ -69,9 +93,14 @@ class Layout:
         twice = sorted({role for role in roles if roles.count(role) > 1})
         if twice:
             raise LayoutError(f"{self!r} names the role `{twice[0]}` twice.", fix="A role lives in one group.")
+        if merge not in ("all", "any"):
+            raise LayoutError(f"merge={merge!r} is not known.", fix='Use "all" or "any".')
+        if max_lag < 0:
+            raise LayoutError(f"max_lag={max_lag} is negative.", fix="Use 0 for a run in lockstep.")
 
     def __repr__(self) -> str:
-        options = ["exact=True"] if self.exact else []
+        options = ["exact=True"] * self.exact + [f"shards={self.shards}"] * (self.shards > 1)
+        options += [f"max_lag={self.max_lag}"] * (self.max_lag > 0) + [f"merge={self.merge!r}"] * (self.merge != "all")
         return f"Layout({', '.join([*map(repr, self.groups), *options])})"
 
     def group_of(self, role: Role) -> Group:
@@ -90,17 +119,37 @@ class Layout:
     def sites(self, roles: Iterable[Role], num_envs: int) -> Sites:
         """Check this layout against an algorithm's roles and the number of environments."""
         roles = list(roles)
-        for group in self.groups:
-            for role in group.roles:
-                self._check_known(role, roles)
-            self._check_divides(group, num_envs)
+        self.check_counts(num_envs)
+        for role in (role for group in self.groups for role in group.roles):
+            self._check_known(role, roles)
         used = {self.group_of(role).name for role in roles} | {self.group_of("learner").name}
         return Sites(
             group_of={role: self.group_of(role).name for role in roles},
             replicas={g.name: self.num_blocks(g, num_envs) for g in self.groups if g.name in used},
             default=self.group_of("learner").name,
             num_envs=num_envs,
+            shards=self.shards,
         )
+
+    def check_counts(self, num_envs: int) -> None:
+        """Refuse what cannot be divided evenly."""
+        self._check_shards(num_envs)
+        for group in self.groups:
+            self._check_divides(group, num_envs)
+
+    def _check_shards(self, num_envs: int) -> None:
+        shards = self.shards
+        if shards < 1 or num_envs % shards:
+            near = [n for n in range(1, num_envs + 1) if num_envs % n == 0]
+            raise LayoutError(
+                f"{num_envs} environments cannot be divided evenly among {shards} learner shards.",
+                fix=f"Use {' or '.join(map(str, sorted(sorted(near, key=lambda n: abs(n - shards))[:2])))} shards, or "
+                f"{-(-num_envs // max(shards, 1)) * max(shards, 1)} environments.",
+            )
+        if shards > 1 and self.exact:
+            raise LayoutError(f"exact=True and {shards} learner shards do not go together: with shards, what a site computes "
+                              "at once depends on how many of them it carries.",
+                              fix="Leave out exact, or use one shard.")  # fmt: skip
 
     def _check_known(self, role: Role, roles: list[Role]) -> None:
         if role in roles or role in STANDARD_ROLES:
@@ -110,9 +159,16 @@ class Layout:
         raise LayoutError(f"The layout names a role `{role}`, which the algorithm does not have.", fix=hint)
 
     def _check_divides(self, group: Group, num_envs: int) -> None:
-        blocks, wanted = self.num_blocks(group, num_envs), group.replicas
+        blocks, wanted, shards = self.num_blocks(group, num_envs), group.replicas, self.shards
         if wanted is None or blocks is None:
             return
+        if shards > 1 and shards % wanted:
+            more = -(-shards // wanted) * wanted
+            raise LayoutError(
+                f"{shards} learner shards cannot be divided evenly among {wanted} replicas of `{group.name}`.",
+                fix=f"With several shards, each site carries whole ones: use {more} shards (--shards {more}), or another "
+                f"number of replicas.",
+            )
         total, what = (blocks, "block") if self.exact else (num_envs, "environment")
         if total % wanted:
             counts = [n for n in range(1, total + 1) if total % n == 0]

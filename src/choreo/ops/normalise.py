@@ -28,7 +28,33 @@ def update_moments(moments: Moments, batch: Shaped[Array, "..."]) -> Moments:
     mean = all_reduce(jnp.mean(batch, axis=0))
     var = all_reduce(jnp.mean((batch - mean[None]) ** 2, axis=0))
     count = all_reduce(jnp.full((), batch.shape[0], moments.num.dtype), "sum")
+    return _merge(moments, mean, var, count)
 
+
+class Seen(NamedTuple):
+    """A batch, in numbers that may be averaged over shards: unlike variances, each is a mean over the batch."""
+
+    mean: Float[Array, "*obs"]
+    square: Float[Array, "*obs"]
+    """Of the distance from `around`."""
+    around: Float[Array, "*obs"]
+    """The same for all shards, and near the mean: squares of large numbers leave no digits for the variance."""
+
+
+def look(moments: Moments, batch: Shaped[Array, "..."]) -> Seen:
+    """What `merge_moments` needs of a batch with any number of leading axes."""
+    around = moments.mean
+    batch = batch.reshape(-1, *around.shape).astype(around.dtype)
+    return Seen(jnp.mean(batch, axis=0), jnp.mean((batch - around[None]) ** 2, axis=0), around)
+
+
+def merge_moments(moments: Moments, seen: Seen, count: Float[Array, ""]) -> Moments:
+    """Take in `count` observations; `seen` is the average over the shards that saw them."""
+    var = jnp.maximum(seen.square - (seen.mean - seen.around) ** 2, 0)
+    return _merge(moments, seen.mean, var, count.astype(moments.num.dtype))
+
+
+def _merge(moments: Moments, mean: Array, var: Array, count: Array) -> Moments:
     total = moments.num + count
     delta, weight = mean - moments.mean, count / total
     new_var = (1 - weight) * moments.var + weight * var + weight * (1 - weight) * delta**2

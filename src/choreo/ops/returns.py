@@ -18,7 +18,7 @@ def gae(
 ) -> PerStep:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16); `value_t` is the value of `next_obs`."""
     delta_t = reward_t + discount_t * value_t - value_tm1
-    return _accumulate(delta_t, jnp.where(last_t, 0.0, lambda_ * discount_t), jnp.zeros_like(delta_t[0]))
+    return accumulate(delta_t, jnp.where(last_t, 0.0, lambda_ * discount_t), jnp.zeros_like(delta_t[0]))
 
 
 def lambda_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, value_t: PerStep, lambda_: float) -> PerStep:
@@ -26,7 +26,7 @@ def lambda_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, value_t
     # As in `gae`, the trace ends where the episode does, and what is left of it is bootstrapped.
     trace_t = jnp.where(last_t, 0.0, jnp.full_like(discount_t, lambda_))
     bootstrap_t = reward_t + discount_t * (1 - trace_t) * value_t
-    return _accumulate(bootstrap_t, discount_t * trace_t, value_t[-1])
+    return accumulate(bootstrap_t, discount_t * trace_t, value_t[-1])
 
 
 def discounted_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, value_t: PerStep) -> PerStep:
@@ -34,7 +34,7 @@ def discounted_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, val
     return lambda_return(reward_t, discount_t, last_t, value_t, 1.0)
 
 
-def _accumulate(x_t: PerStep, decay_t: PerStep, beyond: Float[Array, " env"]) -> PerStep:
+def accumulate(x_t: PerStep, decay_t: PerStep, beyond: Float[Array, " env"]) -> PerStep:
     """y_t = x_t + decay_t * y_{t+1}, from the end; `beyond` is y after the last step."""
 
     def step(y, now):

@@ -25,8 +25,9 @@ from choreo import _compat
 from choreo.host import HostMethod
 from choreo.partition.forms import WHOLE, Form, Get, Mixed, Pieces, Way, cut, struct_of
 from choreo.partition.mapped import Mapped
+from choreo.partition.reduce import AllReduce
 from choreo.partition.split import Axis, Mixes, Size, Split, split
-from choreo.roles import find_call
+from choreo.roles import find_call, find_reduction
 
 
 @dataclass(eq=False)
@@ -157,6 +158,8 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> 
     if all(form.axis is None for form in forms):
         return None
     inner = _compat.inner_jaxpr(eqn)
+    if inner is not None and find_reduction(_compat.call_name(eqn)):
+        return AllReduce(eqn, inner, forms)
     if inner is not None:
         return Called(infer(inner, forms, size, at))
     if name in CONTROL:

@@ -31,6 +31,7 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
+from choreo.partition.reduce import combines
 from choreo.partition.split import Axis, Size
 from choreo.types import GroupName
 
@@ -149,7 +150,7 @@ class _Cutter:
         refs = tuple(self.ref(operand, have) for operand, _, have in ins)
         cuts = tuple(have != axis for _, _, have in ins)
         outs = tuple(self.slot(v, axis) if v else None for v in op.outs)
-        return HostCall(home, op.name, refs, cuts, outs, op.call.host), ins
+        return HostCall(home, op.name, refs, cuts, outs, op.call.host, self.sites.shards), ins
 
     def _live(self, op: Op) -> bool:
         if op not in self.placement.ops:
@@ -244,12 +245,15 @@ class _Cutter:
         out_avals = tuple(_piece_aval(v.aval, axis, size) for v, axis in outs)
         roles = tuple(dict.fromkeys(role for op in ops for role in sorted(op.roles)))
         slots = tuple(self.slot(v, axis) for v, axis in outs)
-        return Segment(group, name, tuple(ins), slots, out_avals, fn, roles=roles)
+        together = size is not None and any(combines(op.eqn) for op in everything)
+        out_axes = tuple(axis for _, axis in outs)
+        return Segment(group, name, tuple(ins), slots, out_avals, fn, roles=roles, out_axes=out_axes, combines=together)
 
     def _input(self, value: Value, axis: Axis, size: Size | None, stacked: bool) -> Input:
         outer = self.xs_outside[value] if stacked else value
         outer_axis = axis + 1 if stacked and axis is not None else axis
-        return Input(self.slot(value, axis), stacked, _piece_aval(outer.aval, outer_axis, size), value.label)
+        aval = _piece_aval(outer.aval, outer_axis, size)
+        return Input(self.slot(value, axis), stacked, aval, outer_axis, value.label)
 
     def _with_homeless(self, ops: Sequence[Op], extra: Iterable[Value], block: Block, producers) -> list[Op]:
         """The ops, and all that has no home and goes into them, in program order."""

@@ -7,6 +7,8 @@ cut      one global order of segments, transfers and split loops
 donate   whose memory may be taken over
 """
 
+from dataclasses import replace
+
 from choreo.partition.cut import cut
 from choreo.partition.demand import find_needs
 from choreo.partition.donate import donate
@@ -31,6 +33,7 @@ def partition(traced: Traced, sites: Sites) -> tuple[Program, Program]:
         for i, port in enumerate(iterate.ins[: block.num_carry])
     }
     homes = {i: next(iter(groups)) for i, groups in held.items()}
-    init_placement = place(traced.init, sites, wanted_at=homes)
+    # `init` is the same for any number of shards: block r of E environments holds those of block r of the shards.
+    init_placement = place(traced.init, replace(sites, shards=1), wanted_at=homes)
     init = cut(traced.init, find_needs(init_placement, traced.init.block, held), held)
     return verify_program(init), donate(verify_program(iterate), num_carry=block.num_carry)

@@ -15,7 +15,9 @@ from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.host import HostMethod
 from choreo.partition.blocks import infer_step
 from choreo.partition.forms import WHOLE, Form
+from choreo.partition.reduce import combines
 from choreo.partition.split import Axis, Size
+from choreo.roles import SHARD_AXIS
 from choreo.types import GroupName, Role
 
 MOST_SWAPS = 8
@@ -33,6 +35,8 @@ class Sites:
     default: GroupName
     """Where roles that the layout does not name, and all that has no better place, live."""
     num_envs: int
+    shards: int = 1
+    """If there are several, they are what is divided among replicas: an environment belongs to one of them."""
     python: frozenset[GroupName] = frozenset()
     """Groups that only run Python: nothing is compiled there, so that their workers need no JAX."""
 
@@ -41,8 +45,8 @@ class Sites:
 
     def size(self, group: GroupName) -> Size | None:
         """The blocks of a replicated group; None if it sees all environments."""
-        replicas = self.replicas[group]
-        return None if replicas is None or replicas == 1 else Size(self.num_envs, self.num_envs // replicas)
+        replicas, count = self.replicas[group], self.shards if self.shards > 1 else self.num_envs
+        return None if replicas is None or replicas == 1 else Size(count, count // replicas)
 
     def any_size(self) -> Size | None:
         """Whether environments mix does not depend on how many blocks there are: any block size tells."""
@@ -170,7 +174,7 @@ class _Placer:
         forms, mixed = self._infer(op)
         if groups:
             (home,) = groups
-            if op.call and op.call.host and op.call.vmaps:
+            if op.call and op.call.host and [vmap for vmap in op.call.vmaps if vmap.axis_name != SHARD_AXIS]:
                 raise PartitionError(
                     f"The host fragment `{op.name}` is called under jax.vmap; it is Python, and is called once for all rows.",
                     at=op.at,
@@ -217,6 +221,8 @@ class _Placer:
         near = {home for v in op.values() if (home := self.result.home(v)) is not None}
         near |= {group for value in op.outs if value for group in self._consumer_groups(value)}
         allowed = [g for g in self.sites.replicas if g in near - self.sites.python] or [self.sites.default]
+        if combines(op.eqn):  # one site needs no other: a parameter server adds up gradients itself
+            allowed = [g for g in allowed if not self.sites.size(g)] or allowed
         if mixed:
             allowed = [g for g in allowed if not self.sites.size(g)] or self._fallback() or self._refuse_mixing(op)
 

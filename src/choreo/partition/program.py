@@ -72,6 +72,8 @@ class Input:
     """The slot holds one slice per step of the loop around: read the current one."""
     aval: Any
     """Type of what the slot holds."""
+    axis: Axis
+    """Along which axis it is a block of the whole; None: every replica holds the same."""
     label: str
 
 
@@ -90,6 +92,10 @@ class Segment:
     """Positions of inputs whose memory the results may take over."""
     roles: tuple[str, ...] = ()
     """The roles of its fragments, in order."""
+    out_axes: tuple[Axis, ...] = ()
+    """Along which axis each result is a block of the whole."""
+    combines: bool = False
+    """Do the replicas combine values while it runs? Then they all run it at the same time."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,8 @@ class HostCall:
     """Which operands are held whole, and are cut to the replica's environments for the call."""
     outs: tuple[Slot | None, ...]
     fn: HostFn
+    shards: int = 1
+    """Into how many shards the environments are divided: then the arrays are [shard, env, ...]."""
 
 
 Step = Segment | Transfer | Loop | HostCall

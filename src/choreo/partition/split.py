@@ -157,6 +157,16 @@ def along_one_axis(param: str) -> Rule:
     return rule
 
 
+def stack(eqn, axes, size):
+    axis, new = _only(axes), int(eqn.params["axis"])
+    return Split((axis,) * len(axes), (axis + (new <= axis),), eqn.params)
+
+
+def unstack(eqn, axes, size):
+    axis = _other_than(eqn.params["axis"], axes, "`unstack` takes environments apart")
+    return Split((axis,), (_without(axis, [eqn.params["axis"]]),) * len(eqn.outvars), eqn.params)
+
+
 def lax_split(eqn, axes, size):
     axis = _other_than(eqn.params["axis"], axes, "`split` divides the env axis")
     return Split((axis,), (axis,) * len(eqn.outvars), eqn.params)
@@ -332,6 +342,8 @@ RULES: dict[str, Rule] = {
     "slice": slice_,
     "sort": along_one_axis("dimension"),
     "split": lax_split,
+    "stack": stack,
+    "unstack": unstack,
     "squeeze": squeeze,
     "top_k": top_k,
     "transpose": transpose,

@@ -7,13 +7,14 @@ the env axis of each leaf of the carry; the proof, equation by equation, is in `
 
 import importlib.util
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.extend.core as jec
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
@@ -22,7 +23,7 @@ from choreo.errors import AlgorithmError, PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition.split import Axis
-from choreo.roles import Call, find_call
+from choreo.roles import SHARD_AXIS, Call, find_call
 from choreo.types import PyTree, Role
 
 for _library in ("brax", "chex", "distrax", "equinox", "flashbax", "flax", "gymnax", "haiku", "mctx", "optax", "rlax"):
@@ -44,9 +45,11 @@ class Traced:
     carry: PyTree
     """The carry with `jax.ShapeDtypeStruct` for arrays, and all its static leaves."""
     num_envs: int
+    shards: int = 1
+    """With several, arrays of `iterate` that have an env axis have it divided: [shard, env]."""
 
 
-def trace(algo: Any, env: Any) -> Traced:
+def trace(algo: Any, env: Any, shards: int = 1) -> Traced:
     """Trace `init` and `iterate`. Builds no environment and computes nothing."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise PartitionError(
@@ -59,25 +62,79 @@ def trace(algo: Any, env: Any) -> Traced:
     names = _leaf_names(arrays)
 
     init_jaxpr = jax.make_jaxpr(lambda key: jax.tree.leaves(eqx.filter(algo.init(env, key), eqx.is_array)))(key)
+    carry_axes = _carry_axes(algo, env, arrays)
     out_names: list[str] = []
 
-    def iterate(arrays, key, iteration):
+    def iterate(env, arrays, key):
         before = eqx.combine(arrays, static)
-        result = algo.iterate(env, before, jax.random.fold_in(key, iteration))
-        after, metrics = _check_result(algo, result, before)
-        out_names.extend(_metric_names(algo, metrics))
+        after, metrics = _check_result(algo, algo.iterate(env, before, key), before)
+        out_names[:] = _metric_names(algo, metrics)
         return jax.tree.leaves(eqx.filter(after, eqx.is_array)), jax.tree.leaves(metrics)
 
-    iterate_jaxpr = jax.make_jaxpr(iterate)(arrays, key, iteration)
-    metric_names = out_names[: len(iterate_jaxpr.jaxpr.outvars) - len(names)]
+    def one_iteration(arrays, key, iteration):
+        return iterate(env, arrays, jax.random.fold_in(key, iteration))
+
+    given = arrays
+    if shards > 1:
+        one_iteration = _sharded(algo, env, iterate, shards, carry_axes, names)
+        leaves = [
+            split_shards(leaf, axis, shards) for leaf, axis in zip(jax.tree.leaves(arrays), carry_axes, strict=True)
+        ]
+        given = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
+    iterate_jaxpr = jax.make_jaxpr(one_iteration)(given, key, iteration)
     return Traced(
         init=build("init", init_jaxpr, ["key"], names, env.num_envs, num_carry=0),
-        iterate=build("iterate", iterate_jaxpr, [*names, "key", "iteration"], [*names, *metric_names],
+        iterate=build("iterate", iterate_jaxpr, [*names, "key", "iteration"], [*names, *out_names],
                       env.num_envs, num_carry=len(names)),
-        carry_axes=_carry_axes(algo, env, arrays),
+        carry_axes=carry_axes,
         carry=carry,
         num_envs=env.num_envs,
+        shards=shards,
     )  # fmt: skip
+
+
+def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tuple[Axis, ...], names: list[str]):
+    """The meaning of several shards: `iterate` on the environments of each, with a key of its own, under one `vmap`."""
+    env = env.with_num_envs(env.num_envs // shards)
+
+    def one_iteration(arrays, key, iteration):
+        leaves, tree = jax.tree.flatten(arrays)
+
+        def one_shard(leaves, key):
+            after, metrics = iterate(env, jax.tree.unflatten(tree, leaves), key)
+            _check_equal(algo, shards, carry_axes, names, after)
+            return after, metrics
+
+        key = jax.random.fold_in(key, iteration)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shards))
+        return jax.vmap(one_shard, (list(carry_axes), 0), (list(carry_axes), 0), axis_name=SHARD_AXIS)(leaves, keys)
+
+    return one_iteration
+
+
+def split_shards(leaf: Any, axis: Axis, shards: int) -> Any:
+    """A leaf of the carry with its env axis divided: [env] becomes [shard, env]."""
+    if axis is None:
+        return leaf
+    shape = (*leaf.shape[:axis], shards, leaf.shape[axis] // shards, *leaf.shape[axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.reshape(shape)
+
+
+def merge_shards(leaf: Any, axis: Axis) -> Any:
+    """The way back."""
+    return leaf if axis is None else leaf.reshape(*leaf.shape[:axis], -1, *leaf.shape[axis + 2 :])
+
+
+def _check_equal(algo: Any, shards: int, carry_axes: tuple[Axis, ...], names: list[str], after: list[Any]) -> None:
+    """What has no env axis is there once for all shards: it must come out of what they have combined."""
+    (vmap, *_) = _compat.enclosing_vmaps(after)
+    for name, axis, mapped in zip(names, carry_axes, vmap.in_axes, strict=True):
+        if axis is None and mapped is not None:
+            raise AlgorithmError(
+                f"With {shards} learner shards, each would end `{type(algo).__name__}.iterate` with another `carry.{name}`; it "
+                "has no env axis, and must be the same on all of them.",
+                fix="Combine what it is computed from (gradients, statistics): choreo.all_reduce(x). Or use one shard.",
+            )
 
 
 def _is_array(x: Any) -> bool:

@@ -2,37 +2,61 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 from choreo.errors import LayoutError
+from choreo.partition.exported import ExportedFn
 from choreo.partition.program import Axis, Constant, KeyType, Move, Program, Ref, Segment, Transfer
-from choreo.runtime.machine import Watch
+from choreo.partition.reduce import REPLICA_AXIS
+from choreo.partition.together import on_one_device, over_devices, spec
+from choreo.runtime.machine import Site, Watch
 from choreo.types import GroupName
 
 
 class Device:
     """A `Backend` on JAX's devices."""
 
-    def __init__(self, platforms: Mapping[GroupName, str | None], watch: Watch | None = None):
+    def __init__(
+        self,
+        platforms: Mapping[GroupName, str | None],
+        watch: Watch | None = None,
+        *,
+        spread: Mapping[GroupName, int] = MappingProxyType({}),
+    ):
+        """`spread`: groups whose replicas, so many, each have a device of their own if there are enough here."""
         self.watch: Watch = watch or (lambda kind, name, fn: fn)
-        self.devices = {group: _find_device(group, platform) for group, platform in platforms.items()}
-        self.cpu = all(device.platform == "cpu" for device in self.devices.values())
+        self.spread = spread
+        self.devices = {group: _find_devices(group, platform) for group, platform in platforms.items()}
+        self.cpu = all(devices[0].platform == "cpu" for devices in self.devices.values())
         self.compile_seconds = 0.0
         self.scalars: dict[int, jax.Array] = {}
-        self.loaded: dict[Segment, Callable[..., Any]] = {}
+        self.loaded: dict[Any, Callable[..., Any]] = {}
 
-    def load(self, segment: Segment) -> Callable[..., Sequence[Any]]:
-        if segment not in self.loaded:
+    def device(self, site: Site) -> jax.Device:
+        """Where a site of this process computes."""
+        group, r = site
+        return self.devices[group][r if self._has_devices(group) else 0]
+
+    def _has_devices(self, group: GroupName) -> bool:
+        return 1 < self.spread.get(group, 1) <= len(self.devices[group])
+
+    def load(self, segment: Segment, replica: int = 0) -> Callable[..., Sequence[Any]]:
+        device = self.device((segment.group, replica))
+        if (segment, device) not in self.loaded:
             donated = [2 + position for position in segment.donated]
-            self.loaded[segment] = self.compiled(segment.fn, donated, segment.group)
-        return self.loaded[segment]
+            self.loaded[segment, device] = self.compiled(segment.fn, donated, segment.group, device)
+        return self.loaded[segment, device]
 
-    def compiled(self, fn: Callable[..., Any], donated: list[int], group: GroupName) -> Callable[..., Any]:
+    def compiled(
+        self, fn: Callable[..., Any], donated: list[int], group: GroupName, device: jax.Device
+    ) -> Callable[..., Any]:
         """A function that compiles itself when it is first called; the time is kept apart."""
         program = None
 
@@ -44,10 +68,46 @@ class Device:
 
         def compile_now(args: tuple[Any, ...]) -> Any:
             began = time.perf_counter()
-            with jax.default_device(self.devices[group]):
+            with jax.default_device(device):
                 made = jax.jit(fn, donate_argnums=donated).lower(*args).compile()
             self.compile_seconds += time.perf_counter() - began
             return made
+
+        return call
+
+    def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
+        group = segment.group
+        if len(here) < replicas:  # one process each: JAX knows the devices of all of them
+            platform = self.devices[group][0].platform
+            first = {d.process_index: d for d in reversed(jax.devices(platform))}
+            return self._spmd(segment, [first[r] for r in range(replicas)], here)
+        if self._has_devices(group):
+            return self._spmd(segment, [self.device((group, r)) for r in here], here)
+        if isinstance(segment.fn, ExportedFn):
+            raise LayoutError(
+                f"This plan of {replicas} replicas of `{group}` was made for as many devices, and JAX sees "
+                f"{len(self.devices[group])} here.", fix="Make the plan in this process.")  # fmt: skip
+        return self.compiled(on_one_device(segment, replicas), [], group, self.devices[group][0])
+
+    def _spmd(self, segment: Segment, devices: list[jax.Device], here: Sequence[int]) -> Callable[..., Any]:
+        """One program on several devices; those `here` are this process's."""
+        mesh, own = Mesh(np.array(devices), (REPLICA_AXIS,)), [devices[r] for r in here]
+        fn = segment.fn if isinstance(segment.fn, ExportedFn) else over_devices(segment, mesh)
+        program = self.compiled(fn, [2 + position for position in segment.donated], segment.group, own[0])
+        indices = _whole([jax.device_put(np.int32([r]), devices[r]) for r in here], 0, mesh)
+        steps: dict[int, jax.Array] = {}
+
+        def call(t: Any, rows: list[list[Any]]) -> list[Sequence[Any]]:
+            if (number := int(t)) not in steps:
+                steps[number] = _whole([jax.device_put(np.int32(number), d) for d in own], None, mesh)
+            columns = zip(*rows, strict=True)
+            given = [
+                _whole([jax.device_put(x, d) for x, d in zip(parts, own, strict=True)], each.axis, mesh)
+                for parts, each in zip(columns, segment.ins, strict=True)
+            ]
+            results = program(indices, steps[number], *given)
+            shards = [{shard.device: shard.data for shard in x.addressable_shards} for x in results]
+            return [[parts[d] for parts in shards] for d in own]
 
         return call
 
@@ -64,8 +124,8 @@ class Device:
     def on_host(self, value: Any) -> bool:
         return self.cpu or isinstance(value, np.ndarray)
 
-    def from_host(self, array: np.ndarray, like: Any, group: GroupName) -> jax.Array:
-        value = jax.device_put(array, self.devices[group])
+    def from_host(self, array: np.ndarray, like: Any, site: Site) -> jax.Array:
+        value = jax.device_put(array, self.device(site))
         return jax.random.wrap_key_data(value, impl=like.dtype.impl) if isinstance(like.dtype, KeyType) else value
 
     def host_type(self, like: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -75,16 +135,17 @@ class Device:
         return jnp.stack(slices) if slices else jnp.empty(like.shape, like.dtype)
 
     def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
+        target = self.device((transfer.dst, receiver))
+        if {self.device((transfer.src, s)) for s in range(len(parts))} != {target}:
+            parts = [jax.device_put(part, target) for part in parts]
         value = reshard(parts, move, receiver, receivers)
-        if self.devices[transfer.src] != self.devices[transfer.dst]:
-            return jax.device_put(value, self.devices[transfer.dst])
         return jnp.copy(value) if move.copied else value
 
-    def key(self, data: np.ndarray, group: GroupName) -> jax.Array:
-        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(data)), self.devices[group])
+    def key(self, data: np.ndarray, site: Site) -> jax.Array:
+        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(data)), self.device(site))
 
-    def number(self, value: int, group: GroupName) -> jax.Array:
-        return jax.device_put(np.int32(value), self.devices[group])
+    def number(self, value: int, site: Site) -> jax.Array:
+        return jax.device_put(np.int32(value), self.device(site))
 
     def copy(self, value: Any) -> jax.Array:
         return jnp.copy(value)
@@ -105,13 +166,21 @@ class Device:
         return Chunks(self, program, segment, num_carry)
 
 
-def _find_device(group: GroupName, platform: str | None) -> Any:
+def _find_devices(group: GroupName, platform: str | None) -> list[jax.Device]:
     try:
-        return jax.devices(platform)[0] if platform else jax.devices()[0]
+        return jax.local_devices(backend=platform)
     except RuntimeError as missing:
         have = sorted({device.platform for device in jax.devices()})
         raise LayoutError(f"The layout wants `{group}` on {platform!r}, but JAX sees only {', '.join(have)} here.",
                           fix="Change the group's `device`, or install JAX for that platform.") from missing  # fmt: skip
+
+
+def _whole(parts: list[jax.Array], axis: Axis, mesh: Mesh) -> jax.Array:
+    """One array of the blocks on several devices, without moving them."""
+    shape = list(parts[0].shape)
+    if axis is not None:
+        shape[axis] *= mesh.size
+    return jax.make_array_from_single_device_arrays(tuple(shape), NamedSharding(mesh, spec(axis)), parts)
 
 
 def host_type(like: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -134,7 +203,9 @@ class Chunks:
         if self.call is None or stop - first > self.capacity:
             self.capacity = stop - first
             donated = list(range(3, 3 + self.num_carry))
-            self.call = self.device.compiled(self._chunk(self.capacity), donated, self.group)
+            self.call = self.device.compiled(
+                self._chunk(self.capacity), donated, self.group, self.device.device((self.group, 0))
+            )
         # The number of rounds is an argument: chunks of different lengths share one compiled loop.
         carry, rows = self.call(key, np.int32(first), np.int32(stop), *carry)
         return list(carry), [np.asarray(row)[: stop - first] for row in rows]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from choreo.host import HostObjects
-from choreo.partition.program import HostCall, Program, Segment, walk
+from choreo.partition.program import Axis, HostCall, Program, Segment, walk
 from choreo.runtime.machine import Backend, Machine, Neighbourhood, Site, Watch
 from choreo.runtime.profile import kind_of
 
@@ -22,6 +22,9 @@ class Orders:
     """carry, key, iteration -> carry, metrics"""
     num_carry: int
     """How many of iterate's inputs and outputs are the carry."""
+    carry_axes: tuple[Axis, ...] = ()
+    """The env axis of each leaf of the carry."""
+    shards: int = 1
     single: Segment | None = None
     """The one segment of an iteration, if everything is compiled into one."""
 
@@ -55,7 +58,8 @@ class Execution:
     def start(self, init_key: np.ndarray, run_key: np.ndarray) -> None:
         """Run `init`; keys are given as their numbers."""
         given = {site: {0: self._keys(init_key, site)} for site in self.hood.sites}
-        self.leaves = self._owned(self.orders.init, self.init.run(given))
+        self.leaves = {site: self._divided(leaves, site) for site, leaves in
+                       self._owned(self.orders.init, self.init.run(given)).items()}  # fmt: skip
         self.key = {site: self._keys(run_key, site) for site in self.hood.sites}
 
     def restore(self, leaves: Pieces, run_key: np.ndarray) -> None:
@@ -103,7 +107,7 @@ class Execution:
     def _run_one(self, i: int) -> dict[Site, dict[str, Any]]:
         num_carry = self.orders.num_carry
         given = {
-            site: {**dict(enumerate(leaves)), num_carry: self.key[site], num_carry + 1: self.backend.number(i, site[0])}
+            site: {**dict(enumerate(leaves)), num_carry: self.key[site], num_carry + 1: self.backend.number(i, site)}
             for site, leaves in self.leaves.items()
         }
         self.leaves = {}  # segments may take over their memory
@@ -136,5 +140,18 @@ class Execution:
             owned[site] = self.backend.own(values[: self.orders.num_carry], refs)
         return owned
 
+    def _divided(self, leaves: list[Any], site: Site) -> list[Any]:
+        """What `init` has made, as `iterate` reads it: the environments of each shard apart."""
+        if self.orders.shards == 1:
+            return leaves
+        divided = []
+        for leaf, axis, port in zip(leaves, self.orders.carry_axes, self.orders.iterate.ins, strict=False):
+            if leaf is not None and axis is not None:
+                held = self.hood.replicas(site[0]) if port.held[site[0]][1] is not None else 1
+                shards, shape = self.orders.shards // held, leaf.shape
+                leaf = leaf.reshape(*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
+            divided.append(leaf)
+        return divided
+
     def _keys(self, data: np.ndarray, site: Site) -> Any:
-        return self.backend.key(data, site[0])
+        return self.backend.key(data, site)

@@ -13,7 +13,7 @@ import numpy as np
 from choreo.plans import Plan
 from choreo.runtime.device import Device, block, join
 from choreo.runtime.execution import Execution, Orders
-from choreo.runtime.machine import Neighbourhood
+from choreo.runtime.machine import Neighbourhood, Site
 from choreo.runtime.profile import Profile, Recorder
 from choreo.types import Key, PyTree
 
@@ -24,8 +24,10 @@ class InProcess:
     def __init__(self, plan: Plan, *, profile: bool = False):
         self.plan, self.recorder = plan, Recorder() if profile else None
         watch = self.recorder and self.recorder.watch
-        self.device = Device({group: plan.platform(group) for group in plan.sites.replicas}, watch)
-        orders = Orders(init=plan.init, iterate=plan.iterate, num_carry=plan.num_carry, single=plan.single)
+        platforms = {group: plan.platform(group) for group in plan.sites.replicas}
+        self.device = Device(platforms, watch, spread={group: plan.replicas(group) for group in plan.combining})
+        orders = Orders(init=plan.init, iterate=plan.iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes,
+                        shards=plan.shards, single=plan.single)  # fmt: skip
         hood = Neighbourhood(me="here", homes=dict.fromkeys(plan.all_sites, "here"))
         self.execution = Execution(orders, hood, self.device, watch)
 
@@ -45,13 +47,13 @@ class InProcess:
 
     def restore(self, carry: PyTree, key: Key) -> None:
         leaves = {
-            site: [None if leaf is None else self._put(leaf, site[0]) for leaf in row]
+            site: [None if leaf is None else self._put(leaf, site) for leaf in row]
             for site, row in split_carry(self.plan, carry).items()
         }
         self.execution.restore(leaves, split_key(key)[1])
 
-    def _put(self, leaf: Any, group: str) -> Any:
-        return jax.device_put(jnp.copy(leaf), self.device.devices[group])
+    def _put(self, leaf: Any, site: Site) -> Any:
+        return jax.device_put(jnp.copy(leaf), self.device.device(site))
 
     def profile(self) -> Profile:
         assert self.recorder is not None, "made without profile=True"
@@ -74,7 +76,28 @@ def join_metrics(plan: Plan, pieces: dict[Any, dict[str, np.ndarray]]) -> dict[s
         group, (_, axis) = next(iter(port.held.items()))
         parts = [pieces[group, r][port.name] for r in range(plan.replicas(group))]
         metrics[port.name] = parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis + 1)
-    return metrics
+    return metrics if plan.shards == 1 else combine_metrics(metrics)
+
+
+def combine_metrics(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One number for all shards, from [iteration, shard]; how is said by a metric's name.
+
+    Counts (`episodes`, `..._count`, `..._sum`) are added, `..._max` is the largest, what is said of episodes is a mean over
+    episodes, everything else a mean over shards.
+    """
+    episodes = metrics.get("episodes")
+
+    def combined(name: str, values: np.ndarray) -> np.ndarray:
+        if name == "episodes" or name.endswith(("_count", "_sum")):
+            return values.sum(1)
+        if name.endswith("_max"):
+            return values.max(1)
+        if name.startswith("episode_") and episodes is not None:
+            total, weighted = episodes.sum(1), np.where(episodes > 0, values * episodes, 0).sum(1)
+            return np.divide(weighted, total, out=np.full_like(weighted, np.nan), where=total > 0)
+        return values.mean(1)
+
+    return {name: combined(name, values) for name, values in metrics.items()}
 
 
 def join_carry(plan: Plan, pieces: dict[Any, list[Any]]) -> list[Any]:
@@ -82,7 +105,9 @@ def join_carry(plan: Plan, pieces: dict[Any, list[Any]]) -> list[Any]:
     whole = []
     for i, port in enumerate(plan.iterate.ins[: plan.num_carry]):
         group, (_, axis) = next(iter(port.held.items()))
-        whole.append(join([pieces[group, r][i] for r in range(plan.replicas(group))], axis))
+        parts = [jnp.asarray(pieces[group, r][i]) for r in range(plan.replicas(group))]
+        (device, *_) = parts[0].devices()
+        whole.append(join([jax.device_put(part, device) for part in parts], axis))
     return whole
 
 

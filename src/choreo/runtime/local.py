@@ -56,6 +56,10 @@ LAST_LINES = 60
 """Of a worker's output, shown when it dies without a word: a traceback of every thread fits."""
 ASIDES = ("output", "iteration")
 """What workers say without being asked."""
+COLLECTIVES = ("Gloo", "NCCL", "coordination service")
+"""Whose errors tell that a peer of a worker is gone."""
+CHATTER = "[Gloo] Rank "
+"""How the lines begin that a library prints when all is well."""
 HANGS = "Timeout ("
 """How the last words begin of a worker that was stopped because an environment holds the interpreter."""
 
@@ -81,6 +85,8 @@ class Member:
     """Until it reported an error, or its control socket closed."""
     state: str = "starting"
     """For people: what it is doing."""
+    combines: bool = False
+    """Does it combine values with others inside of compiled programs?"""
 
 
 class Local:
@@ -108,6 +114,7 @@ class Local:
         self.hosts = _place(plan, cluster or Cluster.local())
         self.token = (cluster and cluster.token()) or os.urandom(32)
         self.over_tcp = carrier == "tcp" or any(host.port for host in self.hosts.values())
+        self.meet = (self.over_tcp and len(self.workers) > 1) or any(map(self._together, self.workers))
         orders = {name: self._orders(name) for name in self.workers}  # refuses before anything is started
         try:
             self._launch(orders)
@@ -183,6 +190,7 @@ class Local:
                 stack.callback(end.close)  # later only workers hold them: when one dies, its peers hear it
             for name in self.workers:
                 member = self.members[name] = self._member(name, [fd for end in ends[name] for fd in end.fds])
+                member.combines = self._together(name) is not None
                 self.selector.register(member.control, selectors.EVENT_READ, (member, "control"))
                 if member.process.stdout is not None:
                     os.set_blocking(member.process.stdout.fileno(), False)
@@ -197,6 +205,8 @@ class Local:
                 "token": self.token.hex(),
                 "remote": bool(self.hosts[name].port),
                 "compiled": {g: self.plan.platform(g) for g in self._groups(name)} if self._compiles(name) else None,
+                "meet": self.meet,
+                "together": self._together(name),
                 "x64": jnp.result_type(float) == np.float64,
                 "prng": str(jax.random.key_impl(jax.random.key(0))),
                 "profile": self.profiling,
@@ -204,10 +214,12 @@ class Local:
                 "path": sys.path,
             }
             self._tell_one(self.members[name], header, [np.frombuffer(orders[name], np.uint8)])
-        if self.over_tcp and len(self.workers) > 1:
+        if self.meet:
             replies = self._await("listening", doing="starting", timeout_s=START_S)
-            addresses = {n: header["address"] for n, (header, _) in zip(self.workers, replies, strict=True)}
-            self._tell({"kind": "addresses", "addresses": addresses})
+            heard = {name: header for name, (header, _) in zip(self.workers, replies, strict=True)}
+            addresses = {name: header["address"] for name, header in heard.items()}
+            meet_at = {header["group"]: header["meet_at"] for header in heard.values() if header["meet_at"]}
+            self._tell({"kind": "addresses", "addresses": addresses, "meet_at": meet_at})
         self._await("ready", doing="starting", timeout_s=START_S)
 
     def _member(self, name: str, fds: list[int]) -> Member:
@@ -232,10 +244,11 @@ class Local:
     def _orders(self, name: str) -> bytes:
         """What a worker has to do, ready to be sent."""
         plan, groups = self.plan, self._groups(name)
-        init, iterate = exported(plan.init, groups), exported(plan.iterate, groups)
+        init, iterate = (exported(program, groups, plan.sites.replicas) for program in (plan.init, plan.iterate))
         single = iterate.steps[0] if plan.single else None
         assert single is None or isinstance(single, Segment)
-        orders = Orders(init=init, iterate=iterate, num_carry=plan.num_carry, single=single)
+        orders = Orders(init=init, iterate=iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes,
+                        shards=plan.shards, single=single)  # fmt: skip
         try:
             return cloudpickle.dumps(orders)
         except (TypeError, AttributeError, ValueError, NotImplementedError, OSError) as error:
@@ -245,6 +258,13 @@ class Local:
                 fix=f"Make what {', '.join(f'`{n}`' for n in python) or 'it'} holds picklable (open files, locks and "
                 "windows inside the factory, not before), or use `--runtime inprocess`.",
             ) from error
+
+    def _together(self, name: str) -> dict[str, Any] | None:
+        """The group in which a worker combines values with others while they run, and its place among them."""
+        for (group, r), home in self.hood.homes.items():
+            if home == name and group in self.plan.combining and self.plan.replicas(group) > 1:
+                return {"group": group, "number": r, "of": self.plan.replicas(group)}
+        return None
 
     def _groups(self, name: str) -> list[str]:
         return list(dict.fromkeys(group for (group, _), home in self.hood.homes.items() if home == name))
@@ -286,7 +306,8 @@ class Local:
         # Several workers may share an accelerator: none may take all of its memory at the start.
         shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         given = {name: os.environ[name] for name in (*limits, *shared) if name in os.environ}
-        return {**limits, **shared, **given, **chosen, "PYTHONUNBUFFERED": "1"}
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"} if self._together(name) else {}  # it warns of what we asked for
+        return {**limits, **shared, **quiet, **given, **chosen, "PYTHONUNBUFFERED": "1"}
 
     def _tell(self, header: dict[str, Any], arrays: Iterable[np.ndarray] = ()) -> None:
         arrays = list(arrays)
@@ -392,6 +413,8 @@ class Local:
         return bool(data)
 
     def _say(self, member: Member, line: str) -> None:
+        if line.startswith(CHATTER):
+            return
         member.lines.append(line)
         self.on_output(member.name, line)
 
@@ -469,7 +492,10 @@ def _runs(member: Member) -> bool:
 
 def _only_suffers(member: Member) -> bool:
     """Did it end because another one did?"""
-    return member.error is not None and member.error["type"] in ("PeerLost", "ReceiverClosed", "EndOfChannel")
+    if member.error is None:
+        return member.combines and member.process.poll() == -signal.SIGABRT  # so does JAX end who lost a peer
+    lost = member.error["type"] in ("PeerLost", "ReceiverClosed", "EndOfChannel")
+    return lost or (member.combines and any(word in member.error["what"] for word in COLLECTIVES))
 
 
 def _describe(member: Member, code: int | None, envs: list[range]) -> ChoreoError:

@@ -52,8 +52,8 @@ Watch = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 class Backend(Protocol):
     """What can be done with compiled functions and device arrays."""
 
-    def load(self, segment: Segment) -> Callable[..., Sequence[Any]]:
-        """The compiled function `(replica, step, *inputs) -> results`."""
+    def load(self, segment: Segment, replica: int = 0) -> Callable[..., Sequence[Any]]:
+        """The compiled function `(replica, step, *inputs) -> results`, to run at one of the replicas."""
         ...
 
     def scalar(self, number: int) -> Any:
@@ -68,8 +68,12 @@ class Backend(Protocol):
         """Is it cheap to read from Python?"""
         ...
 
-    def from_host(self, array: np.ndarray, like: Any, group: GroupName) -> Any:
-        """What was received, on the group's device; `like` tells its type."""
+    def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
+        """A compiled function whose replicas combine values: `(step, inputs of each replica here) -> results of each`."""
+        ...
+
+    def from_host(self, array: np.ndarray, like: Any, site: Site) -> Any:
+        """What was received, on the site's device; `like` tells its type."""
         ...
 
     def host_type(self, like: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -84,11 +88,11 @@ class Backend(Protocol):
         """What a receiver here gets from senders that are all here."""
         ...
 
-    def key(self, data: np.ndarray, group: GroupName) -> Any:
+    def key(self, data: np.ndarray, site: Site) -> Any:
         """A random key from its numbers."""
         ...
 
-    def number(self, value: int, group: GroupName) -> Any:
+    def number(self, value: int, site: Site) -> Any:
         """The number of an iteration."""
         ...
 
@@ -108,7 +112,7 @@ class Backend(Protocol):
 class PythonOnly:
     """The `Backend` of sites that compile nothing."""
 
-    def load(self, segment: Segment) -> Callable[..., Sequence[Any]]:
+    def load(self, segment: Segment, replica: int = 0) -> Callable[..., Sequence[Any]]:
         raise AssertionError(f"`{segment.group}` was to run nothing but Python, and got the segment `{segment.name}`")
 
     def scalar(self, number: int) -> int:
@@ -120,7 +124,10 @@ class PythonOnly:
     def on_host(self, value: Any) -> bool:
         return True
 
-    def from_host(self, array: np.ndarray, like: Any, group: GroupName) -> np.ndarray:
+    def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
+        return self.load(segment)
+
+    def from_host(self, array: np.ndarray, like: Any, site: Site) -> np.ndarray:
         return array
 
     def host_type(self, like: Any) -> tuple[tuple[int, ...], np.dtype]:
@@ -132,10 +139,10 @@ class PythonOnly:
     def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
         raise AssertionError("a worker that only runs Python holds sites of one group")
 
-    def key(self, data: np.ndarray, group: GroupName) -> np.ndarray:
+    def key(self, data: np.ndarray, site: Site) -> np.ndarray:
         return data
 
-    def number(self, value: int, group: GroupName) -> np.ndarray:
+    def number(self, value: int, site: Site) -> np.ndarray:
         return np.asarray(value, np.int32)
 
     def copy(self, value: Any) -> Any:
@@ -226,23 +233,38 @@ class Machine:
         return actions
 
     def _segment(self, step: Segment, stores: dict[Site, Store]) -> list[Action]:
-        call, scalar = self.backend.load(step), self.backend.scalar
+        if step.combines:
+            return [self._segment_together(step, stores)]
+        scalar = self.backend.scalar
         slots, outs = [given.slot for given in step.ins], step.outs
 
-        def at(store: Store, index: Any) -> Action:
+        def at(store: Store, index: Any, call: Callable[..., Sequence[Any]]) -> Action:
             def run(t: int) -> None:
                 store.update(zip(outs, call(index, scalar(t), *[store[slot] for slot in slots]), strict=True))
 
             return self.watch(kind_of(step.roles), step.name, run)
 
-        return [at(stores[step.group, r], scalar(r)) for r in self.hood.here(step.group)]
+        return [at(stores[step.group, r], scalar(r), self.backend.load(step, r)) for r in self.hood.here(step.group)]
+
+    def _segment_together(self, step: Segment, stores: dict[Site, Store]) -> Action:
+        here, scalar = self.hood.here(step.group), self.backend.scalar
+        call = self.backend.load_together(step, here, self.hood.replicas(step.group))
+        slots, outs = [given.slot for given in step.ins], step.outs
+        held = [stores[step.group, r] for r in here]
+
+        def run(t: int) -> None:
+            results = call(scalar(t), [[store[slot] for slot in slots] for store in held])
+            for store, values in zip(held, results, strict=True):
+                store.update(zip(outs, values, strict=True))
+
+        return self.watch(kind_of(step.roles), step.name, run)
 
     def _host_call(self, step: HostCall, stores: dict[Site, Store]) -> list[Action]:
         replicas, to_host, on_host = self.hood.replicas(step.group), self.backend.to_host, self.backend.on_host
         wanted = [(i, slot) for i, slot in enumerate(step.outs) if slot is not None]
 
         def at(site: Site) -> Action:
-            store, call = stores[site], self.hosts[site].bind(step.fn)
+            store, call = stores[site], self.hosts[site].bind(step.fn, step.shards)
             block = _block(0, site[1], replicas)
             ins = list(zip(step.ins, step.cuts, strict=True))
 
@@ -332,7 +354,7 @@ class Machine:
         for src, message in put.items():
             receive = self.watch("wait", src, self.hood.links[src].receive)
             gets.append((receive, [(i, piece.put) for i, piece in message]))
-        moves = [(stores[step.dst, d], step.moves[m].dst, step.moves[m].aval) for m, d in targets]
+        moves = [((step.dst, d), step.moves[m].dst, step.moves[m].aval) for m, d in targets]
 
         def wait(_: int) -> None:
             buffers = [np.empty(shape, dtype) for shape, dtype in types]
@@ -341,8 +363,9 @@ class Machine:
             for receive, where in gets:
                 receive([buffers[i][index] for i, index in where])
             # Within a loop a compiled function takes numpy as it is; what many steps will read is put on the device once.
-            for buffer, (store, slot, aval) in zip(buffers, moves, strict=True):
-                store[slot] = buffer if inside and _is_plain(aval) else backend.from_host(buffer, aval, step.dst)
+            for buffer, (site, slot, aval) in zip(buffers, moves, strict=True):
+                store = stores[site]
+                store[slot] = buffer if inside and _is_plain(aval) else backend.from_host(buffer, aval, site)
 
         return wait
 

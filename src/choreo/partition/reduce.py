@@ -1,0 +1,95 @@
+"""`all_reduce` at a replica that holds some of the shards: combine its own, then those of all replicas.
+
+    full program     h = psum(x[S, ...], axes=0);  mean = h / S
+    at a replica     h = psum over replicas of psum(x[S/N, ...], axes=0);  mean = h / S
+
+What is combined over replicas goes as one vector: twenty leaves cost ten times as much as their concatenation.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+from jax import lax
+
+from choreo import _compat
+from choreo.partition.forms import Form, Get, Pieces
+from choreo.partition.split import Axis, Mixes
+from choreo.roles import find_reduction
+
+REPLICA_AXIS = "choreo_replica"
+"""The axis over which the replicas of a group are mapped, where they combine values while they run."""
+COMBINED = ("psum", "pmax")
+
+
+class AllReduce:
+    """A way to compute an `all_reduce` call: its results are the same on every replica."""
+
+    def __init__(self, eqn: jec.JaxprEqn, inner: jec.ClosedJaxpr, forms: Sequence[Form]):
+        self.inner, self.native = inner, [None] * len(eqn.outvars)
+        self.axes = _reduced_axes(inner.jaxpr)
+        for form, axis in zip(forms, self.axes, strict=True):
+            if not form.whole and form.axis != axis:
+                raise Mixes("`all_reduce` was differentiated, or combines something else than shards")
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        return [{axis} for axis in self.axes]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        jaxpr = self.inner.jaxpr
+        held: dict[Any, Any] = dict(zip(jaxpr.constvars, self.inner.consts, strict=True))
+        held.update((var, get(i, axis)) for i, (var, axis) in enumerate(zip(jaxpr.invars, self.axes, strict=True)))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, jec.Literal) else held[var]
+
+        early = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in (*COMBINED, "transpose")]
+        for eqn in early:
+            held.update(zip(eqn.outvars, _compat.bind(eqn, eqn.params, [read(v) for v in eqn.invars]), strict=True))
+        for name in COMBINED:
+            own = [eqn.outvars[0] for eqn in early if eqn.primitive.name == name]
+            held.update(zip(own, over_replicas(name, [held[var] for var in own]), strict=True))
+        for eqn in jaxpr.eqns:
+            if eqn not in early:
+                held.update(zip(eqn.outvars, _compat.bind(eqn, eqn.params, [read(v) for v in eqn.invars]), strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+
+def over_replicas(name: str, values: list[jax.Array]) -> list[jax.Array]:
+    """Combine values over the replicas of the group: one collective per dtype."""
+    combine = {"psum": lax.psum, "pmax": lax.pmax}[name]
+    results: list[Any] = list(values)
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        chosen = [i for i, value in enumerate(values) if value.dtype == dtype]
+        vector = combine(jnp.concatenate([values[i].reshape(-1) for i in chosen]), REPLICA_AXIS)
+        start = 0
+        for i in chosen:
+            results[i] = vector[start : start + values[i].size].reshape(values[i].shape)
+            start += values[i].size
+    return results
+
+
+def _reduced_axes(jaxpr: Any) -> tuple[Axis, ...]:
+    """Which axis of each operand is combined: read from the program, which `vmap` has made."""
+    origin = {var: (i, tuple(range(len(var.aval.shape)))) for i, var in enumerate(jaxpr.invars)}
+    axes: list[Axis] = [None] * len(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        name, source = eqn.primitive.name, eqn.invars[0]
+        if name == "transpose" and source in origin:
+            i, dims = origin[source]
+            origin[eqn.outvars[0]] = i, tuple(dims[d] for d in eqn.params["permutation"])
+        elif name in COMBINED and source in origin and len(eqn.params["axes"]) == 1:
+            i, dims = origin[source]
+            axes[i] = dims[eqn.params["axes"][0]]
+        elif name in (*COMBINED, "transpose"):
+            raise Mixes("`all_reduce` was differentiated")
+    return tuple(axes)
+
+
+def combines(eqn: jec.JaxprEqn) -> bool:
+    """Is there an `all_reduce` in this equation?"""
+    return find_reduction(_compat.call_name(eqn)) is not None or any(
+        combines(e) for inner in _compat.inner_jaxprs(eqn) for e in inner.jaxpr.eqns
+    )

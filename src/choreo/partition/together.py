@@ -1,0 +1,57 @@
+"""A segment whose replicas combine values while they run, as one program for all of them.
+
+    replica 0          replica 1          arrays: blocks along an axis, or the same at both
+    fn(0, t, x[:2])    fn(1, t, x[2:])
+       └──── psum over REPLICA_AXIS ────┘
+
+On as many devices as replicas, of this process or of several: `shard_map`. On one device: `vmap`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from choreo.partition.program import Axis, Segment
+from choreo.partition.reduce import REPLICA_AXIS
+
+
+def over_devices(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
+    """`(indices [N], step, *whole arrays) -> whole results`, each array spread over the devices along its axis."""
+
+    def at_one(index, t, *values):
+        return segment.fn(index[0], t, *values)
+
+    in_specs = (spec(0), spec(None), *(spec(given.axis) for given in segment.ins))
+    # Which results are the same everywhere is proved by the plan (`blocks.py`), by finer rules than shard_map's.
+    return jax.shard_map(
+        at_one, mesh=mesh, in_specs=in_specs, out_specs=[spec(a) for a in segment.out_axes], check_vma=False
+    )
+
+
+def on_one_device(segment: Segment, replicas: int) -> Callable[..., list[list[Any]]]:
+    """`(step, inputs of every replica) -> results of every replica`."""
+    axes = [0 if given.axis is not None else None for given in segment.ins]
+
+    def all_replicas(t, rows):
+        stacked = [
+            jax.numpy.stack(parts) if axis == 0 else parts[0]
+            for axis, parts in zip(axes, zip(*rows, strict=True), strict=True)
+        ]
+        mapped = jax.vmap(segment.fn, (0, None, *axes), 0, axis_name=REPLICA_AXIS, axis_size=replicas)
+        results = mapped(np.arange(replicas, dtype=np.int32), t, *stacked)
+        return [[x[r] for x in results] for r in range(replicas)]
+
+    return all_replicas
+
+
+def spec(axis: Axis) -> PartitionSpec:
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, REPLICA_AXIS)
+
+
+def whole_type(aval: Any, axis: Axis, replicas: int) -> jax.ShapeDtypeStruct:
+    """The type of the whole, from that of a block."""
+    shape = [n * replicas if d == axis else n for d, n in enumerate(aval.shape)]
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)

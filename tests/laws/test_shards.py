@@ -1,0 +1,153 @@
+"""S learner shards: what they mean is `vmap(iterate)`, and how many sites or devices carry them changes nothing."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import choreo
+from choreo import envs, networks
+from choreo.errors import AlgorithmError, LayoutError
+from choreo.partition.trace import merge_shards, split_shards
+from choreo.plans import plan
+from choreo.roles import SHARD_AXIS
+from choreo.runtime.inprocess import InProcess, combine_metrics
+from choreo.runtime.local import Local
+from laws.reference import Run, assert_close, assert_same_bits, named, run_of
+
+KEY = jax.random.key(3)
+SHARDS = 4
+ENV = envs.make("jax:CartPole-v1", 8)
+
+
+def sharded_reference(algo, env, shards: int, key: jax.Array, iterations: int = 3) -> Run:
+    """The meaning of shards, without any of Choreo's machinery but the way a carry is divided."""
+    init_key, run_key = jax.random.split(key)
+    leaves, tree = jax.tree.flatten(jax.jit(lambda key: algo.init(env, key))(init_key))
+    twice = jax.eval_shape(lambda: algo.init(env.with_num_envs(2 * env.num_envs), init_key))
+    axes = [next((d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b), None)
+            for one, two in zip(leaves, jax.tree.leaves(twice), strict=True)]  # fmt: skip
+    env_of_shard = env.with_num_envs(env.num_envs // shards)
+
+    @jax.jit
+    def iterate(leaves, key):
+        def one(leaves, key):
+            carry, metrics = algo.iterate(env_of_shard, jax.tree.unflatten(tree, leaves), key)
+            return jax.tree.leaves(carry), metrics
+
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shards))
+        return jax.vmap(one, (axes, 0), (axes, 0), axis_name=SHARD_AXIS)(leaves, keys)
+
+    leaves = [split_shards(leaf, axis, shards) for leaf, axis in zip(leaves, axes, strict=True)]
+    rows = []
+    for i in range(iterations):
+        leaves, metrics = iterate(leaves, jax.random.fold_in(run_key, i))
+        rows.append(metrics)
+    carry = jax.tree.unflatten(tree, [merge_shards(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)])
+    metrics = {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
+    return named(carry, combine_metrics(metrics))
+
+
+LAYOUTS = {
+    "one site": choreo.fused(shards=SHARDS),
+    "coarse x2": choreo.coarse(2, shards=SHARDS),
+    "fine x2": choreo.fine(2, shards=SHARDS),
+    "2 devices": choreo.multi_learner(2, shards=SHARDS),
+    "4 devices": choreo.multi_learner(4),
+    "4 workers, 2 learners": choreo.sebulba(4, 2),
+    "2 workers, 4 learners": choreo.sebulba(2, 4),
+}
+
+
+def ppo(optimizer=None):
+    network = functools.partial(networks.mlp, hidden=(16,))
+    return choreo.PPO(unroll=4, minibatch_size=4, epochs=2, network=network, optimizer=optimizer)
+
+
+@functools.cache
+def reference(float64: bool) -> Run:
+    return sharded_reference(ppo(optax.sgd if float64 else None), ENV, SHARDS, KEY)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_number_of_sites_carries_the_shards(layout):
+    run = run_of(InProcess(plan(ppo(), ENV, LAYOUTS[layout])), KEY)
+    assert_close(run, reference(float64=False), 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["one site", "2 devices", "4 devices", "4 workers, 2 learners"])
+def test_in_float64_with_plain_gradient_descent(layout):
+    with jax.enable_x64(True):
+        run = run_of(InProcess(plan(ppo(optax.sgd), ENV, LAYOUTS[layout])), KEY)
+        assert_close(run, reference(float64=True), 1e-10)
+
+
+def test_on_two_processes():
+    with jax.enable_x64(True):
+        planned = plan(ppo(optax.sgd), ENV, LAYOUTS["2 devices"])
+        run = run_of(Local(planned), KEY)
+        assert_close(run, reference(float64=True), 1e-10)
+        assert_same_bits(run, run_of(InProcess(planned), KEY))
+
+
+def test_more_replicas_than_devices():
+    """They take turns on one."""
+    algo, env = ppo(), envs.make("jax:CartPole-v1", 8)
+    run = run_of(InProcess(plan(algo, env, choreo.multi_learner(8))), KEY)
+    assert_close(run, sharded_reference(algo, env, 8, KEY), 1e-5)
+
+
+def test_statistics_of_observations_are_those_of_all_shards():
+    env = envs.make("jax:Pendulum-v1", 8)
+    algo = choreo.PPO(unroll=4, minibatch_size=8, epochs=1, normalise_obs=True)
+    run = run_of(InProcess(plan(algo, env, choreo.multi_learner(2))), KEY)
+    assert_close(run, sharded_reference(algo, env, 2, KEY), 1e-5)
+
+
+def test_python_environments():
+    """Every shard has environments of its own: the same ones, however many sites step them."""
+    algo, env = ppo(), envs.make("CartPole-v1", 8)
+    one, two = (
+        run_of(InProcess(plan(algo, env, layout)), KEY) for layout in (LAYOUTS["one site"], LAYOUTS["2 devices"])
+    )
+    assert_close(two, one, 1e-5)
+    assert_same_bits(run_of(Local(plan(algo, env, LAYOUTS["2 devices"])), KEY), two)
+
+
+def test_a_carry_that_differs_between_shards_is_refused():
+    class Carry(NamedTuple):
+        train: jax.Array
+        env_state: jax.Array
+        obs: jax.Array
+
+    class Selfish:
+        def init(self, env, key):
+            return Carry(jnp.zeros(()), *env.reset(env.keys(key)))
+
+        def iterate(self, env, carry, key):
+            return carry._replace(train=carry.train + jnp.mean(carry.obs)), {}
+
+    with pytest.raises(AlgorithmError) as refusal:
+        plan(Selfish(), ENV, choreo.multi_learner(2))
+    assert str(refusal.value).startswith(
+        "With 2 learner shards, each would end `Selfish.iterate` with another `carry.train`; it has no env axis"
+    )
+    assert "choreo.all_reduce(x)" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [
+        (choreo.multi_learner(3), "8 environments cannot be divided evenly among 3 learner shards."),
+        (choreo.coarse(4, shards=2), "2 learner shards cannot be divided evenly among 4 replicas of `env+actor`."),
+        (choreo.coarse(2, shards=2, exact=True), "exact=True and 2 learner shards do not go together"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(layout, what):
+    with pytest.raises(LayoutError) as refusal:
+        plan(ppo(), ENV, layout)
+    assert str(refusal.value).startswith(what)

@@ -1,0 +1,49 @@
+"""Statistics in two halves, as `gradient` and `update` take them, against those of all data."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo import ops
+
+
+def test_what_shards_saw_may_be_averaged():
+    """Shards whose means differ, about 300 away from zero: the variance between them counts, and digits remain."""
+    rng = np.random.default_rng(0)
+    data = (300 + 2 * rng.normal(size=(6, 4, 16, 3)) + np.arange(4)[:, None, None]).astype(np.float32)
+    moments = ops.Moments.of_nothing((3,))
+    for shards in jnp.asarray(data):
+        each = jax.vmap(lambda batch, moments=moments: ops.look(moments, batch))(shards)
+        moments = ops.merge_moments(moments, jax.tree.map(lambda x: x.mean(0), each), jnp.float32(4 * 16))
+    everything = data.reshape(-1, 3).astype(np.float64)
+    assert moments.num == len(everything)
+    np.testing.assert_allclose(moments.mean, everything.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(moments.var, everything.var(0), rtol=5e-3)
+
+
+def test_one_shard_is_as_in_one_go():
+    data = jnp.asarray(np.random.default_rng(1).normal(3.0, 2.0, (5, 7, 4, 3)).astype(np.float32))
+    halves = whole = ops.Moments.of_nothing((3,))
+    for batch in data:
+        halves = ops.merge_moments(halves, ops.look(halves, batch), jnp.float32(28))
+        whole = ops.update_moments(whole, batch)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), halves, whole)
+
+
+def test_what_was_seen_by_older_statistics_counts_as_much():
+    """Asynchronous workers look around a mean that has moved on since."""
+    data = jnp.asarray(np.random.default_rng(2).normal(3.0, 2.0, (4, 50, 3)).astype(np.float32))
+    old = now = ops.Moments.of_nothing((3,))
+    for batch in data:
+        now = ops.merge_moments(now, ops.look(old, batch), jnp.float32(50))
+    np.testing.assert_allclose(now.mean, data.mean((0, 1)), rtol=1e-4)
+    np.testing.assert_allclose(now.var, data.var((0, 1)), rtol=1e-4)
+
+
+def test_a_constant_has_no_variance():
+    """Rounding must not make it negative: its root would be NaN."""
+    moments, batch = ops.Moments.of_nothing((1,)), jnp.full((10, 1), 0.1)
+    for _ in range(5):
+        moments = ops.merge_moments(moments, ops.look(moments, batch), jnp.float32(10))
+    assert 0 <= moments.var[0] < 1e-6
+    assert np.isfinite(ops.normalise(moments, batch[0])).all()

@@ -1,0 +1,122 @@
+"""V-trace against its definition as a sum over products, against rlax, and where it becomes something simpler."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from choreo import ops
+
+TIME, ENV, GAMMA = 30, 5, 0.97
+
+
+@pytest.fixture
+def steps():
+    """reward, discount, last, value_tm1, value_t; a third of the ends are time limits. Values agree within episodes."""
+    rng = np.random.default_rng(0)
+    last = rng.random((TIME, ENV)) < 0.15
+    terminated = last & (rng.random((TIME, ENV)) < 0.66)
+    assert (last & ~terminated).any() and terminated.any()
+    reward, value_tm1, value_t = rng.normal(size=(3, TIME, ENV)).astype(np.float32)
+    value_t[:-1] = np.where(last[:-1], value_t[:-1], value_tm1[1:])
+    return reward, (GAMMA * ~terminated).astype(np.float32), last, value_tm1, value_t
+
+
+@pytest.fixture
+def ratio():
+    """Of probabilities now and then: on both sides of 1."""
+    return np.exp(np.random.default_rng(1).normal(0, 0.7, (TIME, ENV))).astype(np.float32)
+
+
+def by_definition(ratio, steps, rho_bar, c_bar, lambda_):
+    """Equation 1: V(x_s) + sum_t gamma^(t-s) (prod of c) rho_t delta_t, each start by itself, to its episode's end."""
+    reward, discount, last, value_tm1, value_t = steps
+    out = value_tm1.astype(np.float64)
+    for e in range(ENV):
+        for start in range(TIME):
+            factor = 1.0
+            for t in range(start, TIME):
+                delta = reward[t, e] + discount[t, e] * value_t[t, e] - value_tm1[t, e]
+                out[start, e] += factor * min(rho_bar, ratio[t, e]) * delta
+                factor *= discount[t, e] * lambda_ * min(c_bar, ratio[t, e])
+                if last[t, e]:
+                    break
+    return out
+
+
+@pytest.mark.parametrize(("rho_bar", "c_bar", "lambda_"), [(1.0, 1.0, 1.0), (2.0, 1.0, 0.9), (1.5, 0.5, 0.0)])
+def test_by_its_definition(ratio, steps, rho_bar, c_bar, lambda_):
+    got = ops.vtrace(*map(jnp.asarray, (ratio, *steps)), lambda_, rho_bar=rho_bar, c_bar=c_bar)
+    target = by_definition(ratio, steps, rho_bar, c_bar, lambda_)
+    np.testing.assert_allclose(got.target_tm1, target, rtol=1e-4, atol=1e-5)
+    if lambda_ == 1.0:
+        reward, discount, last, value_tm1, value_t = steps
+        following = np.where(last | (np.arange(TIME) == TIME - 1)[:, None], value_t, np.roll(target, -1, axis=0))
+        advantage = np.minimum(rho_bar, ratio) * (reward + discount * following - value_tm1)
+        np.testing.assert_allclose(got.advantage_t, advantage, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lambda_", [0.0, 0.9, 1.0])
+def test_on_policy_it_is_the_lambda_return_and_gae(steps, lambda_):
+    reward, discount, last, value_tm1, value_t = map(jnp.asarray, steps)
+    got = ops.vtrace(jnp.ones((TIME, ENV)), *map(jnp.asarray, steps), lambda_)
+    target = ops.lambda_return(reward, discount, last, value_t, lambda_)
+    np.testing.assert_allclose(got.target_tm1, target, rtol=1e-4, atol=1e-5)
+    advantage = ops.gae(reward, discount, last, value_tm1, value_t, lambda_)
+    np.testing.assert_allclose(got.advantage_t, advantage, rtol=1e-4, atol=1e-5)
+
+
+def test_what_would_never_be_done_teaches_nothing(steps):
+    got = ops.vtrace(jnp.zeros((TIME, ENV)), *map(jnp.asarray, steps))
+    np.testing.assert_array_equal(got.target_tm1, steps[3])
+    np.testing.assert_array_equal(got.advantage_t, 0)
+
+
+def test_cut_weights_are_those_of_one(ratio, steps):
+    """Where every ratio is above both bounds, it no longer matters which."""
+    high = ops.vtrace(*map(jnp.asarray, (ratio + 1, *steps)))
+    ones = ops.vtrace(jnp.ones((TIME, ENV)), *map(jnp.asarray, steps))
+    np.testing.assert_array_equal(high.target_tm1, ones.target_tm1)
+    np.testing.assert_array_equal(high.advantage_t, ones.advantage_t)
+
+
+def test_nothing_leaks_from_the_next_episode(ratio, steps):
+    first, env = int(np.argmax(steps[2][:, 0])), 0
+    assert 0 < first < TIME - 1
+    reward = steps[0].copy()
+    reward[first + 1 :, env] += 100.0
+    before, after = (ops.vtrace(*map(jnp.asarray, (ratio, r, *steps[1:]))) for r in (steps[0], reward))
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(x[: first + 1, env], y[: first + 1, env])
+        assert (x[first + 1 :, env] != y[first + 1 :, env]).any()
+
+
+@pytest.mark.parametrize(("bar", "lambda_"), [(1.0, 1.0), (1.0, 0.9), (1.7, 0.8)])
+def test_against_rlax(ratio, steps, bar, lambda_):
+    """Where no episode is cut by a time limit, rlax computes the same; it always cuts traces at 1."""
+    rlax = pytest.importorskip("rlax", reason="rlax is not installed; the definition above stands alone")
+    reward, discount, _, value_tm1, value_t = steps
+    value_t = np.concatenate([value_tm1[1:], value_t[-1:]])
+    last = discount == 0
+    got = ops.vtrace(*map(jnp.asarray, (ratio, reward, discount, last, value_tm1, value_t)), lambda_, rho_bar=bar)
+    for e in range(ENV):
+        with jax.numpy_dtype_promotion("standard"):  # rlax adds flags to numbers
+            theirs = rlax.vtrace_td_error_and_advantage(
+                *(jnp.asarray(x[:, e]) for x in (value_tm1, value_t, reward, discount, ratio)),
+                lambda_=lambda_,
+                clip_rho_threshold=bar,
+                clip_pg_rho_threshold=bar,
+            )
+        np.testing.assert_allclose(got.target_tm1[:, e] - value_tm1[:, e], theirs.errors, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got.advantage_t[:, e], theirs.pg_advantage, rtol=1e-4, atol=1e-5)
+
+
+def test_it_judges_the_policy_that_the_bounds_allow():
+    """One step, four actions: the target is the value of pi, or of pi cut at rho_bar times mu (section 4.1)."""
+    mu, pi, reward = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.1, 0.1], [3.0, -1.0, 2.0, 5.0]], np.float32)
+    one = jnp.ones((1, 4))  # every action once, so that weighing by mu is exact
+    ended, zero = one.astype(bool), jnp.zeros((1, 4))
+    args = (jnp.asarray(pi / mu)[None], jnp.asarray(reward)[None], zero, ended, zero, zero)
+    full, cut = (mu @ np.asarray(ops.vtrace(*args, rho_bar=bar).target_tm1[0]) for bar in (10.0, 1.0))
+    np.testing.assert_allclose(full, pi @ reward, rtol=1e-6)
+    np.testing.assert_allclose(cut, np.minimum(mu, pi) @ reward, rtol=1e-6)
