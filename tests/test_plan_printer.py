@@ -5,31 +5,44 @@ import pickle
 import jax
 import pytest
 
-from choreo.algos.ppo import PPO
+from choreo.algos import A2C, PPO
 from choreo.envs import make
-from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, fine, fused, multi_learner, sebulba
 from choreo.partition.program import Transfer, walk
 from choreo.plan_printer import crossings
 from choreo.plans import plan
 from choreo.runtime.inprocess import InProcess
+from choreo.runtime.machine import Neighbourhood, messages
 from goldens import check_golden
 from pictures import arrows, check_legible, texts
 from tiny import Tiny
 
-LAYOUTS = {
+PPO_LAYOUTS = {
     "fused": fused(),
+    "fused_2_devices": fused(devices=2, shards=4),
     "coarse_x1": coarse(1),
     "coarse_x2": coarse(2),
     "coarse_x2_exact": coarse(2, exact=True),
     "fine_x2": fine(2),
     "env_x2_actor_x3": Layout(Group("env", replicas=2, device="cpu"), Group("actor", replicas=3), Group("learner")),
+    "coarse_x2_lag": coarse(2, max_lag=4),
+    "multi_learner_x2": multi_learner(2, shards=4),
+    "sebulba_x4_x2": sebulba(4, 2),
+    "central_x2": central(2),
 }
+A2C_LAYOUTS = {"a2c_central_x2": central(2), "a2c_a3c_x2": ALIASES["a3c"](2)}
+LAYOUTS = PPO_LAYOUTS | A2C_LAYOUTS
 
 
 @pytest.fixture(scope="module")
 def plans():
     env = make("jax:CartPole-v1", 12)
-    return {name: plan(PPO(unroll=16, minibatch_size=32), env, layout) for name, layout in LAYOUTS.items()}
+    ppo = {name: plan(PPO(unroll=16, minibatch_size=24), env, layout) for name, layout in PPO_LAYOUTS.items()}
+    return ppo | {name: plan(A2C(unroll=16), env, layout) for name, layout in A2C_LAYOUTS.items()}
+
+
+def test_every_preset_is_here():
+    assert {layout.name for layout in PPO_LAYOUTS.values()} >= set(PRESETS)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -45,7 +58,8 @@ def test_picture(plans, name):
     svg = shown.draw()
     check_legible(svg)
     words = " ".join(texts(svg))
-    assert all(fragment in words for fragment in ("act", "step_one", "learn"))
+    learning = ("gradient", "update") if name in A2C_LAYOUTS else ("learn",)
+    assert all(fragment in words for fragment in ("act", "step_one", *learning))
     assert all(group in words for group in shown.sites.replicas)
     transfers = [step for step, _ in walk(shown.iterate.steps) if isinstance(step, Transfer)]
     assert len(arrows(svg)) == len(transfers) == len(list(crossings(shown, shown.iterate)))
@@ -57,6 +71,36 @@ def test_promise_is_that_of_the_law(plans):
         assert promises[name].startswith("bit for bit"), name
     for name in ("coarse_x2", "fine_x2", "env_x2_actor_x3"):
         assert promises[name].startswith("what jax.jit(iterate) computes, up to rounding"), name
+    for name in ("fused_2_devices", "multi_learner_x2", "sebulba_x4_x2"):
+        assert promises[name].startswith("what vmap(iterate) over 4 learner shards computes, up to rounding"), name
+        assert "exact" not in promises[name]  # which shards do not go with
+    assert "bit for bit" not in promises["coarse_x2_lag"] + promises["a2c_a3c_x2"]
+    assert promises["coarse_x2_lag"].startswith("what a worker reads is at most 4 updates old (max_lag=4). Results")
+
+
+def test_who_carries_how_many_shards_and_combines_them(plans):
+    text = {name: " ".join(str(shown).split()) for name, shown in plans.items()}
+    assert all("12 environments, 4 learner shards" in text[name] for name in ("multi_learner_x2", "sebulba_x4_x2"))
+    assert "2 replicas, 6 environments each, 2 shards each" in text["multi_learner_x2"]
+    assert "learn, all-reduce over 2 replicas" in text["multi_learner_x2"]
+    assert "env+actor: 4 replicas, 3 environments each, 1 shard each" in text["sebulba_x4_x2"]
+    assert "buffer+learner: 2 replicas, 6 environments each, 2 shards each" in text["sebulba_x4_x2"]
+    assert "1 site, all 12 environments, all 4 shards, on 2 devices, 2 shards on each" in text["fused_2_devices"]
+    assert "all-reduce" not in text["central_x2"] + text["coarse_x2"]
+    assert "all-reduce over 2 replicas" in " ".join(texts(plans["sebulba_x4_x2"].draw()))
+
+
+def test_what_may_be_out_of_date(plans):
+    assert "receive from buffer+learner, up to 4 updates old" in str(plans["coarse_x2_lag"])
+    assert "updates old" not in str(plans["coarse_x2"])
+    drawn = [arrow for arrow in arrows(plans["coarse_x2_lag"].draw()) if arrow.get("stroke-dasharray")]
+    assert len(drawn) == 1
+    assert "1 site, 6 environments at a time" in str(plans["a2c_a3c_x2"])
+
+
+def test_one_shard_on_several_devices_is_divided_by_the_compiler():
+    shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), fused(devices=2, shards=1))
+    assert "1 site, all 4 environments, on 2 devices, divided by the compiler" in str(shown)
 
 
 class Weighing(InProcess):
@@ -66,8 +110,8 @@ class Weighing(InProcess):
         super().__init__(plan)
         self.arrived, hand_over = 0, self.device.reshard
 
-        def weigh(*args):
-            value = hand_over(*args)
+        def weigh(parts, move, receiver, receivers, transfer):
+            value = hand_over(parts, move, receiver, receivers, transfer)
             self.arrived += value.nbytes
             return value
 
@@ -76,8 +120,13 @@ class Weighing(InProcess):
 
 @pytest.mark.parametrize(
     "layout",
-    [coarse(2), fine(2), Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner"))],
-    ids=["coarse", "fine", "three groups"],
+    [
+        coarse(2),
+        fine(2),
+        Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner")),
+        coarse(2, shards=2),
+    ],
+    ids=["coarse", "fine", "three groups", "shards"],
 )
 def test_bytes_are_those_that_move(layout):
     shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), layout)
@@ -97,6 +146,17 @@ def test_messages_between_replicas_that_share_environments():
     counts = {(c.src, c.dst): c.num_messages for c in crossings(shown, shown.iterate)}
     assert counts["env", "actor"] == counts["actor", "env"] == 4
     assert counts["learner", "actor"] == counts["actor", "learner"] == 3
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if not layout.exact])
+def test_messages_are_those_of_worker_processes(plans, name):
+    shown = plans[name]
+    alone = {(group, 0): group for group in shown.sites.replicas}
+    homes = alone if shown.copies > 1 else {site: f"{site}" for site in shown.all_sites}
+    hood = Neighbourhood(me="", homes=homes)
+    transfers = [step for step, _ in walk(shown.iterate.steps) if isinstance(step, Transfer)]
+    counts = [len(messages(step, hood)) * shown.copies for step in transfers]
+    assert counts == [c.num_messages for c in crossings(shown, shown.iterate)]
 
 
 def test_pickled_plan_prints_the_same():

@@ -27,7 +27,8 @@ An RL algorithm is written once, as plain JAX; a layout decides where it runs.
   choreo list algos|envs|layouts                  what there is
 
 An ALGORITHM is a name (ppo) or a class in a file (my_ppo.py:MyPPO), an ENVIRONMENT a name (CartPole-v1, jax:CartPole-v1)
-or a function in a file (my_env.py:make_env) with its arguments as --env.key=value, a RUN is a run folder. For example:
+or a function in a file (my_env.py:make_env) with its arguments as --env.key=value, a RUN is a run folder. --layout takes
+a name (coarse, seed_rl) or a layout in a file (my_layouts.py:two_stage). For example:
 
   choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/x
 
@@ -180,8 +181,8 @@ def graph(args: list[str]) -> int:
     parser.add_argument("--num-envs", type=_count, default=8, help="environments stepped together (8)")
     parser.add_argument("-o", "--out", type=Path, help="write a picture (SVG) instead of printing")
     options, algo, env = _parse_named(parser, args)
-    if options.layout is None and (options.workers is not None or options.exact):
-        raise UsageError("--workers and --exact belong to a layout.", fix="Add --layout coarse.")
+    if options.layout is None and (given := _given(options)):
+        raise UsageError(f"{_as_flag(next(iter(given)))} belongs to a layout.", fix="Add --layout coarse.")
     _check_out(options.out)
 
     from choreo.checkpoint import write_atomic
@@ -252,10 +253,29 @@ def show_list(args: list[str]) -> int:
     from choreo.layouts import PRESETS
 
     known = {"algos": algos.ALGOS, "envs": dict.fromkeys(envs.names()), "layouts": PRESETS}[options.kind]
-    width = max(len(name) for name in known)
-    for name, value in known.items():
-        print(f"{name:<{width}}  {registry.summary_line(value)}".rstrip() if value else name)
+    _print_columns({name: registry.summary_line(value) if value else "" for name, value in known.items()})
+    if options.kind == "layouts":
+        print("\nother names:")
+        _print_columns(_other_names())
     return 0
+
+
+def _other_names() -> dict[str, str]:
+    """Aliases, those of one preset together, and what they stand for."""
+    from choreo import registry
+    from choreo.layouts import ALIASES, PRESETS
+
+    presets = {preset: name for name, preset in PRESETS.items()}
+    named: dict[str, list[str]] = {}
+    for alias, make in ALIASES.items():
+        named.setdefault(presets.get(make) or registry.summary_line(make), []).append(alias)
+    return {", ".join(aliases): what for what, aliases in named.items()}
+
+
+def _print_columns(rows: dict[str, str]) -> None:
+    width = max(map(len, rows))
+    for name, text in rows.items():
+        print(f"{name:<{width}}  {text}".rstrip())
 
 
 COMMANDS: dict[str, Main] = {
@@ -311,11 +331,17 @@ def _parser(command: str, usage: str) -> argparse.ArgumentParser:
 
 
 def _add_layout(parser: argparse.ArgumentParser, *, default: str | None) -> None:
-    parser.add_argument(
-        "--layout", default=default, help=f"where it runs; see `choreo list layouts` ({default or 'none'})"
-    )
-    parser.add_argument("--workers", type=_count, help="replicas of the layout's replicated group")
-    parser.add_argument("--exact", action="store_true", help="the same result, bit for bit, for any number of workers")
+    add = parser.add_argument
+    words = "where it runs: a name of `choreo list layouts`, or a layout of yours, my_layouts.py:two_stage"
+    add("--layout", default=default, help=f"{words} ({default or 'none'})")
+    add("--workers", type=_count, help="replicas of the layout's first replicated group")
+    add("--learners", type=_count, help="replicas of its learner, where there may be several")
+    add("--devices", type=_count, help="devices of one site, among which its work is divided")
+    add("--shards", type=_count, help="learner shards S: part of the results, unlike workers, learners and devices")
+    add("--max-lag", type=_count, help="by how many updates what a worker reads may be out of date (0, lockstep)")
+    add("--merge", help="all: learn once every worker's part is there; any: from each part as it arrives (all)")
+    exact = "the same result, bit for bit, for any number of workers"
+    add("--exact", action=argparse.BooleanOptionalAction, default=None, help=exact)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -424,22 +450,33 @@ def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser
     return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name}", default=recipe.algo))
 
 
-def _layout(options: argparse.Namespace) -> Any:
-    """The layout by name, or that of a run; `--workers` and `--exact` also change the one of a run, if it is a preset."""
-    from choreo import registry
-    from choreo.layouts import PRESETS
+LAYOUT_OPTIONS = ("workers", "learners", "devices", "shards", "max_lag", "merge", "exact")
+"""What a layout may be made with."""
 
-    given, changes = options.layout, {"workers": options.workers, "exact": options.exact or None}
-    if isinstance(given, str) or changes == {"workers": None, "exact": None}:
-        return registry.layout(given, **changes)
-    workers = next((group.replicas for group in given.groups if group.replicas is not None), None)
-    before = {"workers": workers, "exact": given.exact or None}
-    if given.name not in PRESETS or registry.layout(given.name, **before) != given:
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of a layout that were given."""
+    return {name: value for name in LAYOUT_OPTIONS if (value := getattr(options, name)) is not None}
+
+
+def _layout(options: argparse.Namespace) -> Any:
+    """The layout by name, or that of a run, of which only what is given is changed."""
+    from choreo import registry
+
+    layout, given = options.layout, _given(options)
+    if isinstance(layout, str) or not given:
+        return registry.layout(layout, **given)
+    before = registry.made_with(layout)
+    if before is None:
         raise UsageError(
-            "--workers and --exact cannot change the layout of this run, which is not one of Choreo's.",
+            f"{_as_flag(next(iter(given)))} cannot change the layout of this run, which is not one of Choreo's.",
             fix="Name a layout as well: --layout coarse --workers 2",
         )
-    return registry.layout(given.name, **{name: changes[name] or was for name, was in before.items()})
+    return registry.layout(layout.name, **before | given)
+
+
+def _as_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _flags(parser: argparse.ArgumentParser) -> set[str]:

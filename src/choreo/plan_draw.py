@@ -5,7 +5,18 @@ from collections.abc import Iterator, Sequence
 from choreo.graph.printer import count, format_bytes, wrap
 from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
 from choreo.partition.program import Loop, Step, Transfer
-from choreo.plan_printer import Crossing, crossings, num_replicas, plan_groups, promise, step_name, where
+from choreo.plan_printer import (
+    Crossing,
+    age,
+    crossings,
+    num_replicas,
+    plan_groups,
+    promise,
+    step_name,
+    step_notes,
+    title,
+    where,
+)
 from choreo.plans import Plan
 from choreo.types import GroupName, Role
 
@@ -21,9 +32,9 @@ def draw_plan(plan: Plan) -> str:
         for name in [group.name]
     ]
     found = list(crossings(plan, plan.iterate))
-    items = list(_items(plan.iterate.steps, lanes, iter(found)))
-    title = f"{plan.title}, {count(plan.num_envs, 'environment')}"
-    return draw_lanes(title, f"Layout {plan.layout.name}: {_total(found)}", lanes, items, wrap(promise(plan), 120))
+    items = list(_items(plan, plan.iterate.steps, lanes, iter(found)))
+    layout = f"Layout {plan.layout.name}: {_total(found)}"
+    return draw_lanes(title(plan), layout, lanes, items, wrap(promise(plan), 120))
 
 
 def _roles(plan: Plan, group: GroupName) -> tuple[Role, ...]:
@@ -31,19 +42,21 @@ def _roles(plan: Plan, group: GroupName) -> tuple[Role, ...]:
     return tuple(sorted(role for role, home in plan.sites.group_of.items() if home == group))
 
 
-def _items(steps: Sequence[Step], lanes: Sequence[Lane], found: Iterator[Crossing]) -> Iterator[Item]:
+def _items(plan: Plan, steps: Sequence[Step], lanes: Sequence[Lane], found: Iterator[Crossing]) -> Iterator[Item]:
     """`found`: the crossings of all transfers, in the order of the steps."""
     lane_of = {lane.title: i for i, lane in enumerate(lanes)}
     for step in steps:
         if isinstance(step, Loop):
-            title = f"× {step.length}" + (" backwards" if step.reverse else "")
-            yield Frame(title, "", tuple(_items(step.body, lanes, found)))
+            times = f"× {step.length}" + (" backwards" if step.reverse else "")
+            yield Frame(times, "", tuple(_items(plan, step.body, lanes, found)))
         elif isinstance(step, Transfer):
             crossing = next(found)
-            yield Arrow(lane_of[step.src], lane_of[step.dst], crossing.what, _size(crossing))
+            size = _size(crossing) + age(step)
+            yield Arrow(lane_of[step.src], lane_of[step.dst], crossing.what, size, dashed=bool(step.lag))
         else:
             lane = lane_of[step.group]
-            yield Box(lane, step_name(step), roles=() if step.name == GLUE else lanes[lane].roles)
+            roles = () if step.name == GLUE else lanes[lane].roles
+            yield Box(lane, step_name(step), tuple(step_notes(plan, step)), roles)
 
 
 def _total(found: Sequence[Crossing]) -> str:

@@ -20,13 +20,18 @@ from choreo.types import GroupName
 
 def format_plan(plan: Plan) -> str:
     """Sites, fragments, what crosses, bytes, the promise; at most 100 columns."""
-    title = f"{plan.title}, {count(plan.num_envs, 'environment')}"
-    lines = [title, *wrap(f"{plan.layout.name}: {plan.layout!r}", WIDTH), ""]
+    lines = [title(plan), *wrap(f"{plan.layout.name}: {plan.layout!r}", WIDTH), ""]
     for group in plan_groups(plan):
-        steps = _format_steps(plan.iterate.steps, group.name, "    ")
+        steps = _format_steps(plan, plan.iterate.steps, group.name, "    ")
         lines += [f"{group.name}: {where(plan, group)}", *(steps or ["    nothing"]), ""]
     lines += [*_format_crossings(plan), ""]
     return "\n".join([*lines, *wrap(promise(plan), WIDTH)])
+
+
+def title(plan: Plan) -> str:
+    """`PPO on jax:CartPole-v1, 16 environments, 4 learner shards`"""
+    shards = f", {count(plan.shards, 'learner shard')}" if plan.shards > 1 else ""
+    return f"{plan.title}, {count(plan.num_envs, 'environment')}{shards}"
 
 
 def plan_groups(plan: Plan) -> list[Group]:
@@ -40,35 +45,59 @@ def num_replicas(plan: Plan, group: GroupName) -> int:
 
 
 def where(plan: Plan, group: Group) -> str:
-    """`2 replicas, 4 environments each, on cpu`"""
-    n, device = num_replicas(plan, group.name), f", on {group.device}" if group.device else ""
-    size = plan.sites.size(group.name)
-    if n == 1:
-        words = f"1 site, all {count(plan.num_envs, 'environment')}"
-    else:
-        words = f"{n} replicas, {count(plan.num_envs // n, 'environment')} each"
-    in_blocks = size is not None and size.block != plan.num_envs // n
-    return words + (f", in blocks of {size.block}" if size and in_blocks else "") + device
+    """`2 replicas, 4 environments each, on cpu`, or with shards `2 replicas, 8 environments each, 2 shards each`"""
+    n, size = num_replicas(plan, group.name), plan.sites.size(group.name)
+    words = ["1 site", f"all {count(plan.num_envs, 'environment')}"]
+    if n == 1 and plan.copies > 1:
+        words = ["1 site", f"{count(plan.num_envs // plan.copies, 'environment')} at a time"]
+    elif n > 1:
+        words = [f"{n} replicas", f"{count(plan.num_envs // n, 'environment')} each"]
+    if plan.shards > 1:
+        words += [f"{count(plan.shards // n, 'shard')} each" if n > 1 else f"all {plan.shards} shards"]
+    elif size and size.block != plan.num_envs // n:
+        words += [f"in blocks of {size.block}"]
+    return ", ".join([*words, *_devices(plan, group)])
 
 
-def _format_steps(steps: Iterable[Step], group: GroupName, indent: str) -> list[str]:
+def _devices(plan: Plan, group: Group) -> list[str]:
+    """On what a group computes, and how that is divided among several devices."""
+    if group.devices == 1:
+        return [f"on {group.device}"] if group.device else []
+    shared = f"{count(plan.shards // group.devices, 'shard')} on each" if plan.shards > 1 else "divided by the compiler"
+    return [f"on {group.devices} {group.device + ' ' if group.device else ''}devices", shared]
+
+
+def _format_steps(plan: Plan, steps: Iterable[Step], group: GroupName, indent: str) -> list[str]:
     lines: list[str] = []
     for step in steps:
         if group not in groups_of(step):
             continue
         if isinstance(step, Loop):
-            inner = _format_steps(step.body, group, indent + "│   ")
+            inner = _format_steps(plan, step.body, group, indent + "│   ")
             lines += [f"{indent}{step.length} x", *inner] if inner else []
         elif isinstance(step, Transfer):
-            lines.append(f"{indent}send to {step.dst}" if step.src == group else f"{indent}receive from {step.src}")
+            sends = step.src == group
+            lines.append(indent + (f"send to {step.dst}" if sends else f"receive from {step.src}{age(step)}"))
         else:
-            lines.append(indent + step_name(step))
+            lines.append(indent + ", ".join([step_name(step), *step_notes(plan, step)]))
     return lines
+
+
+def age(transfer: Transfer) -> str:
+    """`, up to 4 updates old`, if what crosses may be out of date."""
+    return f", up to {count(transfer.lag, 'update')} old" if transfer.lag else ""
 
 
 def step_name(step: Segment | HostCall) -> str:
     """The fragments in a step."""
     return f"{step.name} (Python on the host)" if isinstance(step, HostCall) else step.name.replace("+", ", ")
+
+
+def step_notes(plan: Plan, step: Segment | HostCall) -> list[str]:
+    """`all-reduce over 4 replicas`, if values are combined while it runs."""
+    if isinstance(step, HostCall) or not step.combines:
+        return []
+    return [f"all-reduce over {count(num_replicas(plan, step.group), 'replica')}"]
 
 
 @dataclass(frozen=True)
@@ -89,22 +118,24 @@ class Crossing:
 def crossings(plan: Plan, program: Program) -> Iterator[Crossing]:
     """Every transfer of a program, in order."""
     names = slot_names(program)
+    # With merge="any", `iterate` is the program of one worker and of who learns from it, and there are several.
+    copies = plan.copies if program is plan.iterate else 1
     for step, times in walk(program.steps):
         if isinstance(step, Transfer):
-            senders, receivers = num_replicas(plan, step.src), num_replicas(plan, step.dst)
+            senders, receivers = (1 if copies > 1 else num_replicas(plan, group) for group in (step.src, step.dst))
             pairs = {pair for move in step.moves for pair in _pairs(move, senders, receivers)}
             nbytes = sum(_nbytes(move.aval) * (receivers if move.dst_axis is None else 1) for move in step.moves)
             what = describe(_Named(names.get(move.src) or _own(move.label), move) for move in step.moves)
-            yield Crossing(step.src, step.dst, what, times, len(pairs), nbytes)
+            yield Crossing(step.src, step.dst, what, times, len(pairs) * copies, nbytes * copies)
 
 
 def _pairs(move: Move, senders: int, receivers: int) -> Iterator[tuple[int, int]]:
     """Which sender has something for which receiver: both hold contiguous blocks."""
+    have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
     for r in range(receivers):
         for s in range(senders):
             overlap = s * receivers < (r + 1) * senders and r * senders < (s + 1) * receivers
-            any_will_do = move.src_axis is None  # all senders hold the same
-            if s == r % senders if any_will_do else move.dst_axis is None or overlap:
+            if s == 0 if have is None else overlap or have != want:  # what all senders hold, the first one sends
                 yield s, r
 
 
@@ -157,7 +188,7 @@ def _format_crossings(plan: Plan) -> list[str]:
     total = sum(c.nbytes * c.times for c in found)
     messages = sum(c.times * c.num_messages for c in found)
     sentence = f"Per iteration {count(messages, 'message')}, {format_bytes(total)}. {at_start}"
-    head = ["what crosses", "", "messages", "bytes each", "per iteration"]
+    head = ["what crosses", "", "messages", "each", "per iteration"]
     return [*table(head, rows, align="<<>>>", flexible=1), sentence.rstrip()]
 
 
@@ -167,18 +198,38 @@ def _messages(crossing: Crossing) -> str:
 
 def promise(plan: Plan) -> str:
     """Which level of the law holds."""
-    replicated = any(plan.sites.size(group) for group in plan.sites.replicas)
-    if not replicated:
-        words = "Promise: bit for bit what jax.jit(iterate) computes (on CPU), since nothing is replicated."
-    elif plan.layout.exact:
-        words = (
-            "Promise: bit for bit what jax.jit(iterate) computes (on CPU), for any number of replicas (exact=True): "
+    words = _relaxed(plan) if plan.layout.is_relaxed else _lockstep(plan)
+    host = any(isinstance(step, HostCall) for program in (plan.init, plan.iterate) for step, _ in walk(program.steps))
+    return f"Promise: {words}" + (" Python fragments must themselves give the same results again." if host else "")
+
+
+def _lockstep(plan: Plan) -> str:
+    shards = f"vmap(iterate) over {plan.shards} learner shards" if plan.shards > 1 else "jax.jit(iterate)"
+    if plan.layout.exact:
+        return (
+            f"bit for bit what {shards} computes (on CPU), for any number of replicas (exact=True): "
             "the blocks in which environments are computed do not depend on it."
         )
-    else:
-        words = (
-            "Promise: what jax.jit(iterate) computes, up to rounding (replicas have other shapes): 1e-5 in float32 "
-            "over 3 iterations, equal in distribution over thousands; exact=True makes it bit for bit."
-        )
-    host = any(isinstance(step, HostCall) for program in (plan.init, plan.iterate) for step, _ in walk(program.steps))
-    return words + (" Python fragments must themselves give the same results again." if host else "")
+    replicated = any(plan.sites.size(group) for group in plan.sites.replicas)
+    divided = any(group.devices > 1 for group in plan_groups(plan))
+    if not replicated and not divided and plan.shards == 1:
+        return f"bit for bit what {shards} computes (on CPU), since nothing is replicated."
+    why = "replicas" if replicated else "devices" if divided else "shards computed together"
+    exact = "; exact=True makes it bit for bit" if replicated and plan.shards == 1 else ""
+    return (
+        f"what {shards} computes, up to rounding ({why} have other shapes): 1e-5 in float32 "
+        f"over 3 iterations, equal in distribution over thousands{exact}."
+    )
+
+
+def _relaxed(plan: Plan) -> str:
+    """What remains where sites do not wait for each other."""
+    lag, apart = plan.layout.max_lag, []
+    if lag:
+        apart += [f"what a worker reads is at most {count(lag, 'update')} old (max_lag={lag})"]
+    if plan.layout.merge == "any":
+        apart += ['whoever learns takes each worker\'s part as it arrives (merge="any")']
+    return (
+        f"{', and '.join(apart)}. Results depend on who was faster; versions read and order of arrival are logged, and "
+        "replayed in one process the log gives the same parameters."
+    )

@@ -24,8 +24,21 @@ from choreo.layouts.base import Layout
 from choreo.partition.exported import ExportedFn
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
-from choreo.partition.program import ArrayType, Axis, KeyType, Loop, Program, Segment, Step, Transfer, groups_of, walk
+from choreo.partition.program import (
+    ArrayType,
+    Axis,
+    KeyType,
+    Loop,
+    Port,
+    Program,
+    Segment,
+    Step,
+    Transfer,
+    groups_of,
+    walk,
+)
 from choreo.partition.reduce import REPLICA_AXIS
+from choreo.partition.relax import relax
 from choreo.partition.together import over_devices, whole_type
 from choreo.partition.trace import Traced, merge_shards, split_shards, trace
 from choreo.types import GroupName, PyTree
@@ -57,6 +70,11 @@ class Plan:
     @property
     def shards(self) -> int:
         return self.sites.shards
+
+    @property
+    def copies(self) -> int:
+        """With merge="any": how many workers are learned from one by one."""
+        return self.sites.copies
 
     @property
     def num_sites(self) -> int:
@@ -149,18 +167,51 @@ def plan(algo: Any, env: Any, layout: Layout) -> Plan:
 
 
 def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
-    """An algorithm traced for so many shards as a layout has."""
+    """An algorithm traced for the shards of a layout, or for one of the workers that it learns from one by one."""
     layout.check_counts(env.num_envs)  # before the environments are divided
-    return trace(algo, env, layout.shards)
+    traced = trace(algo, env, layout.shards)
+    if layout.merge == "all":
+        return traced
+    return replace(traced, iterate=trace(algo, env.with_num_envs(env.num_envs // layout.copies)).iterate)
 
 
 def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     roles = dict.fromkeys([*traced.iterate.roles, *traced.init.roles])
     sites = layout.sites(roles, traced.num_envs)
     sites = replace(sites, python=_python_groups(traced, sites))
-    init, iterate = partition(traced, sites)
+    relaxed = functools.partial(relax, max_lag=layout.max_lag, layout=layout.name) if layout.is_relaxed else lambda p: p
+    if layout.merge == "any":
+        init, iterate = partition(traced, sites.of_one_copy(), init_sites=sites, relaxed=relaxed)
+        iterate = _blocks_of_copies(iterate, traced, sites)
+    else:
+        init, iterate = partition(traced, sites, relaxed=relaxed)
     num_carry = traced.iterate.block.num_carry
     return Plan(title, layout, sites, init, iterate, num_carry, traced.carry_axes, traced.carry)
+
+
+def _blocks_of_copies(iterate: Program, traced: Traced, sites: Sites) -> Program:
+    """The program of one worker, whose share of the carry is a block of the whole."""
+    num_carry = traced.iterate.block.num_carry
+
+    def block(port: Port, axis: Axis) -> Port:
+        own = {group: (ref, axis if sites.size(group) else None) for group, (ref, _) in port.held.items()}
+        if axis is None and all(sites.size(group) for group in own) and _is_written(iterate, port, num_carry):
+            raise PartitionError(
+                f'With merge="any" every worker would have its own `carry.{port.name}`, which has no env axis.',
+                fix='Let the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".',
+            )
+        return replace(port, held=own)
+
+    ins, outs = (
+        tuple(block(port, traced.carry_axes[i]) if i < num_carry else port for i, port in enumerate(ports))
+        for ports in (iterate.ins, iterate.outs)
+    )
+    return replace(iterate, ins=ins, outs=outs)
+
+
+def _is_written(iterate: Program, port: Port, num_carry: int) -> bool:
+    before, after = (next(p for p in ports[:num_carry] if p.name == port.name) for ports in (iterate.ins, iterate.outs))
+    return any(before.held[group][0] != after.held[group][0] for group in before.held)
 
 
 def _python_groups(traced: Traced, sites: Sites) -> frozenset[GroupName]:

@@ -2,7 +2,7 @@
 
     "ppo", "my_ppo.py:MyPPO", PPO, PPO(...)     -> an algorithm
     "CartPole-v1", "my_env.py:make_env", MyEnv  -> an environment
-    "coarse", coarse(workers=2)                 -> a layout
+    "coarse", "my_layouts.py:pods", coarse(2)   -> a layout
 
 `describe` goes the other way: a value as TOML data from which `rebuild` makes an equal one. Numbers, strings, lists,
 frozen dataclasses, and functions that can be imported are described; a lambda is not, and `rebuild` says so.
@@ -112,34 +112,107 @@ def _factory(name: str) -> Any:
 
 
 def layout(value: Any, **options: Any) -> Any:
-    """The layout itself, from its name; `options` (`workers=2`) go to the preset."""
-    from choreo.layouts import PRESETS
+    """The layout itself, from its name or the file it is in; `options` (`workers=2`) go to what makes it."""
+    from choreo.layouts import ALIASES, PRESETS, Layout, find
 
     options = {name: option for name, option in options.items() if option is not None}
+    if isinstance(value, str) and ":" in value:
+        return _layout_in_file(value, options)
     if not isinstance(value, str):
         if options:
             raise LayoutError(
                 f"`{min(options)}` belongs to a layout given by name.", fix="Put it into the layout itself."
             )
-        return value
-    if value not in PRESETS:
-        raise unknown_name("layout", value, PRESETS)
-    takes = inspect.signature(PRESETS[value]).parameters
+        return _checked_layout(value, f"{value!r}", Layout)
+    make = find(value)
+    if make is None:
+        fix = "A layout of your own is `file.py:name`."
+        raise unknown_name("layout", value, [*PRESETS, *ALIASES], fix=fix)
     for option in options:
-        if option not in takes:
-            able = [name for name, preset in PRESETS.items() if option in inspect.signature(preset).parameters]
+        if not _takes(make, option):
+            able = [name for name, preset in PRESETS.items() if _takes(preset, option)]
             raise LayoutError(f"Layout `{value}` takes no `{option}`.", fix=f"Layouts that do: {', '.join(able)}.")
-    return PRESETS[value](**options)
+    return make(**options)
 
 
-def load(target: str) -> Any:
-    """What `file.py:name` or `package.module:name` stands for."""
+def made_with(layout: Any) -> dict[str, Any] | None:
+    """The arguments with which a preset makes this layout, shards among them; None if none does."""
+    from choreo.layouts import PRESETS
+
+    make = PRESETS.get(layout.name)
+    if make is None:
+        return None
+    replicas = [group.replicas for group in layout.groups if group.replicas is not None]
+    shown = dict(zip(("workers", "learners"), replicas, strict=False)) | {"devices": layout.groups[0].devices}
+    shown |= {name: getattr(layout, name) for name in ("shards", "max_lag", "merge", "exact")}
+    options = {name: value for name, value in shown.items() if _takes(make, name)}
+    return options if make(**options) == layout else None
+
+
+def _layout_in_file(target: str, options: dict[str, Any]) -> Any:
+    """What `my_layouts.py:pods` stands for: a layout, or a function that makes one from `options`."""
+    from choreo.layouts import Layout
+
+    name, found = target.rpartition(":")[2], load(target, lists=Layout)
+    if isinstance(found, Layout) or not callable(found):
+        if options:
+            raise LayoutError(
+                f"`{target}` is a value, and takes no `{min(options)}`.",
+                fix=f"Make it a function: def {name}(*, {min(options)}): return choreo.Layout(...)",
+            )
+        made = _checked_layout(found, f"`{target}`", Layout)
+    else:
+        _check_arguments(found, target, options)
+        made = _checked_layout(found(**options), f"What `{target}` returns", Layout)
+    fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(Layout)}
+    return _construct(Layout, fields | {"name": name}) if made.name == "custom" else made
+
+
+def _check_arguments(make: Any, target: str, options: dict[str, Any]) -> None:
+    parameters = inspect.signature(make).parameters
+    for option in options:
+        if not _takes(make, option):
+            takes = ", ".join(f"`{name}`" for name in parameters) or "nothing"
+            raise LayoutError(f"`{target}` takes no `{option}`.", fix=f"It takes {takes}.")
+    for name, parameter in parameters.items():
+        is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_one and parameter.default is parameter.empty and name not in options:
+            raise LayoutError(
+                f"`{target}` needs `{name}`.",
+                fix="Give it a default; --workers, --learners, --devices, --shards, --max-lag, --merge and --exact are passed on.",
+            )
+
+
+def _takes(make: Any, option: str) -> bool:
+    parameters = inspect.signature(make).parameters
+    return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _checked_layout(value: Any, what: str, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise LayoutError(
+            f"{what} is no layout, but {_a(type(value).__name__)}.",
+            fix='A layout is choreo.Layout(choreo.Group("env", "actor"), choreo.Group("learner")), or a preset.',
+        )
+    return value
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
+def load(target: str, *, lists: type | tuple[type, ...] = ()) -> Any:
+    """What `file.py:name` or `package.module:name` stands for; values of type `lists` are also named if it is missing."""
     where, _, name = target.rpartition(":")
     module = _load_file(Path(where), target) if where.endswith(".py") else _import(where, target)
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            defined = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+            defined = [
+                n
+                for n, v in vars(module).items()
+                if isinstance(v, lists) or getattr(v, "__module__", None) == module.__name__
+            ]
             raise (
                 unknown_name(f"name in {where}", name, defined)
                 if defined

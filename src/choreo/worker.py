@@ -105,6 +105,7 @@ class Worker:
             meet_at = book["meet_at"]
             if self.links.address:
                 self.links.connect(book["addresses"])
+        from choreo.runtime.arrivals import Arrivals
         from choreo.runtime.execution import Execution
         from choreo.runtime.machine import Neighbourhood, PythonOnly
 
@@ -120,7 +121,7 @@ class Worker:
             _join_others(together, meet_at[together["group"]])
             self.joined_others = True
         backend = _device(header, watch) if header["compiled"] else PythonOnly()
-        self.execution = Execution(orders, hood, backend, watch)
+        self.execution = (Arrivals if orders.copies > 1 else Execution)(orders, hood, backend, watch)
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
 
     def _forward_output(self) -> None:
@@ -144,7 +145,7 @@ class Worker:
         metrics = self.execution.run(header["first"], header["stop"], self._begins)
         names = [[*site, name] for site, values in metrics.items() for name in values]
         values = [value for values in metrics.values() for value in values.values()]
-        self._send({"kind": "ran", "names": names, **self._state()}, values)
+        self._send({"kind": "ran", "names": names, "log": self.execution.log, **self._state()}, values)
 
     def _begins(self, iteration: int) -> None:
         """Tell the coordinator how far this worker is, now and then."""

@@ -53,7 +53,7 @@ def on_two_shards(algo, env):
 
 
 def _learn_from(algo, train, trajectory, memory):
-    gradient, _ = algo.gradient(train, trajectory, memory)
+    gradient, _ = algo.gradient(train.params, trajectory, memory)
     return algo.update(train, all_reduce(gradient), count_steps(trajectory.reward))[0]
 
 

@@ -58,7 +58,7 @@ def learn_behind(algo, env, iterations, lag):
         carry, (params, *rest) = state
         fresh = algo.initial_state(params)
         end, trajectory, episodes = rollout(env, algo.act, params, carry.position, key, algo.unroll, fresh=fresh)
-        gradient, metrics = algo.gradient(carry.train, trajectory, carry.position.memory)
+        gradient, metrics = algo.gradient(carry.train.params, trajectory, carry.position.memory)
         train, _ = algo.update(carry.train, gradient, count_steps(trajectory.reward))
         return (Carry(train, end), [*rest, train.params]), episodes | metrics
 
@@ -90,12 +90,11 @@ def test_keeps_the_protocol(network, env):
 def test_without_lag_its_gradient_is_that_of_a2c():
     """Also with memory, over episode ends: the learner finds the probabilities that the actor noted."""
     with jax.enable_x64(True):
-        env = batch(Recall(), 4)
-        algo, a2c = (cls(unroll=11, network=MEMORY) for cls in (IMPALA, A2C))
-        algo = dataclasses.replace(algo, trace_lambda=a2c.gae_lambda)
-        carry, trajectory = trajectory_of(algo, env)
-        ours, metrics = algo.gradient(carry.train, trajectory, carry.position.memory)
-        theirs, _ = a2c.gradient(carry.train, trajectory, carry.position.memory)
+        algo, a2c = IMPALA(unroll=40, trace_lambda=0.9, network=MEMORY), A2C(unroll=40, gae_lambda=0.9, network=MEMORY)
+        carry, trajectory = trajectory_of(algo, envs.make("jax:CartPole-v1", num_envs=4))
+        assert trajectory.last.any()
+        ours, metrics = algo.gradient(carry.train.params, trajectory, carry.position.memory)
+        theirs, _ = a2c.gradient(carry.train.params, trajectory, carry.position.memory)
         for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(metrics["importance"], 1, rtol=1e-12)
@@ -121,7 +120,7 @@ def test_one_step_of_gradient_descent_by_hand():
             loss = -log_prob * advantage + algo.value_coef * 0.5 * (value - target) ** 2 - algo.entropy_coef * entropy
             return jnp.mean(loss)
 
-        gradient, metrics = algo.gradient(train, trajectory, None)
+        gradient, metrics = algo.gradient(train.params, trajectory, None)
         after, _ = algo.update(train, gradient, jnp.float64(64))
         assert metrics["behaviour_kl"] > 0.01
         expected = jax.tree.map(lambda p, g: p - 0.1 * g, old, jax.grad(paper)(old))
@@ -160,7 +159,7 @@ def test_every_number_has_the_precision_asked_for(network, x64):
 def test_two_shards_are_one_twice_as_large():
     with jax.enable_x64(True):
         algo = dataclasses.replace(TOY, unroll=5, network=MEMORY, normalise_obs=True, optimizer=optax.sgd)
-        shards, whole = on_two_shards(algo, batch(Recall(), 8))
+        shards, whole = on_two_shards(algo, envs.make("jax:CartPole-v1", num_envs=8))
         for both, one in zip(jax.tree.leaves(shards), jax.tree.leaves(whole), strict=True):
             np.testing.assert_array_equal(both[0], both[1])
             np.testing.assert_allclose(both[0], one, rtol=1e-10, atol=1e-12)

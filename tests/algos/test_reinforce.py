@@ -76,7 +76,7 @@ def test_one_step_of_gradient_descent_by_hand():
             loss = -log_prob * advantage + algo.value_coef * 0.5 * (now - return_) ** 2 - algo.entropy_coef * entropy
             return jnp.mean(loss)
 
-        gradient, _ = algo.gradient(carry.train, trajectory, None)
+        gradient, _ = algo.gradient(carry.train.params, trajectory, None)
         train, _ = algo.update(carry.train, gradient, jnp.float64(64))
         old = carry.train.params.network
         expected = jax.tree.map(lambda p, g: p - 0.1 * g, old, jax.grad(textbook)(old))

@@ -27,9 +27,9 @@ from choreo.types import Key, PyTree
 class A2C:
     """Advantage actor-critic; asynchronous, it is A3C."""
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """Step size of the optimiser; falls to 0 over `total_steps`."""
-    unroll: int = 16
+    unroll: int = 8
     """Steps per environment and iteration, which makes one gradient."""
     gamma: float = 0.99
     """Discount factor."""
@@ -77,17 +77,16 @@ class A2C:
         end, trajectory, episodes = rollout(
             env, self.act, params, carry.position, key, self.unroll, fresh=self.initial_state(params)
         )
-        gradient, metrics = self.gradient(carry.train, trajectory, carry.position.memory)
+        gradient, metrics = self.gradient(params, trajectory, carry.position.memory)
         steps = actor_critic.count_steps(trajectory.reward)
         train, step_metrics = self.update(carry.train, all_reduce(gradient), steps)
         return Carry(train, end), {**episodes, **metrics, **step_metrics}
 
     @fragment("gradient")
-    def gradient(self, train: Train, trajectory: Transition, memory: PyTree):
+    def gradient(self, params: Params, trajectory: Transition, memory: PyTree):
         """What one trajectory says; `memory` is what the network remembered before its first step."""
-        network, moments = train.params
-        grads, metrics = jax.grad(self.loss, has_aux=True)(network, moments, trajectory, memory)
-        return Gradient(grads, actor_critic.look(moments, trajectory.obs)), metrics
+        grads, metrics = jax.grad(self.loss, has_aux=True)(params.network, params.moments, trajectory, memory)
+        return Gradient(grads, actor_critic.look(params.moments, trajectory.obs)), metrics
 
     @fragment("update")
     def update(self, train: Train, gradient: Gradient, steps: jax.Array):

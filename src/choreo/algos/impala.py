@@ -27,7 +27,7 @@ from choreo.types import Key, PyTree
 class IMPALA:
     """Importance-weighted actor-learners: an actor-critic that corrects for actors behind the learner."""
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-3
     """Step size of the optimiser; falls to 0 over `total_steps`."""
     unroll: int = 16
     """Steps per environment and iteration, which makes one gradient."""
@@ -90,17 +90,16 @@ class IMPALA:
         end, trajectory, episodes = rollout(
             env, self.act, params, carry.position, key, self.unroll, fresh=self.initial_state(params)
         )
-        gradient, metrics = self.gradient(carry.train, trajectory, carry.position.memory)
+        gradient, metrics = self.gradient(params, trajectory, carry.position.memory)
         steps = actor_critic.count_steps(trajectory.reward)
         train, step_metrics = self.update(carry.train, all_reduce(gradient), steps)
         return Carry(train, end), {**episodes, **metrics, **step_metrics}
 
     @fragment("gradient")
-    def gradient(self, train: Train, trajectory: Transition, memory: PyTree):
+    def gradient(self, params: Params, trajectory: Transition, memory: PyTree):
         """What one trajectory says; `memory` is what the network remembered before its first step."""
-        network, moments = train.params
-        grads, metrics = jax.grad(self.loss, has_aux=True)(network, moments, trajectory, memory)
-        return Gradient(grads, actor_critic.look(moments, trajectory.obs)), metrics
+        grads, metrics = jax.grad(self.loss, has_aux=True)(params.network, params.moments, trajectory, memory)
+        return Gradient(grads, actor_critic.look(params.moments, trajectory.obs)), metrics
 
     @fragment("update")
     def update(self, train: Train, gradient: Gradient, steps: jax.Array):
@@ -113,7 +112,8 @@ class IMPALA:
         """Section 4.2 of the paper; means over the trajectory where the paper has sums."""
         pi, value_tm1, value_t = actor_critic.predict(Params(network, moments), trajectory, memory)
         log_prob, behaviour_log_prob = pi.log_prob(trajectory.action), trajectory.extras
-        ratio = jnp.exp(jax.lax.stop_gradient(log_prob) - behaviour_log_prob)
+        log_ratio = jax.lax.stop_gradient(log_prob) - behaviour_log_prob
+        ratio = jnp.exp(log_ratio)
         target, advantage = ops.vtrace(
             ratio,
             trajectory.reward,
@@ -135,7 +135,7 @@ class IMPALA:
             "value_loss": value_loss,
             "entropy": entropy,
             "importance": jnp.mean(ratio),
-            "behaviour_kl": jnp.mean(ratio - 1 - jnp.log(ratio)),
+            "behaviour_kl": jnp.mean(ratio - 1 - log_ratio),
         }
 
     def make_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:

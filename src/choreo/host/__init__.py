@@ -54,11 +54,16 @@ HostFn = HostMethod | Callable[..., tuple[np.ndarray, ...]]
 
 
 class HostObjects:
-    """What one site has made, for its `replica`-th of `replicas` equal blocks of environments."""
+    """What one site has made, for its `replica`-th of `replicas` equal blocks of environments.
 
-    def __init__(self, replica: int = 0, replicas: int = 1):
-        self.replica, self.replicas = replica, replicas
-        self.made: dict[Any, Any] = {}
+    `each`: methods are those of one block, not of all of them. `sharing`: whose objects to use.
+    """
+
+    def __init__(
+        self, replica: int = 0, replicas: int = 1, *, each: bool = False, sharing: "HostObjects | None" = None
+    ):
+        self.replica, self.replicas, self.each = replica, replicas, each
+        self.made: dict[Any, Any] = {} if sharing is None else sharing.made
         self.calls = 0
         """Counts up at the beginning and at the end of every call."""
 
@@ -68,7 +73,7 @@ class HostObjects:
             return self._counted(fn)
         if shards > 1:
             return _for_shards(self.bind(fn.of_shards(shards)))
-        size = fn.num_envs // self.replicas
+        size = fn.num_envs if self.each else fn.num_envs // self.replicas
         envs = range(self.replica * size, (self.replica + 1) * size)
         expected = [((size, *spec.shape[1:]), np.dtype(spec.dtype)) for spec in fn.outs]
         method: Callable[..., Any] | None = None

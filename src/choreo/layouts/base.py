@@ -129,10 +129,31 @@ class Layout:
             default=self.group_of("learner").name,
             num_envs=num_envs,
             shards=self.shards,
+            copies=self.copies,
         )
+
+    @property
+    def is_relaxed(self) -> bool:
+        """May something be out of date?"""
+        return self.max_lag > 0 or self.merge == "any"
+
+    @property
+    def copies(self) -> int:
+        """How many workers the learner hears one by one."""
+        return next((g.replicas for g in self.groups if g.replicas), 1) if self.merge == "any" else 1
+
+    def _check_merge(self) -> None:
+        divided = [group for group in self.groups if group.replicas is not None]
+        if self.merge == "any" and (len(divided) != 1 or len(self.groups) != 2 or self.shards > 1 or self.exact):
+            raise LayoutError(
+                f'{self!r}: merge="any" needs one group of workers and one site that learns from each as it comes; no '
+                "shards, no exact.",
+                fix='Write Layout(Group("env", "actor", replicas=4), Group("learner"), merge="any", max_lag=8).',
+            )
 
     def check_counts(self, num_envs: int) -> None:
         """Refuse what cannot be divided evenly."""
+        self._check_merge()
         self._check_shards(num_envs)
         for group in self.groups:
             self._check_divides(group, num_envs)

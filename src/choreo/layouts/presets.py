@@ -7,37 +7,37 @@ from choreo.layouts.base import Group, Layout
 
 
 def fused(*, devices: int = 1, shards: int | None = None) -> Layout:
-    """Everything in one compiled program, on one device or several (Anakin, PureJaxRL, WarpDrive, MSRL GPUOnly)."""
+    """Everything in one compiled program, on one device or several (Anakin, PureJaxRL, WarpDrive; MSRL GPUOnly)."""
     group = Group("env", "actor", "buffer", "learner", devices=devices)
     return Layout(group, shards=shards or devices, name="fused")
 
 
 def coarse(workers: int = 1, *, exact: bool = False, shards: int = 1, max_lag: int = 0, merge: str = "all") -> Layout:
-    """Workers act in their own environments, one learner learns; trajectories cross once per iteration (Acme; relaxed IMPALA)."""
+    """Workers act, one site learns; trajectories cross once per iteration (Acme, IMPALA; MSRL SingleLearnerCoarse)."""
     groups = Group("env", "actor", replicas=workers), Group("buffer", "learner")
     return Layout(*groups, exact=exact, shards=shards, max_lag=max_lag, merge=merge, name="coarse")
 
 
 def fine(workers: int = 1, *, exact: bool = False, shards: int = 1) -> Layout:
-    """Workers step environments, one site infers for all of them and learns; every step crosses (SEED RL)."""
+    """Workers step environments, one site acts and learns; every step crosses (SEED RL; MSRL SingleLearnerFine)."""
     groups = Group("env", replicas=workers), Group("actor", "buffer", "learner")
     return Layout(*groups, exact=exact, shards=shards, name="fine")
 
 
 def multi_learner(workers: int = 2, *, shards: int | None = None) -> Layout:
-    """Every worker acts and learns on its own shard, gradients are averaged over all of them (data parallel, DD-PPO)."""
+    """Every worker acts and learns, gradients are averaged over all (data parallel, DD-PPO; MSRL MultiLearner)."""
     group = Group("env", "actor", "buffer", "learner", replicas=workers)
     return Layout(group, shards=shards or workers, name="multi_learner")
 
 
 def sebulba(workers: int = 2, learners: int = 2, *, shards: int | None = None, max_lag: int = 0) -> Layout:
-    """Workers act, each for one of several learners, whose gradients are averaged (Sebulba, Cleanba, IMPALA)."""
+    """Workers act, each for one of several learners; their gradients are averaged (Sebulba, Cleanba, IMPALA)."""
     groups = Group("env", "actor", replicas=workers), Group("buffer", "learner", replicas=learners)
     return Layout(*groups, shards=shards or math.lcm(workers, learners), max_lag=max_lag, name="sebulba")
 
 
 def central(workers: int = 2, *, shards: int | None = None, max_lag: int = 0, merge: str = "all") -> Layout:
-    """Workers act and compute gradients, one site applies them: a parameter server (with merge="any", A3C)."""
+    """Workers act and compute gradients, one site applies them (parameter server; relaxed, A3C; MSRL Central)."""
     groups = Group("env", "actor", "gradient", replicas=workers), Group("buffer", "learner", "update")
     shards = shards or (workers if merge == "all" else 1)
     return Layout(*groups, shards=shards, max_lag=max_lag, merge=merge, name="central")
@@ -51,3 +51,43 @@ PRESETS: dict[str, Callable[..., Layout]] = {
     "sebulba": sebulba,
     "central": central,
 }
+
+
+def impala(workers: int = 2, learners: int = 1, *, shards: int | None = None, max_lag: int = 4) -> Layout:
+    """coarse --max-lag 4: workers act with parameters some updates old; with --learners 2 or more, sebulba."""
+    if learners == 1:
+        return coarse(workers, shards=shards or 1, max_lag=max_lag)
+    return sebulba(workers, learners, shards=shards, max_lag=max_lag)
+
+
+def a3c(workers: int = 2, *, max_lag: int | None = None) -> Layout:
+    """central --merge any, --max-lag twice the workers: each worker's gradient is applied as it arrives."""
+    return central(workers, max_lag=2 * workers if max_lag is None else max_lag, merge="any")
+
+
+ALIASES: dict[str, Callable[..., Layout]] = {
+    "anakin": fused,
+    "pure_jax_rl": fused,
+    "warp_drive": fused,
+    "gpu_only": fused,
+    "acme": coarse,
+    "single_learner_coarse": coarse,
+    "seed_rl": fine,
+    "single_learner_fine": fine,
+    "data_parallel": multi_learner,
+    "dd_ppo": multi_learner,
+    "cleanba": sebulba,
+    "parameter_server": central,
+    "impala": impala,
+    "a3c": a3c,
+}
+"""The systems people know by name: a preset, or a preset with other defaults."""
+
+
+def find(name: str) -> Callable[..., Layout] | None:
+    """The preset or alias of that name; `SEED-RL`, `seed_rl` and `SeedRL` are one."""
+    return {_spelling(known): make for known, make in (PRESETS | ALIASES).items()}.get(_spelling(name))
+
+
+def _spelling(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")

@@ -24,6 +24,9 @@ def donate(program: Program, *, num_carry: int) -> Program:
             ref for port in program.outs for g, (ref, _) in port.held.items() if g == group and isinstance(ref, Slot)
         }
         never = {ref for port in program.ins[num_carry:] for g, (ref, _) in port.held.items() if g == group}
+        never |= {  # read again, as long as nothing newer has come
+            move.dst for step in steps if isinstance(step, Transfer) and step.lag is not None for move in step.moves
+        }
         never |= {
             slot for step in steps if isinstance(step, Loop) for slot in _read(step, group) | _written(step, group)
         }

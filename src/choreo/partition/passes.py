@@ -7,6 +7,7 @@ cut      one global order of segments, transfers and split loops
 donate   whose memory may be taken over
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from choreo.partition.cut import cut
@@ -18,8 +19,18 @@ from choreo.partition.trace import Traced
 from choreo.partition.verify import verify_program
 
 
-def partition(traced: Traced, sites: Sites) -> tuple[Program, Program]:
-    """The programs of `init` and `iterate`: what `init` computes lies where `iterate` reads it."""
+def partition(
+    traced: Traced,
+    sites: Sites,
+    *,
+    init_sites: Sites | None = None,
+    relaxed: Callable[[Program], Program] = lambda p: p,
+) -> tuple[Program, Program]:
+    """The programs of `init` and `iterate`: what `init` computes lies where `iterate` reads it.
+
+    `init_sites`: how `init` divides the environments, where `iterate` does it otherwise. `relaxed` says what may be out of
+    date.
+    """
     block = traced.iterate.block
     placement = place(traced.iterate, sites, traced.carry_axes)
     outputs = {}
@@ -28,12 +39,14 @@ def partition(traced: Traced, sites: Sites) -> tuple[Program, Program]:
         outputs[position] = {home: placement.natural(block.outs[position], home)}
     iterate = cut(traced.iterate, find_needs(placement, block, outputs), outputs)
 
-    held = {
-        i: {group: axis for group, (_, axis) in port.held.items()}
-        for i, port in enumerate(iterate.ins[: block.num_carry])
-    }
-    homes = {i: next(iter(groups)) for i, groups in held.items()}
     # `init` is the same for any number of shards: block r of E environments holds those of block r of the shards.
-    init_placement = place(traced.init, replace(sites, shards=1), wanted_at=homes)
+    init_sites = init_sites or replace(sites, shards=1)
+    held = {
+        i: {group: traced.carry_axes[i] if init_sites.size(group) and not sites.size(group) else axis
+            for group, (_, axis) in port.held.items()}
+        for i, port in enumerate(iterate.ins[: block.num_carry])
+    }  # fmt: skip
+    homes = {i: next(iter(groups)) for i, groups in held.items()}
+    init_placement = place(traced.init, init_sites, wanted_at=homes)
     init = cut(traced.init, find_needs(init_placement, traced.init.block, held), held)
-    return verify_program(init), donate(verify_program(iterate), num_carry=block.num_carry)
+    return verify_program(init), donate(relaxed(verify_program(iterate)), num_carry=block.num_carry)

@@ -8,7 +8,7 @@ them is Python, or something in it mixes environments and cannot be where the re
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
@@ -37,6 +37,8 @@ class Sites:
     num_envs: int
     shards: int = 1
     """If there are several, they are what is divided among replicas: an environment belongs to one of them."""
+    copies: int = 1
+    """How many workers run the program, each with environments of its own, for one site that learns (merge="any")."""
     python: frozenset[GroupName] = frozenset()
     """Groups that only run Python: nothing is compiled there, so that their workers need no JAX."""
 
@@ -47,6 +49,11 @@ class Sites:
         """The blocks of a replicated group; None if it sees all environments."""
         replicas, count = self.replicas[group], self.shards if self.shards > 1 else self.num_envs
         return None if replicas is None or replicas == 1 else Size(count, count // replicas)
+
+    def of_one_copy(self) -> "Sites":
+        """Where one worker's program runs."""
+        alone = dict.fromkeys(self.replicas)
+        return replace(self, replicas=alone, num_envs=self.num_envs // self.copies)
 
     def any_size(self) -> Size | None:
         """Whether environments mix does not depend on how many blocks there are: any block size tells."""
@@ -147,7 +154,7 @@ class _Placer:
             form = Form(False, out_form.axis)
         if not form.whole and home is None:
             home = self._some_reader(value)
-        if home is None and out is not value and self._read_by_python(value):
+        if home is None and out is not value and (self._read_by_python(value) or self.sites.copies > 1):
             home = self.sites.default
         self._set(value, home, form)
 

@@ -121,6 +121,8 @@ class Transfer:
     src: GroupName
     dst: GroupName
     moves: tuple[Move, ...]
+    lag: int | None = None
+    """By how many versions what is read may be out of date; None: never, both wait for each other."""
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,10 @@ class Receiver(Protocol):
         """Copy the next message into these arrays, which may be strided views of a batch. Blocks until there is one."""
         ...
 
+    def ready(self) -> bool:
+        """Whether `receive` would return (or raise) at once."""
+        ...
+
     def close(self) -> None:
         """Read no more. The sender gets ReceiverClosed."""
         ...

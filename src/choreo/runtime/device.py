@@ -144,6 +144,9 @@ class Device:
     def key(self, data: np.ndarray, site: Site) -> jax.Array:
         return jax.device_put(jax.random.wrap_key_data(jnp.asarray(data)), self.device(site))
 
+    def fold_in(self, key: jax.Array, number: int) -> jax.Array:
+        return jax.random.fold_in(key, number)
+
     def number(self, value: int, site: Site) -> jax.Array:
         return jax.device_put(np.int32(value), self.device(site))
 

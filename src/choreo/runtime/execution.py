@@ -10,6 +10,8 @@ from choreo.host import HostObjects
 from choreo.partition.program import Axis, HostCall, Program, Segment, walk
 from choreo.runtime.machine import Backend, Machine, Neighbourhood, Site, Watch
 from choreo.runtime.profile import kind_of
+from choreo.runtime.schedule import Read, Replayed, Seeded, Versions
+from choreo.types import GroupName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,11 @@ class Orders:
     carry_axes: tuple[Axis, ...] = ()
     """The env axis of each leaf of the carry."""
     shards: int = 1
+    max_lag: int = 0
+    copies: int = 1
+    """With merge="any": how many workers are learned from one by one."""
+    learner: GroupName = ""
+    """With merge="any": who learns."""
     single: Segment | None = None
     """The one segment of an iteration, if everything is compiled into one."""
 
@@ -45,27 +52,50 @@ class Execution:
     ):
         self.orders, self.hood, self.backend = orders, hood, backend
         self.hosts = {site: HostObjects(site[1], hood.replicas(site[0])) for site in hood.sites}
+        self.leaves: Pieces = {}
+        self.key: dict[Site, Any] = {}
         self.init = Machine(orders.init, hood, backend, self.hosts, watch)
-        self.iterate = Machine(orders.iterate, hood, backend, self.hosts, watch)
+        self.versions: Versions | None = None
+        """Who reads which version, where that is decided here."""
+        self.log: list[Read] = []
+        """What was read in the last call of `run`."""
+        if orders.copies > 1:
+            return  # see `Arrivals`
+        self.iterate = Machine(orders.iterate, hood, backend, self.hosts, watch, versions=self._version)
         self.chunks = backend.chunks(orders.iterate, orders.single, orders.num_carry) if orders.single else None
         if self.chunks is not None:
             assert orders.single is not None
             run = self.chunks.run
             self.run_chunk = watch(kind_of(orders.single.roles), orders.single.name, run) if watch else run
-        self.leaves: Pieces = {}
-        self.key: dict[Site, Any] = {}
 
     def start(self, init_key: np.ndarray, run_key: np.ndarray) -> None:
         """Run `init`; keys are given as their numbers."""
         given = {site: {0: self._keys(init_key, site)} for site in self.hood.sites}
         self.leaves = {site: self._divided(leaves, site) for site, leaves in
                        self._owned(self.orders.init, self.init.run(given)).items()}  # fmt: skip
-        self.key = {site: self._keys(run_key, site) for site in self.hood.sites}
+        self._set_keys(run_key)
 
     def restore(self, leaves: Pieces, run_key: np.ndarray) -> None:
         """Take a carry in place of running `init`."""
         self.leaves = leaves
+        self._set_keys(run_key)
+
+    def _set_keys(self, run_key: np.ndarray) -> None:
         self.key = {site: self._keys(run_key, site) for site in self.hood.sites}
+        if self.decides:
+            self.versions = Seeded(run_key.tolist(), self.orders.max_lag)
+
+    @property
+    def decides(self) -> bool:
+        """Is all of it here? Then what may be out of date is drawn at random, from the run's key."""
+        return len(self.hood.sites) == len(self.hood.homes)
+
+    def replay(self, log: list[Read]) -> None:
+        """Read what another run has read."""
+        self.versions = Replayed(log)
+
+    def _version(self, reader: str, update: int, oldest: int) -> int:
+        return oldest if self.versions is None else self.versions(reader, update, oldest)
 
     def run(
         self, first: int, stop: int, begins: Callable[[int], None] | None = None
@@ -81,6 +111,8 @@ class Execution:
             if begins is not None:
                 begins(i)
             rows.append(self._run_one(i))
+        self.log = list(self.iterate.log)
+        self.iterate.log.clear()
         return {
             site: {name: np.stack([self.backend.to_host(row[site][name]) for row in rows]) for name in rows[0][site]}
             for site in (self.hood.sites if rows else [])
@@ -93,11 +125,14 @@ class Execution:
 
     def host_calls(self) -> int:
         """Counts up at the beginning and at the end of every call of Python: odd while one is running."""
-        return sum(objects.calls for objects in self.hosts.values())
+        return sum(objects.calls for objects in self.host_objects())
 
     def current_env(self) -> int | None:
         """The environment that is being stepped, if one is."""
-        return next((i for objects in self.hosts.values() if (i := objects.current()) is not None), None)
+        return next((i for objects in self.host_objects() if (i := objects.current()) is not None), None)
+
+    def host_objects(self) -> list[HostObjects]:
+        return list(self.hosts.values())
 
     def close(self) -> None:
         self.leaves.clear()
@@ -111,12 +146,17 @@ class Execution:
             for site, leaves in self.leaves.items()
         }
         self.leaves = {}  # segments may take over their memory
+        self.iterate.update = i
         results = self.iterate.run(given)
         del given
         self.leaves = self._owned(self.orders.iterate, results)
+        return self._metrics(results, self.leaves)
+
+    def _metrics(self, results: Mapping[Site, list[Any]], owned: "Pieces") -> dict[Site, dict[str, Any]]:
+        num_carry = self.orders.num_carry
         metrics: dict[Site, dict[str, Any]] = {site: {} for site in results}
         for site, values in results.items():
-            carried = {id(leaf) for leaf in self.leaves[site]}
+            carried = {id(leaf) for leaf in owned[site]}
             for port, value in zip(self.orders.iterate.outs[num_carry:], values[num_carry:], strict=True):
                 if next(iter(port.held)) == site[0]:
                     # The next iteration may take over the memory of what is carried.

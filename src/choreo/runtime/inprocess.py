@@ -10,26 +10,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from choreo.partition.program import Program, Segment
 from choreo.plans import Plan
+from choreo.runtime.arrivals import Arrivals
 from choreo.runtime.device import Device, block, join
 from choreo.runtime.execution import Execution, Orders
 from choreo.runtime.machine import Neighbourhood, Site
 from choreo.runtime.profile import Profile, Recorder
+from choreo.runtime.schedule import Read, lag_metrics
 from choreo.types import Key, PyTree
 
 
 class InProcess:
     """Executes a plan serially."""
 
-    def __init__(self, plan: Plan, *, profile: bool = False):
+    def __init__(self, plan: Plan, *, profile: bool = False, replay: list[Read] | None = None):
+        """`replay`: the log of another run of this plan, if what it read may have been out of date."""
         self.plan, self.recorder = plan, Recorder() if profile else None
+        self.replayed, self.log = replay, []
         watch = self.recorder and self.recorder.watch
         platforms = {group: plan.platform(group) for group in plan.sites.replicas}
         self.device = Device(platforms, watch, spread={group: plan.replicas(group) for group in plan.combining})
-        orders = Orders(init=plan.init, iterate=plan.iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes,
-                        shards=plan.shards, single=plan.single)  # fmt: skip
+        orders = orders_of(plan, plan.init, plan.iterate)
         hood = Neighbourhood(me="here", homes=dict.fromkeys(plan.all_sites, "here"))
-        self.execution = Execution(orders, hood, self.device, watch)
+        self.execution = (Arrivals if orders.copies > 1 else Execution)(orders, hood, self.device, watch)
 
     @property
     def compile_seconds(self) -> float:
@@ -37,9 +41,13 @@ class InProcess:
 
     def start(self, key: Key) -> None:
         self.execution.start(*split_key(key))
+        if self.replayed is not None:
+            self.execution.replay(self.replayed)
 
     def run(self, first: int, stop: int) -> dict[str, np.ndarray]:
-        return join_metrics(self.plan, self.execution.run(first, stop))
+        pieces = self.execution.run(first, stop)
+        self.log += self.execution.log
+        return join_metrics(self.plan, pieces, self.execution.log, range(first, stop))
 
     def carry(self) -> PyTree:
         # Copies: what runs next may take over the memory of the carry.
@@ -63,14 +71,46 @@ class InProcess:
         self.execution.close()
 
 
+def orders_of(plan: Plan, init: Program, iterate: Program) -> Orders:
+    """What a process must know of a plan; with the programs as it needs them."""
+    single = iterate.steps[0] if plan.single else None
+    assert single is None or isinstance(single, Segment)
+    return Orders(
+        init=init, iterate=iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes, shards=plan.shards,
+        max_lag=plan.layout.max_lag, copies=plan.copies, learner=plan.sites.default, single=single,
+    )  # fmt: skip
+
+
 def split_key(key: Key) -> tuple[np.ndarray, np.ndarray]:
     """The keys of `init` and of the iterations, as numbers."""
     init_key, run_key = jax.random.split(key)
     return np.asarray(jax.random.key_data(init_key)), np.asarray(jax.random.key_data(run_key))
 
 
-def join_metrics(plan: Plan, pieces: dict[Any, dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Each metric from what the sites hold of it, one entry per iteration."""
+def join_metrics(
+    plan: Plan, pieces: dict[Any, dict[str, np.ndarray]], log: list[Read], iterations: range
+) -> dict[str, np.ndarray]:
+    """Each metric from what the sites hold of it, one entry per iteration; `log`: what was read in them."""
+    if plan.copies > 1:
+        updates = range(iterations.start * plan.copies, iterations.stop * plan.copies)
+        return _join_parts(plan, pieces, log) | lag_metrics(log, updates, plan.copies)
+    metrics = _join_sites(plan, pieces)
+    return metrics | lag_metrics(log, iterations) if plan.layout.is_relaxed else metrics
+
+
+def _join_parts(plan: Plan, pieces: dict[Any, dict[str, np.ndarray]], log: list[Read]) -> dict[str, np.ndarray]:
+    """With merge="any": the metrics of the parts that make an iteration, as of so many shards."""
+    order = [int(read.reader.rpartition("-")[2]) for read in log]
+    metrics = {}
+    for port in plan.iterate.outs[plan.num_carry :] if pieces else ():
+        group = next(iter(port.held))
+        rows = {r: iter(values[port.name]) for (g, r), values in pieces.items() if g == group}
+        found = [next(rows[copy if plan.sites.size(group) else 0]) for copy in order]
+        metrics[port.name] = np.stack(found).reshape(-1, plan.copies, *found[0].shape)
+    return combine_metrics(metrics)
+
+
+def _join_sites(plan: Plan, pieces: dict[Any, dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     metrics = {}
     for port in plan.iterate.outs[plan.num_carry :] if pieces else ():
         group, (_, axis) = next(iter(port.held.items()))

@@ -2,8 +2,8 @@
 
 A description of a link, as it comes with a worker's briefing:
 
-    ["env+actor-0", "learner", "shm", memory fd, doorbell fd, slot bytes, slots]        sender, receiver, carrier ...
-    ["env+actor-0", "learner", "tcp", slots]
+    ["env+actor-0", "learner", "", "shm", memory fd, doorbell fd, slot bytes, slots]     sender, receiver, kind, carrier ...
+    ["learner", "env+actor-0", " (bundle)", "tcp", slots]
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,10 @@ class TwoWay:
     def receive(self, into: Sequence[np.ndarray]) -> None:
         self.receiver.receive(into)
 
+    def ready(self) -> bool:
+        """Is there a message, so that `receive` would not wait?"""
+        return self.receiver.ready()
+
 
 class Links:
     """All channels of the worker `me`."""
@@ -32,11 +36,11 @@ class Links:
     def __init__(self, me: str, descriptions: list[list[Any]], *, host: str = "127.0.0.1", token: bytes = b""):
         self.me, self.token = me, token
         self.by_peer: dict[str, TwoWay] = {}
-        self.remote = sorted(d for d in descriptions if d[2] == "tcp")
+        self.remote = sorted(d for d in descriptions if d[3] == "tcp")
         self.listener: Any = None
-        for sender, receiver, *how in descriptions:
+        for sender, receiver, kind, *how in descriptions:
             if how[0] == "shm":
-                self._open_shared(sender, receiver, *how[1:])
+                self._open_shared(sender, receiver, kind, *how[1:])
         if self.remote:
             from choreo.runtime.tcp import TcpListener
 
@@ -51,21 +55,21 @@ class Links:
         """Open the channels over TCP: in the same order everywhere, since both ends wait for each other."""
         from choreo.runtime.tcp import connect
 
-        for sender, receiver, _, slots in self.remote:
-            name = f"{sender} -> {receiver}"
+        for sender, receiver, kind, _, slots in self.remote:
+            name = f"{sender} -> {receiver}{kind}"
             if sender == self.me:
                 channel = connect(addresses[receiver], name, self.token, peer=receiver, end="sender", slots=slots)
-                self._with(receiver).sender = channel
+                self._with(receiver + kind).sender = channel
             else:
-                self._with(sender).receiver = self.listener.accept_channel(name, peer=sender, slots=slots)
+                self._with(sender + kind).receiver = self.listener.accept_channel(name, peer=sender, slots=slots)
 
-    def _open_shared(self, sender: str, receiver: str, memory_fd: int, doorbell_fd: int, size: int, slots: int) -> None:
+    def _open_shared(self, sender: str, receiver: str, kind: str, *how: int) -> None:
         from choreo.runtime.shm import ShmReceiver, ShmSender
 
         if sender == self.me:
-            self._with(receiver).sender = ShmSender.open(memory_fd, doorbell_fd, size, slots, peer=receiver)
+            self._with(receiver + kind).sender = ShmSender.open(*how, peer=receiver)
         else:
-            self._with(sender).receiver = ShmReceiver.open(memory_fd, doorbell_fd, size, slots, peer=sender)
+            self._with(sender + kind).receiver = ShmReceiver.open(*how, peer=sender)
 
     def _with(self, peer: str) -> TwoWay:
         return self.by_peer.setdefault(peer, TwoWay())

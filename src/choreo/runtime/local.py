@@ -11,6 +11,7 @@ processes. It runs no threads: worker output and replies are read while it waits
 """
 
 import contextlib
+import itertools
 import os
 import selectors
 import signal
@@ -38,10 +39,10 @@ from choreo.plans import Plan, array_type, exported
 from choreo.runtime.agent import RemoteProcess, ask_for_worker
 from choreo.runtime.channel import message_bytes
 from choreo.runtime.device import host_type
-from choreo.runtime.execution import Orders
-from choreo.runtime.inprocess import join_carry, join_metrics, split_carry, split_key
-from choreo.runtime.machine import Neighbourhood, messages
+from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
+from choreo.runtime.machine import BUNDLE, Neighbourhood, messages
 from choreo.runtime.profile import Profile
+from choreo.runtime.schedule import Read, from_json
 from choreo.runtime.shm import make_shm_channel
 from choreo.runtime.wire import Frame, receive_frame, send_frame
 from choreo.types import Key, PyTree
@@ -107,6 +108,8 @@ class Local:
         self.plan, self.profiling, self.env_timeout_s = plan, profile, env_timeout_s
         self.on_output, self.on_states = on_output or _print_line, on_states
         self.seconds: dict[str, float] = {}
+        self.log: list[Read] = []
+        """What was read, where that may be out of date."""
         self.members: dict[str, Member] = {}
         self.selector = selectors.DefaultSelector()
         self.hood = Neighbourhood(me="coordinator", homes=_homes(plan))
@@ -133,10 +136,13 @@ class Local:
     def run(self, first: int, stop: int) -> dict[str, np.ndarray]:
         self._tell({"kind": "run", "first": first, "stop": stop})
         pieces: dict[Any, dict[str, np.ndarray]] = {}
+        log: list[Read] = []
         for header, arrays in self._await("ran", doing=f"iterations {first} to {stop - 1}"):
+            log += from_json(header["log"])
             for (group, r, name), array in zip(header["names"], arrays, strict=True):
                 pieces.setdefault((group, r), {})[name] = array
-        return join_metrics(self.plan, pieces)
+        self.log += log
+        return join_metrics(self.plan, pieces, log, range(first, stop))
 
     def carry(self) -> PyTree:
         self._tell({"kind": "carry"})
@@ -245,10 +251,7 @@ class Local:
         """What a worker has to do, ready to be sent."""
         plan, groups = self.plan, self._groups(name)
         init, iterate = (exported(program, groups, plan.sites.replicas) for program in (plan.init, plan.iterate))
-        single = iterate.steps[0] if plan.single else None
-        assert single is None or isinstance(single, Segment)
-        orders = Orders(init=init, iterate=iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes,
-                        shards=plan.shards, single=single)  # fmt: skip
+        orders = orders_of(plan, init, iterate)
         try:
             return cloudpickle.dumps(orders)
         except (TypeError, AttributeError, ValueError, NotImplementedError, OSError) as error:
@@ -276,23 +279,36 @@ class Local:
 
     def _links(self) -> tuple[dict[str, list[list[Any]]], dict[str, list[Any]]]:
         """For each worker, the description of its channels and its ends of them."""
-        sizes: dict[tuple[str, str], int] = {}
-        for program in (self.plan.init, self.plan.iterate):
-            for step, _ in walk(program.steps):
-                for pair, pieces in messages(step, self.hood).items() if isinstance(step, Transfer) else ():
+        sizes: dict[tuple[str, str, str], int] = {}
+        for program, hoods in ((self.plan.init, [self.hood]), (self.plan.iterate, self._hoods())):
+            for (step, _), hood in itertools.product(walk(program.steps), hoods):
+                for pair, pieces in messages(step, hood).items() if isinstance(step, Transfer) else ():
                     if pair[0] != pair[1]:
-                        sizes[pair] = max(sizes.get(pair, 0), _message_bytes(pieces))
+                        kind = BUNDLE if step.lag is not None else ""
+                        sizes[*pair, kind] = max(sizes.get((*pair, kind), 0), _message_bytes(pieces))
+        waiting = max(SLOTS, self.plan.layout.max_lag + 2)
         links: dict[str, list[list[Any]]] = {name: [] for name in self.workers}
         ends: dict[str, list[Any]] = {name: [] for name in self.workers}
-        for pair, size in sizes.items():
+        for (src, dst, kind), size in sizes.items():
             if self.over_tcp:
-                for name in pair:
-                    links[name].append([*pair, "tcp", SLOTS])
+                for name in (src, dst):
+                    links[name].append([src, dst, kind, "tcp", waiting])
                 continue
-            for name, end in zip(pair, make_shm_channel(size, SLOTS), strict=True):
-                links[name].append([*pair, "shm", *end.fds, end.slot_bytes, end.slots])
+            for name, end in zip((src, dst), make_shm_channel(size, waiting), strict=True):
+                links[name].append([src, dst, kind, "shm", *end.fds, end.slot_bytes, end.slots])
                 ends[name].append(end)
         return links, ends
+
+    def _hoods(self) -> list[Neighbourhood]:
+        """Who takes part in an iteration: everybody; or, one after the other, each worker with who learns from it."""
+        if self.plan.copies == 1:
+            return [self.hood]
+        learner = self.plan.sites.default
+        return [
+            Neighbourhood(me="coordinator", homes={
+                (group, 0): self.hood.homes[group, 0 if group == learner else copy] for group in self.plan.sites.replicas
+            }) for copy in range(self.plan.copies)
+        ]  # fmt: skip
 
     def _environment(self, name: str) -> dict[str, str]:
         """Environment variables of a worker: no more threads than it has cores to itself."""
@@ -471,9 +487,10 @@ def _environments(plan: Plan, hood: Neighbourhood, worker: str) -> list[range]:
 
 def _message_bytes(pieces: list[Any]) -> int:
     types = [host_type(array_type(piece.move.aval)) for piece in pieces]
-    return message_bytes(
+    head = jax.ShapeDtypeStruct((2,), np.uint64)  # of a bundle: its version
+    return message_bytes([head] + [
         jax.ShapeDtypeStruct(piece.shape(shape), dtype) for piece, (shape, dtype) in zip(pieces, types, strict=True)
-    )
+    ])  # fmt: skip
 
 
 def _to_jax(array: np.ndarray, aval: Any) -> jax.Array:

@@ -12,6 +12,7 @@ arrays is the `Backend`'s.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -34,6 +35,7 @@ from choreo.partition.program import (
     groups_of,
 )
 from choreo.runtime.profile import kind_of
+from choreo.runtime.schedule import Read, Versions
 from choreo.types import GroupName
 
 Site = tuple[GroupName, int]
@@ -92,6 +94,10 @@ class Backend(Protocol):
         """A random key from its numbers."""
         ...
 
+    def fold_in(self, key: Any, number: int) -> Any:
+        """Another random key."""
+        ...
+
     def number(self, value: int, site: Site) -> Any:
         """The number of an iteration."""
         ...
@@ -142,6 +148,9 @@ class PythonOnly:
     def key(self, data: np.ndarray, site: Site) -> np.ndarray:
         return data
 
+    def fold_in(self, key: Any, number: int) -> np.ndarray:
+        return key  # nothing here draws random numbers
+
     def number(self, value: int, site: Site) -> np.ndarray:
         return np.asarray(value, np.int32)
 
@@ -161,6 +170,7 @@ class Link(Protocol):
 
     def send(self, arrays: Sequence[np.ndarray]) -> None: ...
     def receive(self, into: Sequence[np.ndarray]) -> None: ...
+    def ready(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +195,14 @@ class Neighbourhood:
         return [site for site, home in self.homes.items() if home == self.me]
 
 
+BUNDLE = " (bundle)"
+"""After the name of a peer: the link for what may be out of date."""
+
+
+class NoMoreWork(Exception):
+    """Whoever learns wants no more parts for now."""
+
+
 class Machine:
     """One program at the sites of this process."""
 
@@ -195,19 +213,38 @@ class Machine:
         backend: Backend,
         hosts: Mapping[Site, HostObjects],
         watch: "Watch | None" = None,
+        *,
+        versions: Versions | None = None,
+        one_by_one: bool = False,
     ):
+        """`versions` says which version of a bundle is read, where sender and reader are both here. `one_by_one`: bundles
+        are sent by `publish`, and read once each."""
         self.program, self.hood, self.backend, self.hosts = program, hood, backend, hosts
         self.watch: Watch = watch or (lambda kind, name, fn: fn)
+        self.versions, self.one_by_one = versions, one_by_one
+        self.update = 0
+        """The number of the update that this run of the program goes into."""
+        self.log: list[Read] = []
+        self.publishing: list[Action] = []
         self.stores: dict[Site, Store] = {site: {} for site in hood.sites}
         self.actions = self._lower(program.steps, self.stores, inside=False)
 
-    def run(self, given: Mapping[Site, Mapping[int, Any]]) -> dict[Site, list[Any]]:
-        """Run the program once. `given`: inputs by position; returns every output at each site that holds it, else None."""
+    def publish(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
+        """Send bundles, for a later run of the program."""
+        self._load(given)
+        for action in self.publishing:
+            action(0)
+
+    def _load(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
         for site, store in self.stores.items():
             store.clear()
             for position, port in enumerate(self.program.ins):
-                if site[0] in port.held and position in given[site]:
+                if site in given and site[0] in port.held and position in given[site]:
                     store[port.held[site[0]][0]] = given[site][position]
+
+    def run(self, given: Mapping[Site, Mapping[int, Any]]) -> dict[Site, list[Any]]:
+        """Run the program once. `given`: inputs by position; returns every output at each site that holds it, else None."""
+        self._load(given)
         for action in self.actions:
             action(0)
         results = {}
@@ -311,6 +348,8 @@ class Machine:
     def _transfer(self, step: Transfer, stores: dict[Site, Store], *, inside: bool) -> list[Action]:
         senders, receivers = self.hood.replicas(step.src), self.hood.replicas(step.dst)
         src_here, dst_here = self.hood.here(step.src), self.hood.here(step.dst)
+        if step.lag is not None:
+            return self._bundle(step, stores)
         if len(src_here) == senders and len(dst_here) == receivers:
             return [lambda _: self._hand_over(step, stores)]
         pieces = messages(step, self.hood)
@@ -323,6 +362,101 @@ class Machine:
         if incoming:
             actions.append(self._receive(step, incoming, stores, inside=inside))
         return actions
+
+    def _bundle(self, step: Transfer, stores: dict[Site, Store]) -> list[Action]:
+        """What may be out of date: sent whenever there is a new version, read as it is."""
+        if self.hood.here(step.src) and self.hood.here(step.dst):
+            return self._bundle_here(step, stores)
+        pieces, me = messages(step, self.hood), self.hood.me
+        sends = [self._send_bundle(step, dst, message, stores) for (src, dst), message in pieces.items() if src == me]
+        if self.one_by_one:
+            self.publishing += sends
+            sends = []
+        incoming = {src: message for (src, dst), message in pieces.items() if dst == me}
+        return sends + ([self._receive_bundle(step, incoming, stores)] if incoming else [])
+
+    def _bundle_here(self, step: Transfer, stores: dict[Site, Store]) -> list[Action]:
+        assert step.lag is not None
+        senders = [stores[step.src, r] for r in self.hood.here(step.src)]
+        receivers = self.hood.here(step.dst)
+        kept: deque[tuple[int, list[list[Any]]]] = deque(maxlen=1 if self.one_by_one else step.lag + 1)
+
+        def publish(_: int) -> None:
+            parts = [[self.backend.copy(store[move.src]) for store in senders] for move in step.moves]
+            kept.append((self.update, parts))
+
+        def read(_: int) -> None:
+            for r in receivers:
+                oldest, name = kept[0][0], f"{step.dst}-{r}"
+                version = oldest if self.one_by_one or not self.versions else self.versions(name, self.update, oldest)
+                self.log.append(Read(name, self.update, version))
+                parts = next(parts for v, parts in kept if v == version)
+                for move, own in zip(step.moves, parts, strict=True):
+                    stores[step.dst, r][move.dst] = self.backend.reshard(own, move, r, len(receivers), step)
+
+        if self.one_by_one:
+            self.publishing.append(publish)
+            return [read]
+        return [publish, read]
+
+    def _send_bundle(self, step: Transfer, dst: str, message: "list[Piece]", stores: dict[Site, Store]) -> Action:
+        send, to_host = self.watch("send", dst, self.hood.links[dst + BUNDLE].send), self.backend.to_host
+        sources = [(stores[step.src, piece.sender], piece.move.src, piece.take) for piece in message]
+
+        def run(_: int) -> None:
+            head = np.array([self.update, 1], np.int64)
+            send([head, *(to_host(store[slot])[take] for store, slot, take in sources)])
+
+        return run
+
+    def say_no_more_work(self) -> None:
+        """With `one_by_one`: tell the worker to stop."""
+        for step in self.program.steps:
+            for (src, dst), message in (messages(step, self.hood) if isinstance(step, Transfer) else {}).items():
+                if isinstance(step, Transfer) and step.lag is not None and src == self.hood.me:
+                    types = [_taken_type(self.backend, piece, self.hood.replicas(step.src)) for piece in message]
+                    nothing = [np.zeros(shape, dtype) for shape, dtype in types]
+                    self.hood.links[dst + BUNDLE].send([np.zeros(2, np.int64), *nothing])
+
+    def _receive_bundle(self, step: Transfer, incoming: "dict[str, list[Piece]]", stores: dict[Site, Store]) -> Action:
+        """Blocks only if what is here is older than allowed."""
+        backend, receivers = self.backend, self.hood.replicas(step.dst)
+        targets = list(itertools.product(range(len(step.moves)), self.hood.here(step.dst)))
+        types = [_piece_type(backend, step.moves[m], receivers) for m, _ in targets]
+        number = {(id(step.moves[m]), d): i for i, (m, d) in enumerate(targets)}
+        links = [self.hood.links[src + BUNDLE] for src in incoming]
+        receives = [self.watch("wait", src, link.receive) for src, link in zip(incoming, links, strict=True)]
+        puts = [[(number[id(p.move), p.receiver], p.put) for p in message] for message in incoming.values()]
+        version: int | None = None
+        held: list[Any] = []
+
+        def take_next() -> None:
+            nonlocal version, held
+            buffers, head = [np.empty(shape, dtype) for shape, dtype in types], np.empty(2, np.int64)
+            for receive, where in zip(receives, puts, strict=True):
+                receive([head, *(buffers[i][index] for i, index in where)])
+            if not head[1]:
+                raise NoMoreWork
+            version = int(head[0])
+            held = [
+                backend.from_host(buffer, step.moves[m].aval, (step.dst, d))
+                for buffer, (m, d) in zip(buffers, targets, strict=True)
+            ]
+
+        def read(_: int) -> None:
+            assert step.lag is not None
+            if self.one_by_one:
+                take_next()
+            else:
+                while version is None or version < self.update - step.lag or all(link.ready() for link in links):
+                    take_next()
+            assert version is not None
+            for value, (m, d) in zip(held, targets, strict=True):
+                stores[step.dst, d][step.moves[m].dst] = value
+            for d in self.hood.here(step.dst):
+                self.log.append(Read(f"{step.dst}-{d}", self.update, version))
+
+        return read
 
     def _hand_over(self, step: Transfer, stores: dict[Site, Store]) -> None:
         senders = [stores[step.src, r] for r in self.hood.here(step.src)]
@@ -482,6 +616,14 @@ def _overlap(move: Move, s: int, senders: int, d: int, receivers: int) -> "tuple
             size = move.aval.shape[want] // receivers
             take[want] = slice(d * size, (d + 1) * size)
     return tuple(take), tuple(put)
+
+
+def _taken_type(backend: Backend, piece: "Piece", senders: int) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type of what is sent of a value."""
+    shape, dtype = backend.host_type(piece.move.aval)
+    if piece.move.src_axis is not None:
+        shape = tuple(n // senders if axis == piece.move.src_axis else n for axis, n in enumerate(shape))
+    return np.empty(shape, np.bool_)[piece.take].shape, dtype
 
 
 def _piece_type(backend: Backend, move: Move, receivers: int) -> tuple[tuple[int, ...], np.dtype]:

@@ -327,6 +327,10 @@ class ShmReceiver(_Ring):
 
     _closed_word, _idle = RECEIVER_CLOSED, "sent nothing"
 
+    def ready(self) -> bool:
+        """Is there a message, or nobody left to send one?"""
+        return self._words[WRITTEN] > self._number or bool(self._words[SENDER_CLOSED])
+
     def receive(self, into: Sequence[np.ndarray]) -> None:
         """Copy the next message into these arrays; blocks until there is one."""
         payload, slots = self._layout(into)

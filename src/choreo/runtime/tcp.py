@@ -483,6 +483,10 @@ class TcpReceiver(_TcpEnd):
     _idle = "sent nothing"
     _ended = False
 
+    def ready(self) -> bool:
+        """Is there a message, or nobody left to send one?"""
+        return self._ended or self._link.lost or bool(self._link.socket.poll(0, zmq.POLLIN))
+
     def receive(self, into: Sequence[np.ndarray]) -> None:
         """Copy the next message into these arrays; blocks until there is one."""
         layout, number, socket = self._layout(into), self._number, self._link.socket
