@@ -33,8 +33,10 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+# Compiled in haste; then some of the laws again, compiled as users' programs are.
 test-main: setup
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 25
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m optimised tests/laws tests/docs
 
 # What we use of JAX beyond its documented API, and the graph code that stands on it, against the newest release.
 test-next:

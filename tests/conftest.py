@@ -11,6 +11,7 @@ import atexit
 import os
 import platform
 import shutil
+import signal
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -48,12 +49,14 @@ HASTE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
 """Simple fusions halve the time again. Without the instructions that multiply and add in one rounding, the compiler cannot
 choose how often to round. The XLA of JAX 0.11 and later ends the process at the first of these flags."""
 UNCHECKED = ("laws", "faults", "docs", "users")
-"""Folders of tests that run whole programs. Checking every call there takes a third of their time and finds nothing
-that the tests of the parts do not."""
+"""Folders of tests that run whole programs. Checking every call takes a third of their time; the parts have tests of their
+own, in which they are checked."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before the first program is compiled; processes that the tests start inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is in its background so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr in ("learning", "optimised"):
         return
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -97,8 +100,8 @@ jaxtyping.jaxtyped = _jaxtyped_unless_disabled
 
 @pytest.fixture(autouse=True)
 def annotations_are_checked_in_tests_of_parts(request: pytest.FixtureRequest):
-    whole = any(parent.name in UNCHECKED for parent in request.path.parents)
-    jaxtyping.config.update("jaxtyping_disable", whole)
+    folders = request.path.relative_to(request.config.rootpath).parts
+    jaxtyping.config.update("jaxtyping_disable", any(folder in UNCHECKED for folder in folders))
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 

@@ -6,14 +6,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from choreo import checkpoint, registry
+from choreo import checkpoint, cli, registry
 from choreo.cache import cache_folder
 from choreo.cli import main
 from choreo.folder import RunFolder
-from choreo.layouts import Group, Layout, coarse
+from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, multi_learner, sebulba
 from choreo.progress import progress_line
 from choreo.recipe import Recipe
 from choreo.training import load
@@ -136,7 +137,7 @@ def write_recipe(folder, *, layout=None, **options):
     return f"{folder}/run.toml"
 
 
-OPTIONAL = {"eval_every": None, "stop_at_return": None, "checkpoint_every": None}
+OPTIONAL: dict[str, Any] = {"eval_every": None, "stop_at_return": None, "checkpoint_every": None}
 
 
 def test_a_run_is_run_again_from_its_file(capsys):
@@ -173,8 +174,31 @@ def test_the_layout_of_a_run_and_its_workers(capsys):
     assert capsys.readouterr().out == one
     own = write_recipe("runs/own", layout=Layout(Group("env", replicas=2), Group("actor"), Group("learner")))
     err = fails(capsys, "graph", own, "--workers", "4")
-    assert err.startswith("UsageError: --workers and --exact cannot change the layout of this run")
+    assert err.startswith("UsageError: --workers cannot change the layout of this run")
     assert "Layout `fused` takes no `workers`" in fails(capsys, "graph", file, "--layout", "fused", "--workers", "4")
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "after"),
+    [
+        (coarse(2, exact=True), ["--no-exact"], coarse(2)),
+        (coarse(2), ["--max-lag", "2"], coarse(2, max_lag=2)),
+        (coarse(2, max_lag=2), ["--workers", "4", "--max-lag", "0"], coarse(4)),
+        # Shards are part of the results, and stay as they were.
+        (multi_learner(4), ["--workers", "2"], multi_learner(2, shards=4)),
+        (sebulba(2, 2), ["--learners", "1", "--shards", "4"], sebulba(2, 1, shards=4)),
+        (central(2, max_lag=4, merge="any"), ["--merge", "all"], central(2, shards=1, max_lag=4)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
+)
+def test_what_is_given_changes_the_layout_of_a_run(before, options, after):
+    """Without `train`: the layout that it would be given."""
+    recipe_file = write_recipe("x", layout=before)
+    parser = cli._parser("graph", "")
+    cli._add_layout(parser, default=None)
+    parser.add_argument("--num-envs")
+    parsed, _, _ = cli._parse_named(parser, [recipe_file, *options])
+    assert cli._layout(parsed) == after
 
 
 def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
@@ -266,7 +290,8 @@ def test_graph_prints_or_draws(capsys):
     assert capsys.readouterr().out == "Wrote plan.svg.\n"
     assert "<svg" in Path("plan.svg").read_text()
     err = fails(capsys, "graph", TINY, CARTPOLE, "--workers", "2")
-    assert err == "UsageError: --workers and --exact belong to a layout.\nAdd --layout coarse.\n"
+    assert err == "UsageError: --workers belongs to a layout.\nAdd --layout coarse.\n"
+    assert "--max-lag belongs to a layout." in fails(capsys, "graph", TINY, CARTPOLE, "--max-lag", "2")
     assert "There is no folder gone" in fails(capsys, "graph", TINY, CARTPOLE, "-o", "gone/x.svg")
 
 
@@ -274,6 +299,41 @@ def test_graph_prints_or_draws(capsys):
 def test_list(capsys, kind, name):
     assert main(["list", kind]) == 0
     assert any(line.split()[0] == name for line in capsys.readouterr().out.splitlines())
+
+
+def test_list_layouts_says_which_systems_each_stands_for(capsys):
+    assert main(["list", "layouts"]) == 0
+    presets, others = capsys.readouterr().out.split("\n\nother names:\n")
+    lines = {line.split()[0]: line for line in presets.splitlines()}
+    assert set(lines) == set(PRESETS)
+    stands_for = {
+        "fused": ("Anakin", "PureJaxRL", "WarpDrive", "MSRL GPUOnly"),
+        "coarse": ("Acme", "IMPALA", "MSRL SingleLearnerCoarse"),
+        "fine": ("SEED RL", "MSRL SingleLearnerFine"),
+        "multi_learner": ("data parallel", "DD-PPO", "MSRL MultiLearner"),
+        "sebulba": ("Sebulba", "Cleanba"),
+        "central": ("parameter server", "A3C", "MSRL Central"),
+    }
+    assert all(system in lines[name] for name, systems in stands_for.items() for system in systems)
+    assert all(alias in others for alias in ALIASES)
+    assert re.search(r"^seed_rl, single_learner_fine +fine$", others, re.MULTILINE)
+    assert re.search(r"^a3c +central --merge any", others, re.MULTILINE)
+    assert max(map(len, presets.splitlines())) <= 130
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        (["--layout", "multi_learner", "--workers", "2", "--shards", "4"], "shards=4)"),
+        (["--layout", "sebulba", "--workers", "4", "--learners", "2", "--max-lag", "1"], "shards=4, max_lag=1)"),
+        (["--layout", "anakin", "--devices", "2"], "devices=2), shards=2)"),
+        (["--layout", "seed-rl", "--workers", "2", "--exact"], "exact=True)"),
+        (["--layout", "a3c", "--workers", "2"], "max_lag=4, merge='any')"),
+    ],
+)
+def test_options_of_a_layout(capsys, options, layout):
+    assert main(["graph", "a2c", CARTPOLE, "--num-envs", "8", *options]) == 0
+    assert layout in " ".join(capsys.readouterr().out.split())
 
 
 def test_help(capsys):
@@ -343,8 +403,17 @@ def test_where_compiled_programs_are_kept(monkeypatch):
         (["trian"], "UsageError: There is no command `trian`.\nDid you mean `train`?\n"),
         (["train", "pqo", CARTPOLE], "UnknownNameError: There is no algorithm `pqo`.\nDid you mean `ppo`?"),
         (["train", "ppo", "jax:Cartpole"], "UnknownNameError: There is no environment `jax:Cartpole`.\nDid you mean"),
-        ([*TRAIN, "--layout", "corse"], "UnknownNameError: There is no layout `corse`.\nDid you mean `coarse`?\n"),
+        ([*TRAIN, "--layout", "corse"], "UnknownNameError: There is no layout `corse`.\nDid you mean `coarse`?"),
         ([*TRAIN, "--workers", "2"], "LayoutError: Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"),
+        (
+            [*TRAIN, "--layout", "fine", "--max-lag", "2"],
+            "LayoutError: Layout `fine` takes no `max_lag`.\nLayouts that do: coarse, sebulba, central.\n",
+        ),
+        ([*TRAIN, "--layout", "coarse", "--merge", "some"], "LayoutError: merge='some' is not known.\nUse "),
+        (
+            [*TRAIN, "--layout", "gone.py:two_stage"],
+            "UnknownNameError: There is no file `gone.py` for `gone.py:two_stage`.\nGive a path from this folder.\n",
+        ),
         ([*TRAIN, "--runtime", "rai"], "UnknownNameError: There is no runtime `rai`.\nKnown: inprocess, local."),
         ([*TRAIN, "--step", "5"], "UsageError: There is no option `--step`.\nDid you mean `--steps`"),
         (

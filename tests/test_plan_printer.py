@@ -10,7 +10,7 @@ from choreo.envs import make
 from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, fine, fused, multi_learner, sebulba
 from choreo.partition.program import Transfer, walk
 from choreo.plan_printer import crossings
-from choreo.plans import plan
+from choreo.plans import plan, plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.machine import Neighbourhood, messages
 from goldens import check_golden
@@ -36,9 +36,15 @@ LAYOUTS = PPO_LAYOUTS | A2C_LAYOUTS
 
 @pytest.fixture(scope="module")
 def plans():
-    env = make("jax:CartPole-v1", 12)
-    ppo = {name: plan(PPO(unroll=16, minibatch_size=24), env, layout) for name, layout in PPO_LAYOUTS.items()}
-    return ppo | {name: plan(A2C(unroll=16), env, layout) for name, layout in A2C_LAYOUTS.items()}
+    """Of each algorithm only one trace for so many shards."""
+    env, traced = make("jax:CartPole-v1", 12), {}
+    made = {}
+    for name, layout in LAYOUTS.items():
+        algo = A2C(unroll=16) if name in A2C_LAYOUTS else PPO(unroll=16, minibatch_size=24)
+        key = algo, layout.shards, layout.copies
+        traced[key] = traced.get(key) or trace_for(algo, env, layout)
+        made[name] = plan_traced(traced[key], layout, title=f"{type(algo).__name__} on {env.name}")
+    return made
 
 
 def test_every_preset_is_here():

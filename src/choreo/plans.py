@@ -18,7 +18,7 @@ from jax import export
 from jax.sharding import AbstractMesh
 
 from choreo._compat import key_impl
-from choreo.errors import PartitionError
+from choreo.errors import LayoutError, PartitionError
 from choreo.graph.ir import Graph
 from choreo.layouts.base import Layout
 from choreo.partition.exported import ExportedFn
@@ -92,6 +92,22 @@ class Plan:
         return [(group, r) for group in self.sites.replicas for r in range(self.replicas(group))]
 
     @property
+    def num_processes(self) -> int:
+        """Replicas of a group may share a process: those on its devices do."""
+        return sum(g.replicas or 1 for g in self.layout.groups if g.name in self.sites.replicas)
+
+    @property
+    def partitioned(self) -> dict[GroupName, int]:
+        """Groups that are one program on several devices."""
+        groups = [g for g in self.layout.groups if g.devices > 1 and self.sites.replicas.get(g.name, 1) is None]
+        if groups and self.single is None:
+            raise LayoutError(
+                f"{self.layout!r}: with one shard, only a run that is a single program can be divided among devices.",
+                fix=f"Use shards: Layout(..., shards={groups[0].devices}).",
+            )
+        return {g.name: g.devices for g in groups}
+
+    @property
     def combining(self) -> set[GroupName]:
         """Groups whose replicas combine values while they run."""
         return {step.group for step, _ in walk(self.iterate.steps) if isinstance(step, Segment) and step.combines}
@@ -104,7 +120,8 @@ class Plan:
     def single(self) -> Segment | None:
         """The one segment of an iteration, if everything is compiled into one."""
         steps = self.iterate.steps
-        return steps[0] if self.num_sites == 1 and len(steps) == 1 and isinstance(steps[0], Segment) else None
+        alone = len(self.sites.replicas) == 1 and len(steps) == 1
+        return steps[0] if alone and isinstance(steps[0], Segment) else None
 
     def combine(self, leaves: list[Any]) -> PyTree:
         """A carry from its array leaves, as sites hold them."""

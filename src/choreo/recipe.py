@@ -242,7 +242,7 @@ def make_runtime(name: str | None, the_plan: Any, **options: Any) -> Any:
     """The runtime of this name; None: worker processes if there are several sites, else this process."""
     if name is None and options.get("cluster") is not None:
         name = "local"
-    return RUNTIMES[name or ("local" if the_plan.num_sites > 1 else "inprocess")](the_plan, **options)
+    return RUNTIMES[name or ("local" if the_plan.num_processes > 1 else "inprocess")](the_plan, **options)
 
 
 def _inprocess(the_plan: Any, **options: Any) -> Any:

@@ -292,7 +292,7 @@ def _device(header: dict[str, Any], watch: Any) -> Any:
     from choreo.runtime.device import Device
 
     use_compilation_cache()
-    return Device(header["compiled"], watch)
+    return Device(header["compiled"], watch, spread=header["spread"])
 
 
 def _end_now() -> None:

@@ -56,9 +56,18 @@ FOUR_SITES = Layout(Group("env"), Group("actor"), Group("critic"), Group("learne
 MANY_SITES = Layout(Group("env", replicas=3), Group("actor", replicas=2), Group("critic"), Group("learner"))
 
 
+OPTIMISED = {("ppo", "fused"), ("ppo", "three sites"), ("ppo", "coarse x2"), ("other", "fine x1")}
+"""One of each kind, also with XLA's optimisations."""
+
+
 def cells(layouts):
     return [
-        pytest.param(algorithm, layout, id=f"{algorithm}-{name}")
+        pytest.param(
+            algorithm,
+            layout,
+            id=f"{algorithm}-{name}",
+            marks=[pytest.mark.optimised] if (algorithm, name) in OPTIMISED else [],
+        )
         for algorithm in ALGORITHMS
         for name, layout in layouts.items()
     ]
@@ -81,7 +90,11 @@ def test_same_shapes_give_the_same_bits(algorithm, layout):
     assert_same_bits(run, reference)
 
 
-@pytest.mark.parametrize("layout", [coarse(1), fine(1), FOUR_SITES], ids=["coarse", "fine", "four"])
+@pytest.mark.parametrize(
+    "layout",
+    [coarse(1), fine(1), pytest.param(FOUR_SITES, marks=pytest.mark.optimised)],
+    ids=["coarse", "fine", "four"],
+)
 def test_what_xla_fuses_across_a_cut(layout):
     """A gradient that crosses sites, into Adam: two products in one sum, rounded as the compiler likes."""
     algo, env = Other(optimizer=optax.adam), make("jax:CartPole-v1", NUM_ENVS)

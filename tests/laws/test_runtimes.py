@@ -49,8 +49,19 @@ def serial(env: str, layout: Layout):
     return run_of(InProcess(planned(env, layout)), KEY)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize(
+    ("env", "layout"),
+    [
+        pytest.param(
+            env,
+            layout,
+            id=f"{env}-{name}",
+            marks=[pytest.mark.optimised] if (env, name) == ("jax", "coarse x2") else [],
+        )
+        for env in ENVS
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_workers_over_shared_memory(env, layout):
     assert_same_bits(run_of(Local(planned(env, layout)), KEY), serial(env, layout))
 

@@ -17,7 +17,7 @@ from choreo.plans import plan
 from choreo.roles import SHARD_AXIS
 from choreo.runtime.inprocess import InProcess, combine_metrics
 from choreo.runtime.local import Local
-from laws.reference import Run, assert_close, assert_same_bits, named, run_of
+from laws.reference import Run, assert_close, assert_same_bits, named, reference_run, run_of
 
 KEY = jax.random.key(3)
 SHARDS = 4
@@ -56,8 +56,9 @@ LAYOUTS = {
     "one site": choreo.fused(shards=SHARDS),
     "coarse x2": choreo.coarse(2, shards=SHARDS),
     "fine x2": choreo.fine(2, shards=SHARDS),
-    "2 devices": choreo.multi_learner(2, shards=SHARDS),
-    "4 devices": choreo.multi_learner(4),
+    "2 devices": choreo.fused(devices=2, shards=SHARDS),
+    "4 devices": choreo.fused(devices=4),
+    "2 sites": choreo.multi_learner(2, shards=SHARDS),
     "4 workers, 2 learners": choreo.sebulba(4, 2),
     "2 workers, 4 learners": choreo.sebulba(2, 4),
 }
@@ -88,7 +89,7 @@ def test_in_float64_with_plain_gradient_descent(layout):
 
 def test_on_two_processes():
     with jax.enable_x64(True):
-        planned = plan(ppo(optax.sgd), ENV, LAYOUTS["2 devices"])
+        planned = plan(ppo(optax.sgd), ENV, LAYOUTS["2 sites"])
         run = run_of(Local(planned), KEY)
         assert_close(run, reference(float64=True), 1e-10)
         assert_same_bits(run, run_of(InProcess(planned), KEY))
@@ -99,6 +100,25 @@ def test_more_replicas_than_devices():
     algo, env = ppo(), envs.make("jax:CartPole-v1", 8)
     run = run_of(InProcess(plan(algo, env, choreo.multi_learner(8))), KEY)
     assert_close(run, sharded_reference(algo, env, 8, KEY), 1e-5)
+
+
+def test_one_shard_on_several_devices_is_divided_by_the_compiler():
+    the_plan = plan(ppo(), ENV, choreo.fused(devices=4, shards=1))
+    runtime = InProcess(the_plan)
+    runtime.start(KEY)
+    runtime.run(0, 1)
+    (leaves,) = runtime.execution.leaves.values()
+    obs = next(leaf for leaf in leaves if leaf.shape == (8, 4))
+    assert len(obs.sharding.device_set) == 4 and obs.addressable_shards[0].data.shape == (2, 4)
+    assert_close(run_of(runtime, KEY), reference_run(ppo(), ENV, KEY), 1e-5)
+
+
+def test_devices_that_are_not_there_are_refused():
+    with pytest.raises(LayoutError) as refusal:
+        InProcess(plan(ppo(), ENV, choreo.fused(devices=8)))
+    assert str(refusal.value).startswith(
+        "The layout wants 8 devices for `env+actor+buffer+learner`, and JAX sees 4 (cpu) here.\nUse devices=4; on a CPU"
+    )
 
 
 def test_statistics_of_observations_are_those_of_all_shards():
@@ -115,7 +135,7 @@ def test_python_environments():
         run_of(InProcess(plan(algo, env, layout)), KEY) for layout in (LAYOUTS["one site"], LAYOUTS["2 devices"])
     )
     assert_close(two, one, 1e-5)
-    assert_same_bits(run_of(Local(plan(algo, env, LAYOUTS["2 devices"])), KEY), two)
+    assert_same_bits(run_of(Local(plan(algo, env, LAYOUTS["2 sites"])), KEY), two)
 
 
 def test_a_carry_that_differs_between_shards_is_refused():

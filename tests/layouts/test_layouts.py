@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 
 from choreo.errors import LayoutError
-from choreo.layouts import PRESETS, Group, Layout, coarse, fine, fused
+from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, find, fine, fused, multi_learner, sebulba
 from choreo.layouts.base import MAX_BLOCKS
 
 ROLES = ["env", "actor", "learner"]
@@ -31,6 +31,11 @@ LAYOUTS = [
     coarse(2, exact=True),
     fine(3),
     fine(2, exact=True),
+    fused(devices=2, shards=4),
+    coarse(2, shards=2, max_lag=3),
+    multi_learner(4),
+    sebulba(4, 2, max_lag=1),
+    central(2, max_lag=4, merge="any"),
     Layout(Group("env", replicas=8, device="cpu"), Group("actor", replicas=2, device="gpu"), Group("buffer", "learner", device="gpu")),
     Layout(Group("env", "actor"), Group("critic"), Group("learner"), exact=True, name="mine"),
 ]  # fmt: skip
@@ -40,9 +45,9 @@ class TestAValue:
     @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
     def test_it_prints_as_it_is_written(self, layout):
         back = eval(repr(layout), {"Layout": Layout, "Group": Group})
-        assert (back.groups, back.exact) == (layout.groups, layout.exact)
         assert repr(back) == repr(layout)
-        assert Layout(*back.groups, exact=back.exact, name=layout.name) == layout
+        settings = {name: getattr(back, name) for name in ("exact", "shards", "max_lag", "merge")}
+        assert Layout(*back.groups, **settings, name=layout.name) == layout
         assert pickle.loads(pickle.dumps(layout)) == layout
 
     def test_equal_layouts_are_equal_and_hash_alike(self):
@@ -58,11 +63,8 @@ class TestAValue:
 
 class TestPresets:
     def test_names(self):
-        assert {name: make().name for name, make in PRESETS.items()} == {
-            "fused": "fused",
-            "coarse": "coarse",
-            "fine": "fine",
-        }
+        assert {make().name for make in PRESETS.values()} == set(PRESETS)
+        assert {name: make().name for name, make in PRESETS.items()} == {name: name for name in PRESETS}
 
     def test_which_roles_live_together(self):
         assert [g.roles for g in fused().groups] == [("env", "actor", "buffer", "learner")]
@@ -75,10 +77,49 @@ class TestPresets:
             (("actor", "buffer", "learner"), None),
         ]
 
+    def test_shards_are_as_many_as_need_be(self):
+        assert (fused().shards, fused(devices=4).shards, fused(devices=4, shards=1).shards) == (1, 4, 1)
+        assert (coarse(4).shards, fine(4).shards, coarse(2, shards=4).shards) == (1, 1, 4)
+        assert (multi_learner(4).shards, multi_learner(2, shards=8).shards) == (4, 8)
+        assert (sebulba(4, 2).shards, sebulba(2, 3).shards, sebulba(2, 3, shards=12).shards) == (4, 6, 12)
+        assert (central(4).shards, central(4, merge="any").shards) == (4, 1)
+
     def test_workers_must_be_at_least_one(self):
         assert refusal(coarse, 0) == (
             "Group('env+actor', replicas=0) needs at least one replica.\nTo run it together with another role, name both in one Group."
         )
+
+
+class TestNamesPeopleKnow:
+    def test_systems(self):
+        assert find("anakin") is find("pure_jax_rl") is find("warp_drive") is fused
+        assert find("acme") is coarse and find("seed_rl") is fine
+        assert find("dd_ppo") is find("data_parallel") is multi_learner
+        assert find("cleanba") is find("sebulba") is sebulba
+        assert find("parameter_server") is central
+
+    def test_the_distribution_policies_of_msrl(self):
+        names = ("GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central")
+        assert [find(name) for name in names] == [fused, coarse, fine, multi_learner, central]
+
+    def test_impala_is_coarse_with_lag_or_several_learners_with_lag(self):
+        impala = ALIASES["impala"]
+        assert impala(workers=3) == coarse(3, max_lag=4)
+        assert impala(workers=2, shards=2, max_lag=1) == coarse(2, shards=2, max_lag=1)
+        assert impala(workers=4, learners=2) == sebulba(4, 2, max_lag=4)
+
+    def test_a3c_is_central_without_waiting(self):
+        assert ALIASES["a3c"](workers=4) == central(4, max_lag=8, merge="any")
+        assert ALIASES["a3c"](max_lag=3) == central(2, max_lag=3, merge="any")
+
+    def test_spelling(self):
+        assert find("SEED-RL") is find("seedrl") is find("Seed_RL") is fine
+        assert find("multi-learner") is multi_learner
+        assert find("corse") is None
+
+    def test_none_hides_another(self):
+        spelled = [name.lower().replace("_", "") for name in (*PRESETS, *ALIASES)]
+        assert len(set(spelled)) == len(spelled)
 
 
 class TestWhereRolesLive:

@@ -111,6 +111,8 @@ class Layout:
 
     def num_blocks(self, group: Group, num_envs: int) -> int | None:
         """Into how many blocks a group's environments are divided: one per replica, or more with `exact`."""
+        if group.replicas is None and group.devices > 1 and self.shards > 1:
+            return group.devices
         if group.replicas is None or not self.exact:
             return group.replicas
         # Two environments or more to a block: a product with a single row is another program, and rounds differently.
@@ -180,8 +182,9 @@ class Layout:
         raise LayoutError(f"The layout names a role `{role}`, which the algorithm does not have.", fix=hint)
 
     def _check_divides(self, group: Group, num_envs: int) -> None:
-        blocks, wanted, shards = self.num_blocks(group, num_envs), group.replicas, self.shards
-        if wanted is None or blocks is None:
+        blocks, shards = self.num_blocks(group, num_envs), self.shards
+        wanted = group.replicas or (group.devices if group.devices > 1 else None)
+        if wanted is None or (blocks is None and shards > 1):
             return
         if shards > 1 and shards % wanted:
             more = -(-shards // wanted) * wanted
@@ -190,7 +193,7 @@ class Layout:
                 fix=f"With several shards, each site carries whole ones: use {more} shards (--shards {more}), or another "
                 f"number of replicas.",
             )
-        total, what = (blocks, "block") if self.exact else (num_envs, "environment")
+        total, what = (blocks or 1, "block") if self.exact else (num_envs, "environment")
         if total % wanted:
             counts = [n for n in range(1, total + 1) if total % n == 0]
             near = sorted(sorted(counts, key=lambda n: abs(n - wanted))[:2])

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from choreo.errors import LayoutError
 from choreo.partition.exported import ExportedFn
-from choreo.partition.program import Axis, Constant, KeyType, Move, Program, Ref, Segment, Transfer
+from choreo.partition.program import Axis, Constant, Input, KeyType, Move, Program, Ref, Segment, Transfer
 from choreo.partition.reduce import REPLICA_AXIS
 from choreo.partition.together import on_one_device, over_devices, spec
 from choreo.runtime.machine import Site, Watch
@@ -29,15 +30,28 @@ class Device:
         watch: Watch | None = None,
         *,
         spread: Mapping[GroupName, int] = MappingProxyType({}),
+        partitioned: Mapping[GroupName, int] = MappingProxyType({}),
+        carry_axes: Sequence[Axis] = (),
     ):
-        """`spread`: groups whose replicas, so many, each have a device of their own if there are enough here."""
+        """`spread`: groups whose replicas, so many, each have a device of their own if there are enough here.
+        `partitioned`: groups that are one program on so many devices, divided along the `carry_axes`."""
         self.watch: Watch = watch or (lambda kind, name, fn: fn)
-        self.spread = spread
+        self.spread, self.partitioned, self.carry_axes = spread, partitioned, carry_axes
         self.devices = {group: _find_devices(group, platform) for group, platform in platforms.items()}
         self.cpu = all(devices[0].platform == "cpu" for devices in self.devices.values())
         self.compile_seconds = 0.0
         self.scalars: dict[int, jax.Array] = {}
         self.loaded: dict[Any, Callable[..., Any]] = {}
+
+    def check_devices(self, group: GroupName, wanted: int) -> None:
+        """Refuse a group that wants more devices than there are."""
+        devices = self.devices[group]
+        if wanted > len(devices):
+            raise LayoutError(
+                f"The layout wants {wanted} devices for `{group}`, and JAX sees {len(devices)} ({devices[0].platform}) here.",
+                fix=f"Use devices={len(devices)}; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={wanted} "
+                "makes more of them.",
+            )
 
     def device(self, site: Site) -> jax.Device:
         """Where a site of this process computes."""
@@ -55,7 +69,7 @@ class Device:
         return self.loaded[segment, device]
 
     def compiled(
-        self, fn: Callable[..., Any], donated: list[int], group: GroupName, device: jax.Device
+        self, fn: Callable[..., Any], donated: list[int], group: GroupName, device: jax.Device, **options: Any
     ) -> Callable[..., Any]:
         """A function that compiles itself when it is first called; the time is kept apart."""
         program = None
@@ -69,7 +83,7 @@ class Device:
         def compile_now(args: tuple[Any, ...]) -> Any:
             began = time.perf_counter()
             with jax.default_device(device):
-                made = jax.jit(fn, donate_argnums=donated).lower(*args).compile()
+                made = jax.jit(fn, donate_argnums=donated, **options).lower(*args).compile()
             self.compile_seconds += time.perf_counter() - began
             return made
 
@@ -165,8 +179,8 @@ class Device:
             row.append(value)
         return row
 
-    def chunks(self, program: Program, segment: Segment, num_carry: int) -> "Chunks":
-        return Chunks(self, program, segment, num_carry)
+    def chunks(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> "Chunks":
+        return Chunks(self, program, segment, num_carry, here)
 
 
 def _find_devices(group: GroupName, platform: str | None) -> list[jax.Device]:
@@ -196,47 +210,86 @@ def host_type(like: Any) -> tuple[tuple[int, ...], np.dtype]:
 class Chunks:
     """Several iterations in one compiled loop: possible where everything is one segment."""
 
-    def __init__(self, device: Device, program: Program, segment: Segment, num_carry: int):
+    def __init__(self, device: Device, program: Program, segment: Segment, num_carry: int, here: Sequence[int]):
         self.device, self.program, self.segment, self.num_carry = device, program, segment, num_carry
-        self.group = segment.group
+        self.group, self.here = segment.group, here
         self.capacity, self.call = 0, None
 
-    def run(self, carry: list[Any], key: Any, first: int, stop: int) -> tuple[list[Any], list[np.ndarray]]:
-        """The carry after these iterations, and each metric, one entry per iteration."""
+    def run(
+        self, carries: list[list[Any]], keys: list[Any], first: int, stop: int
+    ) -> list[tuple[list[Any], list[Any]]]:
+        """For each replica, the carry after these iterations, and each metric, one entry per iteration."""
         if self.call is None or stop - first > self.capacity:
             self.capacity = stop - first
-            donated = list(range(3, 3 + self.num_carry))
-            self.call = self.device.compiled(
-                self._chunk(self.capacity), donated, self.group, self.device.device((self.group, 0))
-            )
+            self.call = self._load(self._chunk(self.capacity))
         # The number of rounds is an argument: chunks of different lengths share one compiled loop.
-        carry, rows = self.call(key, np.int32(first), np.int32(stop), *carry)
-        return list(carry), [np.asarray(row)[: stop - first] for row in rows]
+        rows = [[key, np.int32(first), np.int32(stop), *carry] for key, carry in zip(keys, carries, strict=True)]
+        k = self.num_carry
+        return [
+            (list(result[:k]), [np.asarray(row)[: stop - first] for row in result[k:]]) for result in self.call(rows)
+        ]
 
-    def _chunk(self, capacity: int) -> Callable[..., Any]:
-        segment, program, num_carry = self.segment, self.program, self.num_carry
-        in_slots = [port.held.get(self.group, (None, None))[0] for port in program.ins]
-        out_refs = [port.held[self.group][0] for port in program.outs]
+    def _load(self, chunk: Segment) -> Callable[..., list[Sequence[Any]]]:
+        zero, device = self.device.scalar(0), self.device
+        if chunk.combines:
+            together = device.load_together(chunk, self.here, len(self.here))
+            return lambda rows: together(zero, rows)
+        if device.partitioned.get(self.group, 1) > 1:
+            return self._partitioned(chunk)
+        alone = device.load(chunk)
+        return lambda rows: [alone(zero, zero, *row) for row in rows]
 
-        def iteration(carry, i, key):
+    def _partitioned(self, chunk: Segment) -> Callable[..., list[Sequence[Any]]]:
+        """On several devices as one program, environments divided among them: XLA sees to the rest."""
+        device, count = self.device, self.device.partitioned[self.group]
+        mesh = Mesh(np.array(device.devices[self.group][:count]), (REPLICA_AXIS,))
+        everywhere = NamedSharding(mesh, spec(None))
+        divided = [NamedSharding(mesh, spec(axis)) for axis in device.carry_axes]
+        outs = [*divided, *[everywhere] * (len(chunk.outs) - len(divided))]
+        program = device.compiled(
+            chunk.fn, [2 + p for p in chunk.donated], self.group, mesh.devices.flat[0], out_shardings=outs
+        )
+
+        def call(rows: list[list[Any]]) -> list[Sequence[Any]]:
+            ((key, first, stop, *carry),) = rows
+            given = [jax.device_put(leaf, sharding) for leaf, sharding in zip(carry, divided, strict=True)]
+            zero = np.int32(0)
+            return [program(zero, zero, *jax.device_put((key, first, stop), everywhere), *given)]
+
+        return call
+
+    def _chunk(self, capacity: int) -> Segment:
+        segment, program, num_carry, group = self.segment, self.program, self.num_carry, self.group
+        in_slots = [port.held.get(group, (None, None))[0] for port in program.ins]
+        out_refs = [port.held[group][0] for port in program.outs]
+
+        def iteration(index, carry, i, key):
             store = {slot: x for slot, x in zip(in_slots, [*carry, key, i], strict=True) if slot is not None}
             given = [store[each.slot] for each in segment.ins]
-            store.update(zip(segment.outs, segment.fn(np.int32(0), np.int32(0), *given), strict=True))
+            store.update(zip(segment.outs, segment.fn(index, np.int32(0), *given), strict=True))
             results = [jnp.asarray(r.value if isinstance(r, Constant) else store[r]) for r in out_refs]
             return results[:num_carry], results[num_carry:]
 
-        def chunk(key, first, stop, *carry):
-            shapes = jax.eval_shape(lambda: iteration(carry, first, key)[1])
+        def chunk(index, _, key, first, stop, *carry):
+            shapes = jax.eval_shape(lambda: iteration(index, carry, first, key)[1])
             rows = [jnp.zeros((capacity, *shape.shape), shape.dtype) for shape in shapes]
 
             def body(i, state):
                 carry, rows = state
-                carry, metrics = iteration(carry, i, key)
+                carry, metrics = iteration(index, carry, i, key)
                 return carry, [row.at[i - first].set(metric) for row, metric in zip(rows, metrics, strict=True)]
 
-            return lax.fori_loop(first, stop, body, (list(carry), rows))
+            carry, rows = lax.fori_loop(first, stop, body, (list(carry), rows))
+            return [*carry, *rows]
 
-        return chunk
+        axes = [port.held.get(group, (None, None))[1] for port in program.ins[:num_carry]]
+        row_axes = [port.held[group][1] for port in program.outs[num_carry:]]
+        ins = [Input(i, False, None, axis, "") for i, axis in enumerate([None, None, None, *axes])]
+        out_axes = (*axes, *(axis if axis is None else axis + 1 for axis in row_axes))
+        return replace(
+            segment, ins=tuple(ins), outs=tuple(range(len(out_axes))), out_avals=(), fn=chunk, out_axes=out_axes,
+            donated=tuple(range(3, 3 + num_carry)),
+        )  # fmt: skip
 
 
 def block(value: Any, axis: Axis, r: int, n: int) -> Any:

@@ -62,7 +62,10 @@ class Execution:
         if orders.copies > 1:
             return  # see `Arrivals`
         self.iterate = Machine(orders.iterate, hood, backend, self.hosts, watch, versions=self._version)
-        self.chunks = backend.chunks(orders.iterate, orders.single, orders.num_carry) if orders.single else None
+        self.chunks = None
+        if orders.single is not None and self.decides:
+            here = hood.here(orders.single.group)
+            self.chunks = backend.chunks(orders.iterate, orders.single, orders.num_carry, here)
         if self.chunks is not None:
             assert orders.single is not None
             run = self.chunks.run
@@ -165,12 +168,12 @@ class Execution:
 
     def _run_chunk(self, first: int, stop: int) -> dict[Site, dict[str, np.ndarray]]:
         assert self.chunks is not None
-        ((site, leaves),) = self.leaves.items()
+        sites, carries = list(self.leaves), list(self.leaves.values())
         self.leaves = {}
-        carry, rows = self.run_chunk(leaves, self.key[site], first, stop)
-        self.leaves = {site: carry}
+        results = self.run_chunk(carries, [self.key[site] for site in sites], first, stop)
+        self.leaves = {site: carry for site, (carry, _) in zip(sites, results, strict=True)}
         names = [port.name for port in self.orders.iterate.outs[self.orders.num_carry :]]
-        return {site: dict(zip(names, rows, strict=True))}
+        return {site: dict(zip(names, rows, strict=True)) for site, (_, rows) in zip(sites, results, strict=True)}
 
     def _owned(self, program: Program, results: Mapping[Site, list[Any]]) -> Pieces:
         ports = program.outs[: self.orders.num_carry]

@@ -30,7 +30,11 @@ class InProcess:
         self.replayed, self.log = replay, []
         watch = self.recorder and self.recorder.watch
         platforms = {group: plan.platform(group) for group in plan.sites.replicas}
-        self.device = Device(platforms, watch, spread={group: plan.replicas(group) for group in plan.combining})
+        self.device = Device(platforms, watch, carry_axes=plan.carry_axes, partitioned=plan.partitioned,
+                             spread={group: plan.replicas(group) for group in plan.combining})  # fmt: skip
+        for group in plan.layout.groups:
+            if group.name in platforms:
+                self.device.check_devices(group.name, group.devices)
         orders = orders_of(plan, plan.init, plan.iterate)
         hood = Neighbourhood(me="here", homes=dict.fromkeys(plan.all_sites, "here"))
         self.execution = (Arrivals if orders.copies > 1 else Execution)(orders, hood, self.device, watch)

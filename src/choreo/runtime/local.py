@@ -213,6 +213,7 @@ class Local:
                 "compiled": {g: self.plan.platform(g) for g in self._groups(name)} if self._compiles(name) else None,
                 "meet": self.meet,
                 "together": self._together(name),
+                "spread": {g: self.plan.replicas(g) for g in self._groups(name) if not self._together(name)},
                 "x64": jnp.result_type(float) == np.float64,
                 "prng": str(jax.random.key_impl(jax.random.key(0))),
                 "profile": self.profiling,
@@ -265,8 +266,9 @@ class Local:
     def _together(self, name: str) -> dict[str, Any] | None:
         """The group in which a worker combines values with others while they run, and its place among them."""
         for (group, r), home in self.hood.homes.items():
-            if home == name and group in self.plan.combining and self.plan.replicas(group) > 1:
-                return {"group": group, "number": r, "of": self.plan.replicas(group)}
+            processes = {other for (g, _), other in self.hood.homes.items() if g == group}
+            if home == name and group in self.plan.combining and len(processes) > 1:
+                return {"group": group, "number": r, "of": len(processes)}
         return None
 
     def _groups(self, name: str) -> list[str]:

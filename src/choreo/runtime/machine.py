@@ -110,7 +110,7 @@ class Backend(Protocol):
         """What is carried on, each value in memory of its own."""
         ...
 
-    def chunks(self, program: Program, segment: Segment, num_carry: int) -> Any:
+    def chunks(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
         """Runs several iterations at once."""
         ...
 
@@ -160,7 +160,7 @@ class PythonOnly:
     def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
         return values  # nothing here takes over memory
 
-    def chunks(self, program: Program, segment: Segment, num_carry: int) -> Any:
+    def chunks(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
         raise AssertionError("Python alone is never one compiled segment")
 
 

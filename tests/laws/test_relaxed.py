@@ -1,0 +1,148 @@
+"""Law level 4: what was read, and whose part was learned from when, is logged; the log gives the same bits again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import choreo
+from choreo import envs, networks
+from choreo.algos.a2c import A2C
+from choreo.errors import LayoutError, RunError
+from choreo.plans import plan
+from choreo.runtime.inprocess import InProcess
+from choreo.runtime.local import Local
+from choreo.runtime.schedule import Traffic
+from laws.reference import assert_close, assert_same_bits, named, run_of
+
+KEY = jax.random.key(3)
+ENV = envs.make("jax:CartPole-v1", 8)
+NETWORK = functools.partial(networks.mlp, hidden=(16,))
+ALGORITHMS = {
+    "ppo": choreo.PPO(unroll=4, minibatch_size=8, epochs=2, network=NETWORK),
+    "a2c": A2C(unroll=4, network=NETWORK),
+}
+CELLS = {
+    "coarse, lag": ("ppo", choreo.coarse(2, max_lag=2)),
+    "coarse, any": ("a2c", choreo.coarse(4, max_lag=5, merge="any")),
+    "sebulba, lag": ("a2c", choreo.sebulba(4, 2, max_lag=3)),
+    "central, lag": ("a2c", choreo.central(2, max_lag=1)),
+    "central, any": ("a2c", choreo.central(4, max_lag=3, merge="any")),
+}
+
+
+@functools.cache
+def planned(cell: str):
+    algo, layout = CELLS[cell]
+    return plan(ALGORITHMS[algo], ENV, layout)
+
+
+def logged_run(runtime, iterations: int = 6):
+    return run_of(runtime, KEY, iterations), list(runtime.log)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_seeded_run_is_the_same_again_and_keeps_its_bounds(cell):
+    run, log = logged_run(InProcess(planned(cell)))
+    assert_same_bits(run_of(InProcess(planned(cell), replay=log), KEY, 6), run)
+    check_bounds(log, run, CELLS[cell][1], iterations=6)
+
+
+@pytest.mark.parametrize("cell", ["coarse, lag", "sebulba, lag", "central, any"])
+def test_a_run_of_workers_is_the_same_again_by_its_log(cell):
+    run, log = logged_run(Local(planned(cell)))
+    assert_same_bits(run_of(InProcess(planned(cell), replay=log), KEY, 6), run)
+    check_bounds(log, run, CELLS[cell][1], iterations=6)
+
+
+@pytest.mark.parametrize("cell", ["coarse, lag", "coarse, any"])
+def test_python_environments_over_tcp(cell):
+    env = envs.make("CartPole-v1", 8)
+    algo, layout = CELLS[cell]
+    the_plan = plan(ALGORITHMS[algo], env, layout)
+    run, log = logged_run(Local(the_plan, carrier="tcp"))
+    assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY, 6), run)
+    check_bounds(log, run, layout, iterations=6)
+
+
+def check_bounds(log, run, layout, iterations: int) -> None:
+    """Never older than allowed, never backwards, every update from as many parts as stated."""
+    workers = next(group.replicas for group in layout.groups if group.replicas)
+    assert all(0 <= read.lag <= layout.max_lag for read in log)
+    assert run["metrics/lag_max"].max() == max(read.lag for read in log)
+    for reader in {read.reader for read in log}:
+        versions = [read.version for read in log if read.reader == reader]
+        assert versions == sorted(versions)
+    per_update = 1 if layout.merge == "any" else workers
+    updates = [read.update for read in log]
+    assert sorted(updates) == sorted(list(range(len(log) // per_update)) * per_update)
+    assert len(log) == iterations * workers
+    assert run[".train.iterations"] == len(log) // per_update
+
+
+def test_without_lag_any_order_is_iterate_on_one_part_after_the_other():
+    """The reference of merge="any": a scan of `jax.jit(iterate)` over parts, in the order of the log."""
+    algo, workers = ALGORITHMS["a2c"], 4
+    the_plan = plan(algo, ENV, choreo.coarse(workers, merge="any"))
+    run, log = logged_run(InProcess(the_plan), iterations=3)
+    assert [read.lag for read in log] == [0] * 12
+    assert len({read.reader for read in log}) > 1
+
+    init_key, run_key = jax.random.split(KEY)
+    whole = jax.jit(lambda key: algo.init(ENV, key))(init_key)
+    env = ENV.with_num_envs(2)
+    iterate = jax.jit(lambda carry, key: algo.iterate(env, carry, key))
+    train, positions, parts = whole.train, [], [0] * workers
+    for c in range(workers):
+        positions.append(jax.tree.map(lambda x, c=c: x[2 * c : 2 * c + 2], whole.position))
+    for read in log:
+        c = int(read.reader[-1])
+        key = jax.random.fold_in(jax.random.fold_in(run_key, c), parts[c])
+        carry, _ = iterate(whole._replace(train=train, position=positions[c]), key)
+        train, positions[c], parts[c] = carry.train, carry.position, parts[c] + 1
+    position = jax.tree.map(lambda *blocks: jnp.concatenate(blocks), *positions)
+    expected = named(whole._replace(train=train, position=position), {})
+    assert_close({name: run[name] for name in expected}, expected, 1e-5)
+
+
+@given(st.integers(1, 6), st.integers(0, 7), st.integers(1, 60), st.randoms(use_true_random=False))
+def test_traffic_never_stops_and_never_exceeds_the_lag(workers, max_lag, total, random):
+    traffic, most = Traffic(workers, max_lag), 0
+    for done in range(total):
+        traffic.start(total - done)
+        most = max(most, len(traffic.under_way))
+        eligible = traffic.eligible()
+        assert eligible
+        lag = traffic.version - traffic.under_way[chosen := random.choice(eligible)]
+        assert 0 <= lag <= max_lag
+        traffic.learned_from(chosen)
+    assert not traffic.under_way
+    assert most == min(workers, max_lag + 1, total)
+
+
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [
+        (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner"), max_lag=1),
+         "The layout custom has max_lag=1, but nothing in it may be out of date"),
+        (choreo.Layout(choreo.Group("env", "actor", "learner"), max_lag=1),
+         "The layout custom has max_lag=1, but nothing in it may be out of date"),
+        (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", replicas=2), choreo.Group("learner"),
+                       merge="any"),
+         'Layout(Group(\'env\', replicas=2), Group(\'actor\', replicas=2), Group(\'learner\'), merge=\'any\'): merge="any" '
+         "needs one group of workers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_relaxed_is_refused(layout, what):
+    with pytest.raises(LayoutError) as refusal:
+        plan(ALGORITHMS["a2c"], ENV, layout)
+    assert str(refusal.value).startswith(what)
+
+
+def test_a_log_that_is_too_short_is_refused():
+    _, log = logged_run(InProcess(planned("central, any")), iterations=1)
+    with pytest.raises(RunError, match=r"The log ends before update 4\."):
+        run_of(InProcess(planned("central, any"), replay=log), KEY, 2)

@@ -1,0 +1,161 @@
+"""A layout of the user's own, in a file: by name, with options, in run.toml, and refused in words."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+import choreo
+from choreo import registry
+from choreo.cli import main
+from choreo.errors import ChoreoError
+from choreo.layouts import PRESETS, Group, Layout, central, coarse, fine, fused, multi_learner, sebulba
+from choreo.training import load
+from tiny import Tiny
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_layouts.py"
+TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
+CARTPOLE = "jax:CartPole-v1"
+OWN = """
+import choreo
+
+three = choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor"), choreo.Group("learner"))
+named = choreo.Layout(choreo.Group("env", "actor"), choreo.Group("learner"), name="mine")
+number = 3
+
+def two_stage(workers=2, *, exact=False):
+    groups = choreo.Group("env", replicas=workers), choreo.Group("actor", "learner")
+    return choreo.Layout(*groups, exact=exact)
+
+def needy(pods):
+    return two_stage(pods)
+
+def forgetful():
+    two_stage()
+
+def open_to_all(**options):
+    return choreo.coarse(**options)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+
+
+def two_stage(workers, *, exact=False):
+    groups = Group("env", replicas=workers), Group("actor", "learner")
+    return Layout(*groups, exact=exact, name="two_stage")
+
+
+class TestFound:
+    def test_a_value_or_a_function(self):
+        assert registry.layout("own.py:two_stage") == two_stage(2)
+        assert registry.layout("own.py:two_stage", workers=4, exact=True) == two_stage(4, exact=True)
+        assert registry.layout("own.py:open_to_all", workers=4, max_lag=2) == coarse(4, max_lag=2)
+
+    def test_it_is_called_what_its_author_called_it(self):
+        assert registry.layout("own.py:three").name == "three"
+        assert registry.layout("own.py:named").name == "mine"
+
+    def test_by_its_own_name_too(self):
+        assert registry.layout("choreo.layouts.presets:coarse", workers=3) == coarse(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gone.py:two_stage", {}, "There is no file `gone.py`.\n"),
+        (
+            "empty/gone.py:x",
+            {},
+            "There is no file `empty/gone.py` for `empty/gone.py:x`.\nGive a path from this folder.",
+        ),
+        ("no_such_module:x", {}, "There is no module `no_such_module` for `no_such_module:x`.\n"),
+        ("own.py:two_stages", {}, "There is no name in own.py `two_stages`.\nDid you mean `two_stage`?"),
+        ("own.py:thre", {}, "There is no name in own.py `thre`.\nDid you mean `three`"),
+        ("own.py:number", {}, "`own.py:number` is no layout, but an int.\nA layout is choreo.Layout("),
+        ("own.py:forgetful", {}, "What `own.py:forgetful` returns is no layout, but a NoneType.\n"),
+        ("own.py:needy", {}, "`own.py:needy` needs `pods`.\nGive it a default; --workers"),
+        (
+            "own.py:two_stage",
+            {"learners": 2},
+            "`own.py:two_stage` takes no `learners`.\nIt takes `workers`, `exact`.",
+        ),
+        (
+            "own.py:three",
+            {"workers": 2},
+            "`own.py:three` is a value, and takes no `workers`.\n"
+            "Make it a function: def three(*, workers): return choreo.Layout(...)",
+        ),
+        ("two_stage", {}, "There is no layout `two_stage`.\n"),
+        (3, {}, "3 is no layout, but an int.\n"),
+    ],
+)
+def test_refused(name, options, message):
+    with pytest.raises(ChoreoError) as refusal:
+        registry.layout(name, **options)
+    assert str(refusal.value).startswith(message)
+
+
+def test_an_unknown_name_says_that_a_file_will_do():
+    with pytest.raises(ChoreoError, match=r"A layout of your own is `file\.py:name`"):
+        registry.layout("two_stage")
+
+
+class TestRun:
+    def test_trained_recorded_and_run_again_without_the_file(self):
+        command = ["train", TINY, CARTPOLE, "--num-envs", "4", "--steps", "64", "--runtime", "inprocess", "--quiet"]
+        assert main([*command, "--layout", "own.py:two_stage", "--workers", "4", "--out", "x"]) == 0
+        run = load("x")
+        assert run.recipe.layout == two_stage(4)
+        Path("own.py").unlink()
+        assert main(["train", "x/run.toml", "--out", "y", "--quiet"]) == 0
+        again = load("y")
+        assert again.recipe == run.recipe
+        assert again.training_summary["params_hash"] == run.training_summary["params_hash"]
+
+    def test_from_python(self):
+        run = choreo.train(Tiny(), CARTPOLE, layout="own.py:three", num_envs=4, steps=64, runtime="inprocess")
+        assert run.layout.name == "three"
+        assert choreo.plan(Tiny(), CARTPOLE, "own.py:two_stage", num_envs=4).layout == two_stage(2)
+
+    def test_the_example(self):
+        made = runpy.run_path(str(EXAMPLE))
+        for layout in (made["two_stage"](workers=4), made["SPLIT_ACTOR"]):
+            difference = choreo.testing.check_layout(Tiny(unroll=4), choreo.envs.make(CARTPOLE, 8), layout)
+            assert difference < 1e-5
+
+
+class TestMadeWith:
+    """The arguments of a preset, read off the layout: shards are among them, since results depend on them."""
+
+    LAYOUTS = (
+        fused(),
+        fused(devices=2),
+        fused(shards=4),
+        coarse(3),
+        coarse(2, exact=True),
+        coarse(2, shards=4, max_lag=2),
+        fine(4, shards=4),
+        multi_learner(4),
+        multi_learner(2, shards=8),
+        sebulba(4, 2, max_lag=1),
+        central(4),
+        central(2, max_lag=4, merge="any"),
+    )
+
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+    def test_every_preset(self, layout):
+        options = registry.made_with(layout)
+        assert options is not None and options["shards"] == layout.shards
+        assert registry.layout(layout.name, **options) == layout
+
+    def test_all_are_tried(self):
+        assert {layout.name for layout in self.LAYOUTS} == set(PRESETS)
+
+    def test_not_by_a_preset(self):
+        groups = Group("env", replicas=2), Group("actor"), Group("learner")
+        assert registry.made_with(Layout(*groups)) is None
+        assert registry.made_with(Layout(*groups, name="coarse")) is None
