@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         host_fragment as host_fragment,
         host_method as host_method,
     )
-    from choreo.training import load as load, plan as plan, resume as resume, train as train
+    from choreo.training import load as load, plan as plan, replay as replay, resume as resume, train as train
 
 _HOMES = {
     "choreo.roles": ("fragment", "host_fragment", "host_method", "all_reduce"),
@@ -46,7 +46,7 @@ _HOMES = {
     "choreo.algos.impala": ("IMPALA",),
     "choreo.algos.reinforce": ("REINFORCE",),
     "choreo.layouts": ("Layout", "Group", "fused", "coarse", "fine", "multi_learner", "sebulba", "central"),
-    "choreo.training": ("train", "resume", "load", "plan"),
+    "choreo.training": ("train", "resume", "replay", "load", "plan"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = ("algos", "envs", "layouts", "networks", "ops", "testing")

@@ -45,6 +45,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def log(self) -> Path:
+        """Who read which version, where that may have been out of date: [reader, update, version]."""
+        return self.path / "reads.jsonl"
+
+    @property
     def checkpoint(self) -> Path:
         return self.path / "checkpoint.safetensors"
 
@@ -128,6 +133,14 @@ class RunFolder:
 
     def rewrite_metrics(self, rows: Sequence[Row]) -> None:
         checkpoint.write_atomic(self.metrics, "".join(to_json(row) + "\n" for row in rows).encode())
+
+    def append_log(self, reads: Sequence[Sequence[Any]]) -> None:
+        """What was read out of date, for `choreo replay`."""
+        with open(self.log, "ab", buffering=0) as file:
+            file.write("".join(json.dumps(list(read)) + "\n" for read in reads).encode())
+
+    def read_log(self) -> list[list[Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.is_file() else []
 
     def write_text(self, name: str, text: str) -> None:
         checkpoint.write_atomic(self.path / name, text.encode())

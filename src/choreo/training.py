@@ -35,6 +35,7 @@ from choreo.plans import Plan
 from choreo.progress import Progress
 from choreo.recipe import InitFrom, Recipe, make_runtime
 from choreo.runs import Run, Timing
+from choreo.runtime.schedule import Read
 from choreo.types import PyTree
 from choreo.weights import Weights
 
@@ -166,6 +167,23 @@ def resume(
     return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
+def replay(path: str | Path, *, algo: Any = None, env: Any = None, progress: bool | None = None) -> "Run":
+    """Run again what is in a folder, in this process; what was read out of date is read so again, by the run's log.
+
+    The result is that of the run in the folder, bit for bit, whatever the timing of its workers was.
+    """
+    folder = RunFolder(path)
+    recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+    log = [Read(*read) for read in folder.read_log()]
+    if recipe.layout.is_relaxed and not log:
+        raise RunError(f"{folder.path} has no log of what was read.", fix="Only a run that was begun here has one.")
+    recipe = dataclasses.replace(recipe, runtime="inprocess")
+    weights = None if recipe.init_from is None else Weights.read(recipe, recipe.init_from.path)
+    start, done = Start(done=0, rows=[], carry=None, weights=weights), checkpoint.iteration(folder.checkpoint)
+    watching, is_done = Watching(replay=log or None), lambda iteration, _: iteration + 1 >= done
+    return _drive(recipe, None, start, watching, loggers=(), on_iteration=is_done, progress=progress)
+
+
 def load(path: str | Path, *, algo: Any = None, env: Any = None) -> "Run":
     """The run in a folder, as of its last checkpoint. `algo` or `env` are needed only if run.toml cannot name them."""
     use_compilation_cache()
@@ -201,6 +219,8 @@ class Watching:
     """Keep what each site did when?"""
     cluster: Cluster | None = None
     """The hosts of workers; None: this machine."""
+    replay: list[Read] | None = None
+    """What another run has read, to be read again."""
 
 
 def _drive(
@@ -241,6 +261,7 @@ def _drive(
         line = stack.enter_context(Progress(type(algo).__name__, total_steps=recipe.total_steps, show=show))
         options = dataclasses.asdict(watching) | {
             "cluster": watching.cluster,
+            "replay": watching.replay,
             "on_output": line.print,
             "on_states": line.workers,
         }
@@ -253,7 +274,7 @@ def _drive(
         else:
             runtime.restore(start.carry, recipe.key)
 
-        first, stopping = start.done, False
+        first, stopping, logged = start.done, False, 0
         while first < recipe.iterations and not stopping:
             stop = recipe.next_boundary(first)
             with clock.running(runtime):
@@ -269,6 +290,9 @@ def _drive(
             rows += new
             if folder is not None:
                 folder.append_metrics(new)
+                if runtime.log[logged:]:
+                    folder.append_log(runtime.log[logged:])
+                logged = len(runtime.log)
             for row in new:
                 for sink in sinks:
                     sink.log(row)

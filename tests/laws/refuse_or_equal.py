@@ -21,7 +21,7 @@ from choreo.partition.trace import trace
 from choreo.plans import Plan, plan_traced
 from choreo.runtime.execution import Execution
 from choreo.runtime.inprocess import InProcess
-from laws.reference import Run, _named, assert_close, reference_run
+from laws.reference import Run, named, assert_close, reference_run
 
 LAYOUTS = {
     "coarse x2": coarse(2),
@@ -111,14 +111,14 @@ def _reference_op_by_op(algo: Any, env: Any, key: jax.Array) -> Run:
     for i in range(3):
         carry, metrics = algo.iterate(env, carry, jax.random.fold_in(run_key, i))
         rows.append(metrics)
-    return _named(carry, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]})
+    return named(carry, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]})
 
 
 def planned_run(planned: Plan, runtime: type[InProcess]) -> Run:
     running = runtime(planned)
     running.start(jax.random.key(KEY))
     metrics = running.run(0, 3)
-    return _named(running.carry(), metrics)
+    return named(running.carry(), metrics)
 
 
 def names_the_users_line(refusal: Exception, file: str) -> None:

@@ -1,9 +1,11 @@
 """What a runtime is: it executes a plan. All runtimes give the same bits for the same plan."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from choreo.runtime.schedule import Read
 from choreo.types import Key, PyTree
 
 
@@ -14,6 +16,11 @@ class Runtime(Protocol):
     @property
     def compile_seconds(self) -> float:
         """Time spent compiling so far."""
+        ...
+
+    @property
+    def log(self) -> Sequence[Read]:
+        """What was read so far, where that may be out of date."""
         ...
 
     def start(self, key: Key) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from choreo.partition.reduce import REPLICA_AXIS
 from choreo.partition.together import on_one_device, over_devices, spec
 from choreo.runtime.machine import Site, Watch
 from choreo.types import GroupName
+
+JaxDevice: TypeAlias = Any
+"""One of `jax.devices()`; the class has no public name."""
 
 
 class Device:
@@ -53,7 +56,7 @@ class Device:
                 "makes more of them.",
             )
 
-    def device(self, site: Site) -> jax.Device:
+    def device(self, site: Site) -> JaxDevice:
         """Where a site of this process computes."""
         group, r = site
         return self.devices[group][r if self._has_devices(group) else 0]
@@ -69,7 +72,7 @@ class Device:
         return self.loaded[segment, device]
 
     def compiled(
-        self, fn: Callable[..., Any], donated: list[int], group: GroupName, device: jax.Device, **options: Any
+        self, fn: Callable[..., Any], donated: list[int], group: GroupName, device: JaxDevice, **options: Any
     ) -> Callable[..., Any]:
         """A function that compiles itself when it is first called; the time is kept apart."""
         program = None
@@ -103,12 +106,12 @@ class Device:
                 f"{len(self.devices[group])} here.", fix="Make the plan in this process.")  # fmt: skip
         return self.compiled(on_one_device(segment, replicas), [], group, self.devices[group][0])
 
-    def _spmd(self, segment: Segment, devices: list[jax.Device], here: Sequence[int]) -> Callable[..., Any]:
+    def _spmd(self, segment: Segment, devices: list[JaxDevice], here: Sequence[int]) -> Callable[..., Any]:
         """One program on several devices; those `here` are this process's."""
         mesh, own = Mesh(np.array(devices), (REPLICA_AXIS,)), [devices[r] for r in here]
         fn = segment.fn if isinstance(segment.fn, ExportedFn) else over_devices(segment, mesh)
         program = self.compiled(fn, [2 + position for position in segment.donated], segment.group, own[0])
-        indices = _whole([jax.device_put(np.int32([r]), devices[r]) for r in here], 0, mesh)
+        indices = _whole([jax.device_put(np.array([r], np.int32), devices[r]) for r in here], 0, mesh)
         steps: dict[int, jax.Array] = {}
 
         def call(t: Any, rows: list[list[Any]]) -> list[Sequence[Any]]:
@@ -183,7 +186,7 @@ class Device:
         return Chunks(self, program, segment, num_carry, here)
 
 
-def _find_devices(group: GroupName, platform: str | None) -> list[jax.Device]:
+def _find_devices(group: GroupName, platform: str | None) -> list[JaxDevice]:
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError as missing:

@@ -284,9 +284,11 @@ class Local:
         sizes: dict[tuple[str, str, str], int] = {}
         for program, hoods in ((self.plan.init, [self.hood]), (self.plan.iterate, self._hoods())):
             for (step, _), hood in itertools.product(walk(program.steps), hoods):
-                for pair, pieces in messages(step, hood).items() if isinstance(step, Transfer) else ():
+                if not isinstance(step, Transfer):
+                    continue
+                kind = BUNDLE if step.lag is not None else ""
+                for pair, pieces in messages(step, hood).items():
                     if pair[0] != pair[1]:
-                        kind = BUNDLE if step.lag is not None else ""
                         sizes[*pair, kind] = max(sizes.get((*pair, kind), 0), _message_bytes(pieces))
         waiting = max(SLOTS, self.plan.layout.max_lag + 2)
         links: dict[str, list[list[Any]]] = {name: [] for name in self.workers}

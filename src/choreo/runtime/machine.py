@@ -131,7 +131,7 @@ class PythonOnly:
         return True
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
-        return self.load(segment)
+        raise AssertionError(f"`{segment.group}` was to run nothing but Python, and got the segment `{segment.name}`")
 
     def from_host(self, array: np.ndarray, like: Any, site: Site) -> np.ndarray:
         return array

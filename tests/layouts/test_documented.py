@@ -1,0 +1,45 @@
+"""Every command in the tables of docs/layouts.md can be planned as it stands there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from choreo import cli
+from choreo.layouts import ALIASES, PRESETS
+
+PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
+COMMANDS = sorted(set(re.findall(r"`choreo train (\w+ ENV[^`]*)`", PAGE.read_text())))
+
+
+def layout_of(command):
+    parser = cli._parser("train", "")
+    cli._add_layout(parser, default="fused")
+    options, _ = parser.parse_known_args(shlex.split(command)[2:])
+    return cli._layout(options)
+
+
+DISTINCT = {(command.split()[0], layout_of(command)): command for command in COMMANDS}
+"""Several systems are one layout."""
+
+
+@pytest.mark.parametrize("command", DISTINCT.values())
+def test_command(command):
+    assert cli.main(["graph", *shlex.split(command.replace("ENV", "jax:CartPole-v1", 1))]) == 0
+
+
+def test_the_tables_are_found_and_name_every_preset():
+    named = {found[1] for command in COMMANDS if (found := re.search(r"--layout (\w+)", command))}
+    assert named <= {*PRESETS, *ALIASES}
+    assert named >= {"fused", "coarse", "fine", "multi_learner", "sebulba", "central", "a3c", "impala", "seed_rl"}
+    assert len(COMMANDS) > 15
+
+
+@pytest.mark.parametrize(
+    "system",
+    ["A3C", "IMPALA", "SEED RL", "Acme", "Anakin", "Sebulba", "WarpDrive", "RLlib",
+     "GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central", "Environments"],
+)  # fmt: skip
+def test_system(system):
+    assert system in PAGE.read_text()
