@@ -1,6 +1,9 @@
 """Environments whose step takes a millisecond. Without JAX: workers import this file."""
 
+import contextlib
+import os
 import time
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -39,3 +42,16 @@ class Computing(Waiting):
         until = time.thread_time() + STEP_S
         while time.thread_time() < until:
             pass
+
+
+class Straggling(Waiting):
+    """Those of one worker, whichever comes first to `mark`, take four times as long."""
+
+    def __init__(self, mark: str, coordinator: int):
+        if os.getpid() != coordinator:
+            with contextlib.suppress(FileExistsError):
+                Path(mark).symlink_to(str(os.getpid()))
+        self.slow = os.path.islink(mark) and os.readlink(mark) == str(os.getpid())
+
+    def spend(self):
+        time.sleep(STEP_S * (4 if self.slow else 1))

@@ -248,13 +248,13 @@ def make_runtime(name: str | None, the_plan: Any, **options: Any) -> Any:
 def _inprocess(the_plan: Any, **options: Any) -> Any:
     from choreo.runtime.inprocess import InProcess
 
-    return InProcess(the_plan, profile=options["profile"], replay=options["replay"])
+    return InProcess(the_plan, profile=options["profile"], replay=options.get("replay"))
 
 
 def _local(the_plan: Any, **options: Any) -> Any:
     from choreo.runtime.local import Local
 
-    options.pop("replay")  # of which workers know nothing
+    options.pop("replay", None)  # of which workers know nothing
     return Local(the_plan, **options)
 
 

@@ -21,7 +21,7 @@ from choreo.partition.trace import trace
 from choreo.plans import Plan, plan_traced
 from choreo.runtime.execution import Execution
 from choreo.runtime.inprocess import InProcess
-from laws.reference import Run, named, assert_close, reference_run
+from laws.reference import Run, assert_close, named, reference_run
 
 LAYOUTS = {
     "coarse x2": coarse(2),

@@ -35,10 +35,10 @@ class Arrivals(Execution):
         self.machines = {c: self._machine(c, watch) for c in self.copies}
         self.parts = dict.fromkeys(self.copies, 0)
         """How many parts each worker has made."""
+        watch = watch or (lambda kind, name, fn: fn)
+        self.sleeps = {c: watch("wait", self._homes_of(c)[0], time.sleep) for c in self.copies}
         self.traffic = Traffic(orders.copies, orders.max_lag)
         self.replayed: list[Read] | None = None
-        self.order: list[int] = []
-        """The workers that were learned from in the last call, in order."""
 
     def _lives_here(self, copy: int) -> bool:
         return any(self._site(site, copy) in self.hood.sites for site in self._program_sites())
@@ -73,7 +73,7 @@ class Arrivals(Execution):
         self, first: int, stop: int, begins: Callable[[int], None] | None = None
     ) -> dict[Site, dict[str, np.ndarray]]:
         """Learn from so many parts as there are workers, in every iteration; see `Execution.run`."""
-        self.log, self.order = [], []
+        self.log = []
         rows: dict[Site, list[dict[str, Any]]] = {site: [] for site in self.hood.sites}
         if not self.learns:
             self._work(rows, begins)
@@ -135,14 +135,11 @@ class Arrivals(Execution):
             for copy in eligible:
                 if ready[copy]():
                     return copy
-            self.wait(pause)
+            self.sleeps[eligible[0]](pause)
             pause = min(2 * pause, LONGEST_POLL_S)
 
     def _homes_of(self, copy: int) -> list[str]:
         return [home for site, home in self.machines[copy].hood.homes.items() if site[0] != self.orders.learner]
-
-    def wait(self, seconds: float) -> None:
-        time.sleep(seconds)
 
     def _work(self, rows: dict[Site, list[dict[str, Any]]], begins: Callable[[int], None] | None) -> None:
         ((copy, _),) = self.machines.items()
@@ -168,7 +165,6 @@ class Arrivals(Execution):
             read = self.traffic.under_way[copy] if self.replayed is not None else self.traffic.learned_from(copy)
             worker = next(group for group, _ in self._program_sites() if group != self.orders.learner)
             self.log.append(Read(f"{worker}-{copy}", number, read))
-            self.order.append(copy)
         machine.log.clear()
         owned = self._owned(self.orders.iterate, results)
         for site, leaves in owned.items():

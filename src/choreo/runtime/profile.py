@@ -111,11 +111,18 @@ class Profile:
         if longest is None or longest[0] < 0.05:
             return "Nobody waits for anybody."
         share, who, whom = longest
-        busy = {kind: s for kind, s in self.shares(whom).items() if kind not in ("wait", "other")}
-        does = (
-            f", which spends {max(busy.values()):.0%} of its time in {max(busy, key=busy.__getitem__)}" if busy else ""
-        )
-        return f"`{who}` waits {share:.0%} of its time for `{whom}`{does}."
+        said, seen = f"`{who}` waits {share:.0%} of its time for `{whom}`", {who}
+        while whom not in seen:  # whoever is waited for may wait for another
+            seen.add(whom)
+            busy = {kind: s for kind, s in self.shares(whom).items() if kind not in ("wait", "other")}
+            waits = self.waits(whom)
+            longest = max(waits, key=waits.__getitem__, default=whom)
+            if longest not in seen and waits[longest] > max(busy.values(), default=0.0):
+                said += f", which waits {waits[longest]:.0%} of its time for `{longest}`"
+                whom = longest
+            elif busy:
+                said += f", which spends {max(busy.values()):.0%} of its time in {max(busy, key=busy.__getitem__)}"
+        return f"{said}."
 
     def trace(self) -> str:
         """The spans as a trace that Perfetto and chrome://tracing open."""

@@ -1,0 +1,113 @@
+"""Where one side is slow, how much do the two relaxations win?
+
+IMPALA with two workers in `coarse`: in lockstep, with `max_lag=4`, and with `max_lag=8, merge="any"`, on environments whose
+step sleeps. Three scenes: the learner takes about as long as the environments, the environments are slow, one of the two
+workers is four times slower than the other. All sides take turns of a second or so, without compiling. Printed and written:
+the median ratio of steps per second to lockstep, and who waits for whom, as `--profile` tells it.
+"""
+
+import argparse
+import contextlib
+import functools
+import os
+import statistics
+import tempfile
+import time
+
+import jax
+from harness import write_result
+from parts.envs import Straggling, Waiting
+from parts.load import Others
+
+import choreo
+from choreo import networks
+from choreo.algos.impala import IMPALA
+from choreo.recipe import make_runtime
+
+NUM_ENVS, UNROLL = 4, 16
+SCENES = {
+    "slow_learner": (Waiting, (512, 512), "environments that sleep for 1 ms and a learner as slow as they are"),
+    "slow_env": (Waiting, (64, 64), "environments that sleep for 1 ms and a fast learner"),
+    "straggler": (Straggling, (64, 64), "two workers, one of them four times slower than the other"),
+}
+LAYOUTS = {
+    "lockstep": choreo.coarse(workers=2),
+    "max_lag": choreo.coarse(workers=2, max_lag=4),
+    "any": choreo.coarse(workers=2, max_lag=8, merge="any"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one iteration: does it run?")
+    parser.add_argument("--scene", choices=SCENES, help="only this one")
+    options = parser.parse_args()
+    scenes = [options.scene] if options.scene else list(SCENES)
+    for scene in scenes[-1:] if options.quick else scenes:
+        compare(scene, quick=options.quick)
+
+
+def compare(scene: str, *, quick: bool) -> None:
+    env, hidden, words = SCENES[scene]
+    repeats, seconds = (1, 0.05) if quick else (7, 3.0)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        sides = {name: Training(_made(env, f"{folder}/{name}"), layout, hidden) for name, layout in LAYOUTS.items()}
+        for side in sides.values():
+            stack.callback(side.close)
+        counts = {name: max(1, round(seconds / side.seconds(2)) * 2) for name, side in sides.items()}
+        speeds: dict[str, list[float]] = {name: [] for name in sides}
+        with Others([pid for side in sides.values() for pid in side.pids]) as others:
+            for _ in range(repeats):
+                for name, side in sides.items():
+                    speeds[name].append(counts[name] * UNROLL * NUM_ENVS / side.seconds(counts[name]))
+        verdicts = {name: side.runtime.profile().verdict for name, side in sides.items()}
+    for name in ("max_lag", "any"):
+        ratios = [fast / slow for fast, slow in zip(speeds[name], speeds["lockstep"], strict=True)]
+        how = 'merge="any", max_lag=8' if name == "any" else "max_lag=4"
+        write_result(
+            f"relaxed_{scene}_{name}",
+            quick=quick,
+            question=f"steps per second with {how} as a ratio to lockstep: {words}",
+            ratio=statistics.median(ratios),
+            ratios=ratios,
+            lockstep_steps_per_second=statistics.median(speeds["lockstep"]),
+            relaxed_steps_per_second=statistics.median(speeds[name]),
+            lockstep_verdict=verdicts["lockstep"],
+            relaxed_verdict=verdicts[name],
+            busy_cores_of_others=others.cores,
+            num_envs=NUM_ENVS,
+            repeats=repeats,
+        )
+
+
+def _made(env, mark: str):
+    return functools.partial(env, mark, os.getpid()) if env is Straggling else env
+
+
+class Training:
+    """IMPALA in some layout, with worker processes."""
+
+    def __init__(self, env, layout, hidden):
+        algo = IMPALA(unroll=UNROLL, network=functools.partial(networks.mlp, hidden=hidden))
+        self.runtime = make_runtime("local", choreo.plan(algo, env, layout, num_envs=NUM_ENVS), profile=True)
+        self.runtime.start(jax.random.key(0))
+        self.done = 0
+        self.seconds(2)  # compiles
+
+    @property
+    def pids(self) -> list[int]:
+        return [member.process.pid for member in self.runtime.members.values()]
+
+    def seconds(self, iterations: int) -> float:
+        began = time.perf_counter()
+        self.runtime.run(self.done, self.done + iterations)
+        self.done += iterations
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+if __name__ == "__main__":
+    main()
