@@ -194,7 +194,12 @@ def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
 
 def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     roles = dict.fromkeys([*traced.iterate.roles, *traced.init.roles])
-    sites = layout.sites(roles, traced.num_envs)
+    if layout.axis:
+        along = _count_along(traced, layout.axis)
+        sites = layout.sites(roles, traced.num_envs, along)
+        traced = replace(traced, carry_axes=_axes_of_size(traced, along))
+    else:
+        sites = layout.sites(roles, traced.num_envs)
     sites = replace(sites, python=_python_groups(traced, sites))
     relaxed = functools.partial(relax, max_lag=layout.max_lag, layout=layout.name) if layout.is_relaxed else lambda p: p
     if layout.merge == "any":
@@ -204,6 +209,18 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
         init, iterate = partition(traced, sites, relaxed=relaxed)
     num_carry = traced.iterate.block.num_carry
     return Plan(title, layout, sites, init, iterate, num_carry, traced.carry_axes, traced.carry)
+
+
+def _count_along(traced: Traced, axis: str) -> int:
+    """How many there are along a mapped axis: as the vmaps around fragments tell."""
+    calls = [op.call for op in traced.iterate.fragments() if op.call]
+    return next((vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis), 0)
+
+
+def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
+    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/blocks.py`."""
+    shapes = [value.aval.shape for value in traced.iterate.block.carry_ins]
+    return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
 
 
 def _blocks_of_copies(iterate: Program, traced: Traced, sites: Sites) -> Program:

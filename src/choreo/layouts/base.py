@@ -30,12 +30,23 @@ class Group:
     """Platform of its sites ("cpu", "gpu"); None for JAX's default."""
     devices: int
     """Devices of a group that is one site: its shards are divided among them; one shard is, by the compiler."""
+    axis: str | None
+    """What its replicas share, if not environments: the name of a mapped axis, `jax.vmap(..., axis_name="agent")`. Without
+    `replicas`, there is a site for each."""
 
-    def __init__(self, *roles: Role, replicas: int | None = None, device: str | None = None, devices: int = 1):
+    def __init__(
+        self,
+        *roles: Role,
+        replicas: int | None = None,
+        device: str | None = None,
+        devices: int = 1,
+        axis: str | None = None,
+    ):
         object.__setattr__(self, "roles", roles)
         object.__setattr__(self, "replicas", replicas)
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "axis", axis)
         if not roles or not all(isinstance(role, str) for role in roles):
             raise LayoutError(
                 f"Group({', '.join(map(repr, roles))}) needs at least one role.", fix='Write Group("env", "actor").'
@@ -53,7 +64,7 @@ class Group:
 
     def __repr__(self) -> str:
         options = [f"{k}={v!r}" for k, v in [("replicas", self.replicas), ("device", self.device)] if v is not None]
-        options += [f"devices={self.devices}"] * (self.devices > 1)
+        options += [f"devices={self.devices}"] * (self.devices > 1) + [f"axis={self.axis!r}"] * (self.axis is not None)
         return f"Group({', '.join([*map(repr, self.roles), *options])})"
 
 
@@ -118,16 +129,31 @@ class Layout:
         # Two environments or more to a block: a product with a single row is another program, and rounds differently.
         return max(n for n in range(1, MAX_BLOCKS + 1) if num_envs % n == 0 and (n == 1 or num_envs // n >= 2))
 
-    def sites(self, roles: Iterable[Role], num_envs: int) -> Sites:
-        """Check this layout against an algorithm's roles and the number of environments."""
+    @property
+    def axis(self) -> str | None:
+        """What is divided among replicas, if not environments."""
+        return next((group.axis for group in self.groups if group.axis), None)
+
+    def sites(self, roles: Iterable[Role], num_envs: int, along_axis: int = 0) -> Sites:
+        """Check this layout against an algorithm's roles and the number of environments.
+
+        `along_axis`: how many there are along the axis that it divides in place of environments.
+        """
         roles = list(roles)
         self.check_counts(num_envs)
+        if self.axis:
+            self._check_axis(along_axis)
         for role in (role for group in self.groups for role in group.roles):
             self._check_known(role, roles)
         used = {self.group_of(role).name for role in roles} | {self.group_of("learner").name}
         return Sites(
             group_of={role: self.group_of(role).name for role in roles},
-            replicas={g.name: self.num_blocks(g, num_envs) for g in self.groups if g.name in used},
+            replicas={
+                g.name: g.replicas or along_axis if g.axis else self.num_blocks(g, num_envs)
+                for g in self.groups
+                if g.name in used
+            },
+            along_axis=along_axis,
             default=self.group_of("learner").name,
             num_envs=num_envs,
             shards=self.shards,
@@ -152,6 +178,24 @@ class Layout:
                 "shards, no exact.",
                 fix='Write Layout(Group("env", "actor", replicas=4), Group("learner"), merge="any", max_lag=8).',
             )
+
+    def _check_axis(self, count: int) -> None:
+        others = [group for group in self.groups if group.axis != self.axis and (group.replicas or 1) > 1]
+        if not count:
+            raise LayoutError(
+                f"The layout divides an axis {self.axis!r}, and no fragment is called under a vmap of that name.",
+                fix=f'Call what is done once per {self.axis} under jax.vmap(..., axis_name="{self.axis}").',
+            )
+        if others or self.shards > 1 or self.merge == "any":
+            raise LayoutError(
+                f"{self!r} divides {self.axis!r} and environments or shards at once.", fix="Divide one of them."
+            )
+        for group in self.groups:
+            if group.axis and group.replicas and count % group.replicas:
+                raise LayoutError(
+                    f"{count} along {self.axis!r} cannot be divided evenly among {group.replicas} replicas of `{group.name}`.",
+                    fix=f"Use {count} replicas, or leave them out.",
+                )
 
     def check_counts(self, num_envs: int) -> None:
         """Refuse what cannot be divided evenly."""
@@ -182,6 +226,8 @@ class Layout:
         raise LayoutError(f"The layout names a role `{role}`, which the algorithm does not have.", fix=hint)
 
     def _check_divides(self, group: Group, num_envs: int) -> None:
+        if group.axis:
+            return
         blocks, shards = self.num_blocks(group, num_envs), self.shards
         wanted = group.replicas or (group.devices if group.devices > 1 else None)
         if wanted is None or (blocks is None and shards > 1):

@@ -36,6 +36,11 @@ def sebulba(workers: int = 2, learners: int = 2, *, shards: int | None = None, m
     return Layout(*groups, shards=shards or math.lcm(workers, learners), max_lag=max_lag, name="sebulba")
 
 
+def per_agent() -> Layout:
+    """One site steps environments, every agent acts and learns at a site of its own (MSRL for MAPPO)."""
+    return Layout(Group("env"), Group("actor", "buffer", "learner", axis="agent"), name="per_agent")
+
+
 def central(workers: int = 2, *, shards: int | None = None, max_lag: int = 0, merge: str = "all") -> Layout:
     """Workers act and compute gradients, one site applies them (parameter server; relaxed, A3C; MSRL Central)."""
     groups = Group("env", "actor", "gradient", replicas=workers), Group("buffer", "learner", "update")
@@ -50,6 +55,7 @@ PRESETS: dict[str, Callable[..., Layout]] = {
     "multi_learner": multi_learner,
     "sebulba": sebulba,
     "central": central,
+    "per_agent": per_agent,
 }
 
 

@@ -37,6 +37,8 @@ class Sites:
     num_envs: int
     shards: int = 1
     """If there are several, they are what is divided among replicas: an environment belongs to one of them."""
+    along_axis: int = 0
+    """If another axis than that of the environments is divided (agents, say): how many there are along it."""
     copies: int = 1
     """How many workers run the program, each with environments of its own, for one site that learns (merge="any")."""
     python: frozenset[GroupName] = frozenset()
@@ -47,7 +49,8 @@ class Sites:
 
     def size(self, group: GroupName) -> Size | None:
         """The blocks of a replicated group; None if it sees all environments."""
-        replicas, count = self.replicas[group], self.shards if self.shards > 1 else self.num_envs
+        replicas = self.replicas[group]
+        count = self.along_axis or (self.shards if self.shards > 1 else self.num_envs)
         return None if replicas is None or replicas == 1 else Size(count, count // replicas)
 
     def of_one_copy(self) -> "Sites":

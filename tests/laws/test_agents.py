@@ -1,0 +1,150 @@
+"""Agents at sites of their own: the axis that is divided is another one, the law is the same."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import choreo
+from choreo.errors import LayoutError
+from choreo.layouts.presets import per_agent
+from choreo.plans import plan
+from choreo.runtime.inprocess import InProcess
+from choreo.runtime.local import Local
+from laws.reference import assert_close, assert_same_bits, reference_run, run_of
+
+KEY = jax.random.key(3)
+AGENTS, NUM_ENVS, ACTIONS = 2, 6, 3
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Both agents see a number and are rewarded if they choose the same action, and it is that number."""
+
+    num_envs: int
+    name = "meeting"
+    observation_space = gymnasium.spaces.Box(0, 1, (ACTIONS,), np.float32)
+    action_space = gymnasium.spaces.Discrete(ACTIONS)
+
+    def with_num_envs(self, num_envs):
+        return Meeting(num_envs)
+
+    def keys(self, key):
+        return jax.random.split(key, self.num_envs)
+
+    @choreo.fragment("env")
+    def reset(self, keys):
+        return keys, jax.vmap(self._look)(keys)
+
+    @choreo.fragment("env")
+    def step(self, keys, action):
+        now = jax.vmap(self._look)(keys)
+        right = jnp.argmax(now, -1) == action
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
+        return (
+            keys,
+            jax.vmap(self._look)(keys),
+            jnp.broadcast_to(jnp.all(right, -1, keepdims=True), right.shape).astype(jnp.float32),
+        )
+
+    @staticmethod
+    def _look(key):
+        number = jax.random.randint(key, (), 0, ACTIONS)
+        return jnp.tile(jax.nn.one_hot(number, ACTIONS)[None], (AGENTS, 1))  # [agent, action]
+
+
+class Carry(NamedTuple):
+    train: jax.Array
+    env_state: jax.Array
+    obs: jax.Array
+
+
+@dataclass(frozen=True)
+class Bandits:
+    """Policy gradient on tables; `shared`: one table for all agents, else one each."""
+
+    shared: bool = False
+    unroll: int = 4
+
+    def init(self, env, key):
+        table = jnp.zeros((ACTIONS, ACTIONS))
+        return Carry(table if self.shared else jnp.stack([table] * AGENTS), *env.reset(env.keys(key)))
+
+    @choreo.fragment("actor")
+    def act(self, table, obs, key):
+        """One agent, in all environments."""
+        return jax.vmap(lambda obs, key: jax.random.categorical(key, obs @ table))(obs, jax.random.split(key, len(obs)))
+
+    @choreo.fragment("learner")
+    def learn(self, table, obs, action, reward):
+        """One agent, from all environments: [time, env]."""
+
+        def loss(table):
+            log_prob = jax.nn.log_softmax(jnp.einsum("tea,ab->teb", obs, table))
+            return -jnp.mean(jnp.take_along_axis(log_prob, action[..., None], -1)[..., 0] * (reward - 0.1))
+
+        return table - jax.grad(loss)(table)
+
+    def iterate(self, env, carry, key):
+        table_axis = None if self.shared else 0
+
+        def step(state, key):
+            env_state, obs = state
+            act = jax.vmap(self.act, (table_axis, 1, 0), 1, axis_name="agent")
+            action = act(carry.train, obs, jax.random.split(key, AGENTS))
+            env_state, obs, reward = env.step(env_state, action)
+            return (env_state, obs), (state[1], action, reward)
+
+        state, data = jax.lax.scan(step, (carry.env_state, carry.obs), jax.random.split(key, self.unroll))
+        learned = jax.vmap(self.learn, (table_axis, 2, 2, 2), axis_name="agent")(carry.train, *data)
+        train = jnp.mean(learned, 0) if self.shared else learned
+        reward = jnp.mean(data[2])
+        return Carry(train, *state), {"reward": reward, "episode_return": reward, "episodes": jnp.ones(())}
+
+
+@pytest.mark.parametrize("runtime", [InProcess, Local])
+def test_agents_with_parameters_of_their_own(runtime):
+    algo, env = Bandits(), Meeting(NUM_ENVS)
+    the_plan = plan(algo, env, per_agent())
+    assert the_plan.sites.replicas == {"env": None, "actor+buffer+learner": AGENTS}
+    run = run_of(runtime(the_plan), KEY)
+    assert_close(run, reference_run(algo, env, KEY), 1e-5)
+    if runtime is Local:
+        assert_same_bits(run, run_of(InProcess(the_plan), KEY))
+
+
+def test_agents_that_share_parameters_combine_them_at_one_site():
+    """Each acts where it lives; what mixes agents is computed where nothing is divided."""
+    algo, env = Bandits(shared=True), Meeting(NUM_ENVS)
+    layout = choreo.Layout(choreo.Group("env"), choreo.Group("actor", axis="agent"), choreo.Group("learner"))
+    run = run_of(InProcess(plan(algo, env, layout)), KEY)
+    assert_close(run, reference_run(algo, env, KEY), 1e-5)
+    run = run_of(InProcess(plan(algo, env, per_agent())), KEY)  # the mean is taken at the environments' site
+    assert_close(run, reference_run(algo, env, KEY), 1e-5)
+
+
+def test_they_learn_to_meet():
+    runtime = InProcess(plan(Bandits(unroll=16), Meeting(64), per_agent()))
+    runtime.start(KEY)
+    assert runtime.run(0, 200)["reward"][-20:].mean() > 0.9
+    runtime.close()
+
+
+def test_an_axis_that_nobody_maps_is_refused():
+    layout = choreo.Layout(choreo.Group("env"), choreo.Group("actor", "learner", axis="member"))
+    with pytest.raises(LayoutError) as refusal:
+        plan(Bandits(), Meeting(NUM_ENVS), layout)
+    assert str(refusal.value) == (
+        "The layout divides an axis 'member', and no fragment is called under a vmap of that name.\n"
+        'Call what is done once per member under jax.vmap(..., axis_name="member").'
+    )
+
+
+def test_environments_and_agents_are_not_divided_at_once():
+    layout = choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner", axis="agent"))
+    with pytest.raises(LayoutError, match="divides 'agent' and environments or shards at once"):
+        plan(Bandits(), Meeting(NUM_ENVS), layout)
