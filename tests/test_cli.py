@@ -313,6 +313,7 @@ def test_list_layouts_says_which_systems_each_stands_for(capsys):
         "multi_learner": ("data parallel", "DD-PPO", "MSRL MultiLearner"),
         "sebulba": ("Sebulba", "Cleanba"),
         "central": ("parameter server", "A3C", "MSRL Central"),
+        "per_agent": ("MAPPO", "MSRL Environments"),
     }
     assert all(system in lines[name] for name, systems in stands_for.items() for system in systems)
     assert all(alias in others for alias in ALIASES)

@@ -7,13 +7,26 @@ import pytest
 
 from choreo.algos import A2C, PPO
 from choreo.envs import make
-from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, fine, fused, multi_learner, sebulba
+from choreo.layouts import (
+    ALIASES,
+    PRESETS,
+    Group,
+    Layout,
+    central,
+    coarse,
+    fine,
+    fused,
+    multi_learner,
+    per_agent,
+    sebulba,
+)
 from choreo.partition.program import Transfer, walk
 from choreo.plan_printer import crossings
 from choreo.plans import plan, plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.machine import Neighbourhood, messages
 from goldens import check_golden
+from laws.test_agents import Bandits, Meeting
 from pictures import arrows, check_legible, texts
 from tiny import Tiny
 
@@ -48,7 +61,17 @@ def plans():
 
 
 def test_every_preset_is_here():
-    assert {layout.name for layout in PPO_LAYOUTS.values()} >= set(PRESETS)
+    """But one: PPO has no agents."""
+    assert {layout.name for layout in PPO_LAYOUTS.values()} >= {*PRESETS} - {"per_agent"}
+
+
+def test_agents():
+    shown = plan(Bandits(), Meeting(6), per_agent())
+    assert "actor+buffer+learner: 2 replicas, 1 agent each" in str(shown)
+    assert "env: 1 site, all 6 environments" in str(shown)
+    words = texts(shown.draw())
+    assert "1 agent each" in words
+    check_legible(shown.draw())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -41,7 +41,8 @@ def plan_groups(plan: Plan) -> list[Group]:
 
 def num_replicas(plan: Plan, group: GroupName) -> int:
     """How many sites the layout asks for. With `exact` there may be more blocks than that: several share a site."""
-    return next(g.replicas or 1 for g in plan.layout.groups if g.name == group)
+    found = next(g for g in plan.layout.groups if g.name == group)
+    return found.replicas or (plan.replicas(group) if found.axis else 1)
 
 
 def where(plan: Plan, group: Group) -> str:
@@ -52,7 +53,9 @@ def where(plan: Plan, group: Group) -> str:
         words = ["1 site", f"{count(plan.num_envs // plan.copies, 'environment')} at a time"]
     elif n > 1:
         words = [f"{n} replicas", f"{count(plan.num_envs // n, 'environment')} each"]
-    if plan.shards > 1:
+    if group.axis:
+        words = [count(n, "replica"), f"{count(plan.sites.along_axis // n, group.axis)} each"]
+    elif plan.shards > 1:
         words += [f"{count(plan.shards // n, 'shard')} each" if n > 1 else f"all {plan.shards} shards"]
     elif size and size.block != plan.num_envs // n:
         words += [f"in blocks of {size.block}"]

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from algos.one_gradient import by_hand, iterate_on_two_shards, learn, on_two_shards, trajectory_of
-from algos.one_step import Copy, HighestOfTwo, OneStep, Pieces
+from algos.one_step import HighestOfTwo, OneStep, Pieces
 from algos.toys import Aim, Income, Match, Recall, TwoStep, batch
 from choreo import envs, networks
 from choreo.algos.actor_critic import apply
@@ -30,10 +30,9 @@ TOY = REINFORCE(unroll=8, learning_rate=1e-2, entropy_coef=0.0, network=SMALL)
         (batch(TwoStep(), 16), SMALL, 200, 0.99),
         (batch(Aim(), 16), SMALL, 600, -0.02),
         (batch(Recall(), 16), MEMORY, 300, 0.99),
-        (OneStep(Copy(), 16), SMALL, 300, 0.99),
         (OneStep(Pieces(), 16), SMALL, 300, 0.99),
     ],
-    ids=["match", "two_step", "aim", "recall", "copy", "pieces"],
+    ids=["match", "two_step", "aim", "recall", "pieces"],
 )
 def test_finds_the_best_return(env, network, iterations, best):
     _, metrics = learn(dataclasses.replace(TOY, network=network), env, iterations, 0)

@@ -16,7 +16,7 @@ from choreo.plans import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from choreo.runtime.schedule import Traffic
-from laws.reference import assert_close, assert_same_bits, named, run_of
+from laws.reference import assert_close, assert_same_bits, check_bounds, named, run_of
 
 KEY = jax.random.key(3)
 ENV = envs.make("jax:CartPole-v1", 8)
@@ -66,21 +66,6 @@ def test_python_environments_over_tcp(cell):
     run, log = logged_run(Local(the_plan, carrier="tcp"))
     assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY, 6), run)
     check_bounds(log, run, layout, iterations=6)
-
-
-def check_bounds(log, run, layout, iterations: int) -> None:
-    """Never older than allowed, never backwards, every update from as many parts as stated."""
-    workers = next(group.replicas for group in layout.groups if group.replicas)
-    assert all(0 <= read.lag <= layout.max_lag for read in log)
-    assert run["metrics/lag_max"].max() == max(read.lag for read in log)
-    for reader in {read.reader for read in log}:
-        versions = [read.version for read in log if read.reader == reader]
-        assert versions == sorted(versions)
-    per_update = 1 if layout.merge == "any" else workers
-    updates = [read.update for read in log]
-    assert sorted(updates) == sorted(list(range(len(log) // per_update)) * per_update)
-    assert len(log) == iterations * workers
-    assert run[".train.iterations"] == len(log) // per_update
 
 
 def test_without_lag_any_order_is_iterate_on_one_part_after_the_other():

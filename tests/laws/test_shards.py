@@ -5,51 +5,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import choreo
 from choreo import envs, networks
 from choreo.errors import AlgorithmError, LayoutError
-from choreo.partition.trace import merge_shards, split_shards
 from choreo.plans import plan
-from choreo.roles import SHARD_AXIS
-from choreo.runtime.inprocess import InProcess, combine_metrics
+from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
-from laws.reference import Run, assert_close, assert_same_bits, named, reference_run, run_of
+from laws.reference import Run, assert_close, assert_same_bits, reference_run, run_of, sharded_reference
 
 KEY = jax.random.key(3)
 SHARDS = 4
 ENV = envs.make("jax:CartPole-v1", 8)
-
-
-def sharded_reference(algo, env, shards: int, key: jax.Array, iterations: int = 3) -> Run:
-    """The meaning of shards, without any of Choreo's machinery but the way a carry is divided."""
-    init_key, run_key = jax.random.split(key)
-    leaves, tree = jax.tree.flatten(jax.jit(lambda key: algo.init(env, key))(init_key))
-    twice = jax.eval_shape(lambda: algo.init(env.with_num_envs(2 * env.num_envs), init_key))
-    axes = [next((d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b), None)
-            for one, two in zip(leaves, jax.tree.leaves(twice), strict=True)]  # fmt: skip
-    env_of_shard = env.with_num_envs(env.num_envs // shards)
-
-    @jax.jit
-    def iterate(leaves, key):
-        def one(leaves, key):
-            carry, metrics = algo.iterate(env_of_shard, jax.tree.unflatten(tree, leaves), key)
-            return jax.tree.leaves(carry), metrics
-
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shards))
-        return jax.vmap(one, (axes, 0), (axes, 0), axis_name=SHARD_AXIS)(leaves, keys)
-
-    leaves = [split_shards(leaf, axis, shards) for leaf, axis in zip(leaves, axes, strict=True)]
-    rows = []
-    for i in range(iterations):
-        leaves, metrics = iterate(leaves, jax.random.fold_in(run_key, i))
-        rows.append(metrics)
-    carry = jax.tree.unflatten(tree, [merge_shards(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)])
-    metrics = {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
-    return named(carry, combine_metrics(metrics))
 
 
 LAYOUTS = {

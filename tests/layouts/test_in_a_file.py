@@ -9,7 +9,7 @@ import choreo
 from choreo import registry
 from choreo.cli import main
 from choreo.errors import ChoreoError
-from choreo.layouts import PRESETS, Group, Layout, central, coarse, fine, fused, multi_learner, sebulba
+from choreo.layouts import PRESETS, Group, Layout, central, coarse, fine, fused, multi_learner, per_agent, sebulba
 from choreo.training import load
 from tiny import Tiny
 
@@ -144,12 +144,13 @@ class TestMadeWith:
         sebulba(4, 2, max_lag=1),
         central(4),
         central(2, max_lag=4, merge="any"),
+        per_agent(),
     )
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
     def test_every_preset(self, layout):
         options = registry.made_with(layout)
-        assert options is not None and options["shards"] == layout.shards
+        assert options is not None and options.get("shards", 1) == layout.shards
         assert registry.layout(layout.name, **options) == layout
 
     def test_all_are_tried(self):

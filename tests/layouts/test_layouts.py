@@ -6,7 +6,20 @@ import jaxtyping
 import pytest
 
 from choreo.errors import LayoutError
-from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, find, fine, fused, multi_learner, sebulba
+from choreo.layouts import (
+    ALIASES,
+    PRESETS,
+    Group,
+    Layout,
+    central,
+    coarse,
+    find,
+    fine,
+    fused,
+    multi_learner,
+    per_agent,
+    sebulba,
+)
 from choreo.layouts.base import MAX_BLOCKS
 
 ROLES = ["env", "actor", "learner"]
@@ -36,6 +49,7 @@ LAYOUTS = [
     multi_learner(4),
     sebulba(4, 2, max_lag=1),
     central(2, max_lag=4, merge="any"),
+    per_agent(),
     Layout(Group("env", replicas=8, device="cpu"), Group("actor", replicas=2, device="gpu"), Group("buffer", "learner", device="gpu")),
     Layout(Group("env", "actor"), Group("critic"), Group("learner"), exact=True, name="mine"),
 ]  # fmt: skip
@@ -99,8 +113,8 @@ class TestNamesPeopleKnow:
         assert find("parameter_server") is central
 
     def test_the_distribution_policies_of_msrl(self):
-        names = ("GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central")
-        assert [find(name) for name in names] == [fused, coarse, fine, multi_learner, central]
+        names = ("GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central", "Environments")
+        assert [find(name) for name in names] == [fused, coarse, fine, multi_learner, central, per_agent]
 
     def test_impala_is_coarse_with_lag_or_several_learners_with_lag(self):
         impala = ALIASES["impala"]

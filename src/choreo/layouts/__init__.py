@@ -10,4 +10,5 @@ from choreo.layouts.presets import find as find
 from choreo.layouts.presets import fine as fine
 from choreo.layouts.presets import fused as fused
 from choreo.layouts.presets import multi_learner as multi_learner
+from choreo.layouts.presets import per_agent as per_agent
 from choreo.layouts.presets import sebulba as sebulba

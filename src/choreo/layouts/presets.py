@@ -37,7 +37,7 @@ def sebulba(workers: int = 2, learners: int = 2, *, shards: int | None = None, m
 
 
 def per_agent() -> Layout:
-    """One site steps environments, every agent acts and learns at a site of its own (MSRL for MAPPO)."""
+    """One site steps environments, every agent acts and learns at a site of its own (MAPPO; MSRL Environments)."""
     return Layout(Group("env"), Group("actor", "buffer", "learner", axis="agent"), name="per_agent")
 
 
@@ -84,6 +84,7 @@ ALIASES: dict[str, Callable[..., Layout]] = {
     "dd_ppo": multi_learner,
     "cleanba": sebulba,
     "parameter_server": central,
+    "environments": per_agent,
     "impala": impala,
     "a3c": a3c,
 }

@@ -1,0 +1,75 @@
+"""The law for every algorithm in every layout: see `matrix.py`, from which the cells come."""
+
+import functools
+
+import jax
+import pytest
+
+from choreo import envs
+from choreo.errors import LayoutError
+from choreo.plans import plan
+from choreo.runtime.inprocess import InProcess
+from choreo.runtime.local import Local
+from laws import matrix
+from laws.reference import (
+    assert_close,
+    assert_same_bits,
+    check_bounds,
+    reference_run,
+    run_of,
+    sharded_reference,
+)
+
+KEY = jax.random.key(5)
+ENV = envs.make("jax:CartPole-v1", 8)
+
+
+@functools.cache
+def reference(algo: str, shards: int):
+    if shards == 1:
+        return reference_run(matrix.algorithm(algo), ENV, KEY)
+    return sharded_reference(matrix.algorithm(algo), ENV, shards, KEY)
+
+
+@functools.cache
+def planned(algo: str, layout: str):
+    return plan(matrix.algorithm(algo), ENV, matrix.layouts()[layout])
+
+
+@pytest.mark.parametrize(("algo", "layout"), matrix.CELLS)
+def test_cell(algo, layout):
+    if layout in matrix.REFUSED:
+        with pytest.raises(LayoutError) as refusal:
+            planned(algo, layout)
+        assert str(refusal.value).startswith(matrix.REFUSED[layout])
+        return
+    check(InProcess(planned(algo, layout)), algo, layout)
+
+
+@pytest.mark.parametrize(("algo", "layout"), matrix.pairs())
+def test_with_worker_processes(algo, layout):
+    the_plan = planned(algo, layout)
+    run = check(Local(the_plan), algo, layout)
+    if not the_plan.layout.is_relaxed:
+        assert_same_bits(run, run_of(InProcess(the_plan), KEY))
+
+
+def check(runtime, algo: str, layout: str):
+    the_plan = runtime.plan
+    run = run_of(runtime, KEY)
+    if the_plan.layout.is_relaxed:
+        log = list(runtime.log)
+        assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY), run)
+        check_bounds(log, run, the_plan.layout, iterations=3)
+    else:
+        assert_close(run, reference(algo, the_plan.shards), 1e-5)
+    return run
+
+
+def test_every_algorithm_and_every_layout_has_cells():
+    assert {algo for algo, _ in matrix.pairs()} == {algo for algo, _ in matrix.CELLS}
+    assert {layout for _, layout in matrix.pairs()} | set(matrix.REFUSED) == set(matrix.layouts())
+
+
+def test_the_docs_have_the_matrix():
+    assert matrix.PAGE.read_text() == matrix.page(set(matrix.CELLS)), "pytest tests/laws/test_matrix.py writes it"
