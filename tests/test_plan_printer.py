@@ -115,6 +115,7 @@ def test_who_carries_how_many_shards_and_combines_them(plans):
     assert "env+actor: 4 replicas, 3 environments each, 1 shard each" in text["sebulba_x4_x2"]
     assert "buffer+learner: 2 replicas, 6 environments each, 2 shards each" in text["sebulba_x4_x2"]
     assert "1 site, all 12 environments, all 4 shards, on 2 devices, 2 shards on each" in text["fused_2_devices"]
+    assert "learn, all-reduce over 2 devices" in text["fused_2_devices"]
     assert "all-reduce" not in text["central_x2"] + text["coarse_x2"]
     assert "all-reduce over 2 replicas" in " ".join(texts(plans["sebulba_x4_x2"].draw()))
 

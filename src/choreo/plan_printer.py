@@ -97,10 +97,12 @@ def step_name(step: Segment | HostCall) -> str:
 
 
 def step_notes(plan: Plan, step: Segment | HostCall) -> list[str]:
-    """`all-reduce over 4 replicas`, if values are combined while it runs."""
+    """`all-reduce over 4 replicas`, or `2 devices`, if values are combined while it runs."""
     if isinstance(step, HostCall) or not step.combines:
         return []
-    return [f"all-reduce over {count(num_replicas(plan, step.group), 'replica')}"]
+    devices = next(group.devices for group in plan.layout.groups if group.name == step.group)
+    over = f"{devices} devices" if devices > 1 else count(num_replicas(plan, step.group), "replica")
+    return [f"all-reduce over {over}"]
 
 
 @dataclass(frozen=True)
@@ -213,12 +215,13 @@ def _lockstep(plan: Plan) -> str:
             f"bit for bit what {shards} computes (on CPU), for any number of replicas (exact=True): "
             "the blocks in which environments are computed do not depend on it."
         )
-    replicated = any(plan.sites.size(group) for group in plan.sites.replicas)
+    replicated = any(num_replicas(plan, group.name) > 1 for group in plan_groups(plan))
     divided = any(group.devices > 1 for group in plan_groups(plan))
     if not replicated and not divided and plan.shards == 1:
         return f"bit for bit what {shards} computes (on CPU), since nothing is replicated."
     why = "replicas" if replicated else "devices" if divided else "shards computed together"
-    exact = "; exact=True makes it bit for bit" if replicated and plan.shards == 1 else ""
+    can_be = replicated and plan.shards == 1 and plan.layout.axis is None
+    exact = "; exact=True makes it bit for bit" if can_be else ""
     return (
         f"what {shards} computes, up to rounding ({why} have other shapes): 1e-5 in float32 "
         f"over 3 iterations, equal in distribution over thousands{exact}."

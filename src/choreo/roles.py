@@ -267,6 +267,19 @@ def reducer(op: str) -> Callable[..., list[jax.Array]]:
     return jax.jit(reduce)
 
 
+SHARD_NUMBERS = "choreo_shard_numbers"
+
+
+def shard_numbers(shards: int) -> jax.Array:
+    """0 .. shards - 1, by a jit with a name we recognise: from here on, what differs between shards differs."""
+
+    def numbers():
+        return jnp.arange(shards)
+
+    numbers.__name__ = numbers.__qualname__ = SHARD_NUMBERS
+    return jax.jit(numbers)()
+
+
 def find_reduction(name: str | None) -> str | None:
     """The operation of an `all_reduce`, from the name of the jit it is."""
     return name.removeprefix(REDUCE_PREFIX) if name is not None and name.startswith(REDUCE_PREFIX) else None

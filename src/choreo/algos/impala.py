@@ -141,6 +141,6 @@ class IMPALA:
     def make_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
         if self.optimizer is not None:
             return self.optimizer(learning_rate)
-        # As in the paper, and no momentum: with actors four iterations behind, Adam's made some seeds collapse.
+        # As in the paper: with actors four iterations behind, some seeds collapsed under Adam (docs/algorithms/impala.md).
         rmsprop = optax.rmsprop(learning_rate, decay=0.99, eps=1e-5)
         return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), rmsprop)

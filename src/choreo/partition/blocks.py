@@ -27,7 +27,7 @@ from choreo.partition.forms import WHOLE, Form, Get, Mixed, Pieces, Way, cut, st
 from choreo.partition.mapped import Mapped
 from choreo.partition.reduce import AllReduce
 from choreo.partition.split import Axis, Mixes, Size, Split, split
-from choreo.roles import find_call, find_reduction
+from choreo.roles import SHARD_NUMBERS, find_call, find_reduction
 
 
 @dataclass(eq=False)
@@ -132,7 +132,7 @@ def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "
     for var, axis in zip(eqn.outvars, native, strict=True):
         if whole:
             known = axis if isinstance(axis, int) else None
-            outs.append(Form(True, known if way else _env_axis(var, size)))
+            outs.append(Form(True, known if way else _env_axis(eqn, var, size)))
         elif isinstance(axis, Mixed):
             outs.append(Form(False, None, axis))
         else:
@@ -140,8 +140,10 @@ def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "
     return Step(eqn, whole, way, tuple(outs))
 
 
-def _env_axis(var: Any, size: Size) -> Axis:
+def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
     """Where a value that depends on no environment may first be cut: a proposal, never needed for being right."""
+    if size.shards:  # few enough to be as many as something else: here we know
+        return 0 if _compat.call_name(eqn) == SHARD_NUMBERS else None
     return next((d for d, n in enumerate(getattr(var.aval, "shape", ())) if n == size.full), None)
 
 

@@ -51,7 +51,7 @@ class Sites:
         """The blocks of a replicated group; None if it sees all environments."""
         replicas = self.replicas[group]
         count = self.along_axis or (self.shards if self.shards > 1 else self.num_envs)
-        return None if replicas is None or replicas == 1 else Size(count, count // replicas)
+        return None if replicas is None or replicas == 1 else Size(count, count // replicas, self.shards > 1)
 
     def of_one_copy(self) -> "Sites":
         """Where one worker's program runs."""

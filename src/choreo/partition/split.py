@@ -20,10 +20,11 @@ from choreo.partition.program import Axis
 
 
 class Size(NamedTuple):
-    """The environments of the whole run, and of one block."""
+    """The environments of the whole run, and of one block; or the shards, which are numbered by a call we know."""
 
     full: int
     block: int
+    shards: bool = False
 
 
 class Split(NamedTuple):

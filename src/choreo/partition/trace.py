@@ -14,7 +14,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.extend.core as jec
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
@@ -23,7 +22,7 @@ from choreo.errors import AlgorithmError, PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition.split import Axis
-from choreo.roles import SHARD_AXIS, Call, find_call
+from choreo.roles import SHARD_AXIS, Call, find_call, shard_numbers
 from choreo.types import PyTree, Role
 
 for _library in ("brax", "chex", "distrax", "equinox", "flashbax", "flax", "gymnax", "haiku", "mctx", "optax", "rlax"):
@@ -106,7 +105,7 @@ def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tu
             return after, metrics
 
         key = jax.random.fold_in(key, iteration)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shards))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, shard_numbers(shards))
         return jax.vmap(one_shard, (list(carry_axes), 0), (list(carry_axes), 0), axis_name=SHARD_AXIS)(leaves, keys)
 
     return one_iteration

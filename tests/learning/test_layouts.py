@@ -1,0 +1,54 @@
+"""Learning with shards and out of date: greedy evaluation of the final parameters, 100 fresh episodes.
+
+In one process the lags and the order of arrival are drawn from the seed, so that a gate is reproducible; with workers they
+are what happens, and the result is printed only. Run by `make test-learning`.
+"""
+
+import pytest
+
+import choreo
+from choreo.algos import A2C, IMPALA, PPO
+
+pytestmark = pytest.mark.learning
+
+IMPALA_LAYOUTS = {
+    "sebulba": choreo.sebulba(workers=4, learners=2, max_lag=4),
+    "coarse": choreo.coarse(workers=2, max_lag=4),
+}
+A3C = choreo.central(workers=4, max_lag=8, merge="any")
+PPO_LAYOUTS = {"multi_learner": choreo.multi_learner(workers=2), "sebulba": choreo.sebulba(workers=2, learners=2)}
+
+
+def greedy_return(capsys, algo, layout, *, num_envs: int, steps: int, seed: int, runtime: str = "inprocess") -> float:
+    run = choreo.train(algo, "jax:CartPole-v1", steps=steps, seed=seed, num_envs=num_envs, layout=layout,
+                       runtime=runtime, progress=False)  # fmt: skip
+    evaluation = run.evaluate(episodes=100)
+    lag = f"lag {sum(row['lag_mean'] for row in run.rows) / len(run.rows):.1f}, " if layout.is_relaxed else ""
+    with capsys.disabled():
+        print(
+            f"\n{layout!r} in {runtime}, seed {seed}, num_envs {num_envs}, steps {steps:,}: {lag}{evaluation}; {algo}"
+        )
+    return evaluation.mean
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("layout", IMPALA_LAYOUTS)
+def test_impala_out_of_date(layout, seed, capsys):
+    assert greedy_return(capsys, IMPALA(), IMPALA_LAYOUTS[layout], num_envs=16, steps=1_000_000, seed=seed) >= 450
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a3c(seed, capsys):
+    assert greedy_return(capsys, A2C(), A3C, num_envs=16, steps=1_000_000, seed=seed) >= 400
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("layout", PPO_LAYOUTS)
+def test_ppo_with_two_shards(layout, seed, capsys):
+    assert greedy_return(capsys, PPO(), PPO_LAYOUTS[layout], num_envs=8, steps=500_000, seed=seed) >= 475
+
+
+@pytest.mark.parametrize(("algo", "layout"), [(IMPALA(), IMPALA_LAYOUTS["sebulba"]), (A2C(), A3C)])
+def test_with_workers(algo, layout, capsys):
+    """Not the same twice: reported, and asked only to be far from nothing."""
+    assert greedy_return(capsys, algo, layout, num_envs=16, steps=1_000_000, seed=0, runtime="local") > 100

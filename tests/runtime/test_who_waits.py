@@ -1,0 +1,108 @@
+"""A slow learner, slow environments, one straggler among the workers: the profile names who waits for whom."""
+
+import dataclasses
+import os
+import re
+import time
+from pathlib import Path
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+
+import choreo
+from choreo import envs
+from choreo.layouts import Layout, coarse
+from choreo.plans import plan
+from choreo.runtime.local import Local
+from choreo.runtime.profile import Profile
+from tiny import Tiny
+
+LOCKSTEP, LATE, ANY = coarse(2), coarse(2, max_lag=2), coarse(2, max_lag=4, merge="any")
+
+
+def slow_factory(seconds: float, mark: str = ""):
+    """Environments that sleep; with a mark, only those of the worker that comes first to it."""
+    coordinator = os.getpid()
+
+    class Slow(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def __init__(self):
+            self.seconds = seconds
+            if mark and os.getpid() != coordinator:
+                if not os.path.islink(mark):
+                    Path(mark).symlink_to(str(os.getpid()))
+                self.seconds = seconds if os.readlink(mark) == str(os.getpid()) else 0.0
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(4, np.float32), {}
+
+        def step(self, action):
+            time.sleep(self.seconds)
+            return np.zeros(4, np.float32), 1.0, False, False, {}
+
+    return Slow
+
+
+def nap(iterations):
+    time.sleep(0.05)
+    return iterations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlowTiny(Tiny):
+    """Its learner sleeps."""
+
+    def iterate(self, env, carry, key):
+        carry, metrics = super().iterate(env, carry, key)
+        sleep = choreo.host_fragment("learner", nap, jax.ShapeDtypeStruct((), np.int32))
+        return carry._replace(train=carry.train._replace(iterations=sleep(carry.train.iterations))), metrics
+
+
+def profiled(algo, factory, layout: Layout) -> Profile:
+    runtime = Local(plan(algo, envs.from_factory(factory, 4), layout), profile=True)
+    try:
+        runtime.start(jax.random.key(0))
+        runtime.run(0, 60)
+        return runtime.profile()
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize("layout", [LOCKSTEP, ANY], ids=["lockstep", "any"])
+def test_slow_environments(layout):
+    verdict = profiled(Tiny(unroll=4), slow_factory(0.01), layout).verdict
+    assert re.fullmatch(
+        r"`buffer\+learner` waits \d+% of its time for `env\+actor-\d`, which spends \d+% of its time in env\.", verdict
+    ), verdict
+
+
+@pytest.mark.parametrize("layout", [LOCKSTEP, LATE], ids=["lockstep", "late"])
+def test_a_slow_learner(layout):
+    verdict = profiled(SlowTiny(unroll=4), slow_factory(0.0), layout).verdict
+    assert re.match(r"`env\+actor-\d` waits \d+% of its time for `buffer\+learner`, which spends", verdict), verdict
+
+
+def test_a_straggler(tmp_path):
+    """In lockstep the fast worker waits for the learner, who waits for the slow one."""
+    profile = profiled(Tiny(unroll=4), slow_factory(0.02, str(tmp_path / "mark")), LOCKSTEP)
+    slow = max(("env+actor-0", "env+actor-1"), key=lambda worker: profile.shares(worker)["env"])
+    assert profile.verdict.rpartition("for ")[2].startswith(f"`{slow}`, which spends"), profile.verdict
+
+
+def test_whoever_is_waited_for_may_wait_for_another():
+    def taken(*totals):
+        return {"seconds": 10.0, "totals": [list(t) for t in totals], "spans": []}
+
+    profile = Profile({
+        "fast": taken(("env", "step", 1.0), ("wait", "learner", 9.0)),
+        "slow": taken(("env", "step", 9.0), ("wait", "learner", 0.5)),
+        "learner": taken(("learn", "learn", 1.0), ("wait", "slow", 8.0), ("wait", "fast", 0.1)),
+    })  # fmt: skip
+    assert profile.verdict == (
+        "`fast` waits 90% of its time for `learner`, which waits 80% of its time for `slow`, which spends 90% of its time "
+        "in env."
+    )
