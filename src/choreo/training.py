@@ -84,6 +84,8 @@ def train(
 
     Refuses (ChoreoError) before anything is compiled whatever can be refused then.
     """
+    layout = registry.layout(layout)
+    _make_cpu_devices(max(group.devices for group in layout.groups))
     algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
     if isinstance(env, HostEnv):
         # Who steps Python environments waits for every action: handing the work to another thread only costs time.
@@ -92,7 +94,7 @@ def train(
     recipe = Recipe(
         algo=algo,
         env=env,
-        layout=registry.layout(layout),
+        layout=layout,
         steps=steps,
         seed=seed,
         runtime=runtime,
@@ -115,6 +117,13 @@ def train(
         cluster = Cluster.from_toml(cluster)
     watching = Watching(env_timeout_s=float(env_timeout), profile=profile, cluster=cluster)
     return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
+
+
+def _make_cpu_devices(count: int) -> None:
+    """Let JAX see so many devices on a machine without accelerators; too late if it has been used in this process."""
+    if count > 1:
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = None) -> Plan:

@@ -288,6 +288,8 @@ def _device(header: dict[str, Any], watch: Any) -> Any:
     jax.config.update("jax_enable_x64", header["x64"])
     jax.config.update("jax_default_prng_impl", header["prng"])
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # who acts waits for the action anyway
+    if header["spread"]:  # without accelerators, as many as the layout wants; with some, this changes nothing
+        jax.config.update("jax_num_cpu_devices", max(header["spread"].values()))
     from choreo.cache import use_compilation_cache
     from choreo.runtime.device import Device
 

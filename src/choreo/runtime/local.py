@@ -202,6 +202,7 @@ class Local:
                     os.set_blocking(member.process.stdout.fileno(), False)
                     self.selector.register(member.process.stdout, selectors.EVENT_READ, (member, "output"))
         for name in self.workers:
+            groups = self._groups(name)
             header = {
                 "kind": "brief",
                 "name": name,
@@ -210,10 +211,10 @@ class Local:
                 "host": self.hosts[name].address,
                 "token": self.token.hex(),
                 "remote": bool(self.hosts[name].port),
-                "compiled": {g: self.plan.platform(g) for g in self._groups(name)} if self._compiles(name) else None,
+                "compiled": {g: self.plan.platform(g) for g in groups} if self._compiles(name) else None,
                 "meet": self.meet,
                 "together": self._together(name),
-                "spread": {g: self.plan.replicas(g) for g in self._groups(name) if not self._together(name)},
+                "spread": {g.name: g.devices for g in self.plan.layout.groups if g.name in groups and g.devices > 1},
                 "x64": jnp.result_type(float) == np.float64,
                 "prng": str(jax.random.key_impl(jax.random.key(0))),
                 "profile": self.profiling,
