@@ -94,7 +94,8 @@ class Plan:
     @property
     def num_processes(self) -> int:
         """Replicas of a group may share a process: those on its devices do."""
-        return sum(g.replicas or 1 for g in self.layout.groups if g.name in self.sites.replicas)
+        groups = [g for g in self.layout.groups if g.name in self.sites.replicas]
+        return sum(self.replicas(g.name) if g.axis else g.replicas or 1 for g in groups)
 
     @property
     def partitioned(self) -> dict[GroupName, int]:

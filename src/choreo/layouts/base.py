@@ -54,7 +54,11 @@ class Group:
         if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
             raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}) needs at least one replica.",
                               fix="To run it together with another role, name both in one Group.")  # fmt: skip
-        if devices < 1 or (devices > 1 and replicas is not None):
+        if devices < 1:
+            raise LayoutError(
+                f"Group({self.name!r}, devices={devices!r}) needs at least one device.", fix="Use devices=1."
+            )
+        if devices > 1 and replicas is not None:
             raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}, devices={devices!r}): several devices are for a "
                               "group that is one site.", fix="Leave out replicas, or devices.")  # fmt: skip
 

@@ -182,7 +182,9 @@ class Device:
             row.append(value)
         return row
 
-    def chunks(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> "Chunks":
+    def chunks(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> "Chunks | None":
+        if segment.combines and isinstance(segment.fn, ExportedFn):
+            return None  # it is for all devices already: a loop around it would have to be for one
         return Chunks(self, program, segment, num_carry, here)
 
 

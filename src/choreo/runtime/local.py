@@ -465,14 +465,20 @@ def _homes(plan: Plan) -> dict[tuple[str, int], str]:
     homes = {}
     for group, r in plan.all_sites:
         blocks = plan.replicas(group)
-        workers = next(g.replicas for g in plan.layout.groups if g.name == group)
+        workers = _num_workers(plan, group)
         homes[group, r] = group if workers is None else f"{group}-{r * workers // blocks}"
     return homes
 
 
+def _num_workers(plan: Plan, group: str) -> int | None:
+    """How many processes a group has; None for one that is never divided."""
+    (found,) = (g for g in plan.layout.groups if g.name == group)
+    return plan.replicas(group) if found.axis else found.replicas
+
+
 def _place(plan: Plan, cluster: Cluster) -> dict[str, Host]:
     """The host of each worker."""
-    workers = {g.name: g.replicas for g in plan.layout.groups if g.name in plan.sites.replicas}
+    workers = {group: _num_workers(plan, group) for group in plan.sites.replicas}
     found = place(workers, cluster, devices={group: plan.platform(group) for group in workers})
     return {p.group if workers[p.group] is None else f"{p.group}-{p.replica}": p.host for p in found}
 

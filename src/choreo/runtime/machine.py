@@ -598,8 +598,8 @@ def _overlap(move: Move, s: int, senders: int, d: int, receivers: int) -> "tuple
     rank = len(move.aval.shape)
     take, put = [slice(None)] * rank, [slice(None)] * rank
     have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
-    if have is None and s > 0:
-        return None  # every sender holds all of it: the first one sends
+    if have is None and s != d * senders // receivers:
+        return None  # every sender holds all of it: each sends to receivers of its own
     if have is not None and have == want:
         total = move.aval.shape[have]
         low = max(s * total // senders, d * total // receivers)
