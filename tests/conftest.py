@@ -133,3 +133,24 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return True  # it ended while we looked
+
+
+_cells: dict[str, bool] = {}
+"""Cells of the law matrix that have run, and whether they hold."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and "laws/test_matrix.py::test_cell[" in report.nodeid:
+        _cells[report.nodeid.partition("[")[2].removesuffix("]")] = report.passed
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run of the whole matrix writes it into the docs."""
+    if hasattr(session.config, "workerinput") or not _cells:
+        return
+    from laws import matrix
+
+    if len(_cells) == len(matrix.CELLS):
+        page = matrix.page({(algo, layout) for algo, layout in matrix.CELLS if _cells.get(f"{algo}-{layout}")})
+        if page != matrix.PAGE.read_text():
+            matrix.PAGE.write_text(page)

@@ -340,9 +340,10 @@ def test_options_of_a_layout(capsys, options, layout):
 def test_help(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"choreo {command} " in text for command in ("train", "graph", "evaluate", "resume", "compare", "list"))
+    commands = ("train", "graph", "evaluate", "resume", "replay", "compare", "list")
+    assert all(f"choreo {command} " in text for command in commands)
     assert main([]) == 2
-    for command in ("train", "graph", "evaluate", "resume", "compare", "list"):
+    for command in commands:
         with pytest.raises(SystemExit) as end:
             main([command, "--help"])
         assert end.value.code == 0

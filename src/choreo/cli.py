@@ -22,6 +22,7 @@ An RL algorithm is written once, as plain JAX; a layout decides where it runs.
   choreo graph ALGORITHM ENVIRONMENT [options]    the fragmented dataflow graph; with --layout the plan
   choreo evaluate RUN [--episodes 100]            greedy episodes with what was trained
   choreo resume RUN [--steps N]                   go on from the last checkpoint
+  choreo replay RUN                               run it again by its log: the same parameters, bit for bit
   choreo compare RUN RUN ... [-o compare.png]     return against steps and time, speed-up, as table and picture
   choreo agent --token-file FILE                  start workers on this host for a coordinator elsewhere
   choreo list algos|envs|layouts                  what there is
@@ -150,6 +151,28 @@ def resume(args: list[str]) -> int:
 
     run = lambda: go_on(options.run, steps=options.steps, loggers=options.logger, progress=not options.quiet)  # noqa: E731
     return _report(options.run, options, run)
+
+
+def replay(args: list[str]) -> int:
+    """Run again what is in a folder, by its log, and compare."""
+    parser = _parser("replay", "choreo replay RUN [options]")
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    options = _parse(parser, args)
+
+    from choreo.errors import RunError
+    from choreo.training import load
+    from choreo.training import replay as run_again
+
+    before, again = load(options.run), run_again(options.run, progress=not options.quiet)
+    hashes = [run.training_summary["params_hash"] for run in (before, again)]
+    if hashes[0] != hashes[1]:
+        raise RunError(
+            f"The parameters are not those of {options.run}: {hashes[1]} instead of {hashes[0]}.",
+            fix="The versions in its run.toml may be others than those installed here.",
+        )
+    print(f"The same parameters, bit for bit: {hashes[0]}")
+    return 0
 
 
 def evaluate(args: list[str]) -> int:
@@ -283,6 +306,7 @@ COMMANDS: dict[str, Main] = {
     "graph": graph,
     "evaluate": evaluate,
     "resume": resume,
+    "replay": replay,
     "compare": compare,
     "agent": agent,
     "list": show_list,

@@ -1,0 +1,46 @@
+"""`choreo replay`: a run again, bit for bit, whatever the timing of its workers was."""
+
+from pathlib import Path
+
+import pytest
+
+import choreo
+from choreo.cli import main
+from choreo.training import load
+
+TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "x"
+    layout = choreo.coarse(workers=2, max_lag=3, merge="any")
+    run = choreo.train(TINY, "jax:CartPole-v1", steps=1280, num_envs=8, layout=layout, out=path)
+    assert all(0 <= row["lag_max"] <= 3 for row in run.rows)
+    return path
+
+
+def test_the_same_parameters(folder, capsys):
+    assert main(["replay", str(folder), "--quiet"]) == 0
+    digest = load(folder).training_summary["params_hash"]
+    assert capsys.readouterr().out == f"The same parameters, bit for bit: {digest}\n"
+
+
+def test_another_order_gives_other_parameters_and_that_is_said(folder, capsys, tmp_path):
+    lines = (folder / "reads.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * len(load(folder).rows)
+    (folder / "reads.jsonl").write_text("\n".join(line.replace("actor-0", "actor-1") for line in lines) + "\n")
+    try:
+        assert main(["replay", str(folder), "--quiet"]) == 1
+        assert f"RunError: The parameters are not those of {folder}: " in capsys.readouterr().err
+    finally:
+        (folder / "reads.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_without_its_log_it_is_refused(folder, capsys):
+    (folder / "reads.jsonl").rename(folder / "elsewhere")
+    try:
+        assert main(["replay", str(folder)]) == 1
+        assert "has no log of what was read." in capsys.readouterr().err
+    finally:
+        (folder / "elsewhere").rename(folder / "reads.jsonl")
