@@ -140,7 +140,8 @@ def _pairs(move: Move, senders: int, receivers: int) -> Iterator[tuple[int, int]
     for r in range(receivers):
         for s in range(senders):
             overlap = s * receivers < (r + 1) * senders and r * senders < (s + 1) * receivers
-            if s == 0 if have is None else overlap or have != want:  # what all senders hold, the first one sends
+            own = s == r * senders // receivers  # what all senders hold, each sends to receivers of its own
+            if own if have is None else overlap or have != want:
                 yield s, r
 
 

@@ -106,6 +106,10 @@ class PipeReceiver(End):
             self.passed(message)
             pipe.changed.notify_all()
 
+    def ready(self):
+        with self.pipe.changed:
+            return bool(self.pipe.messages or any(self.pipe.endings.values()))
+
     def write(self, array, value):
         spoil = self.pipe.spoil
         if spoil == "mismatch":
