@@ -24,7 +24,7 @@ from choreo.partition.program import Transfer, walk
 from choreo.plan_printer import crossings
 from choreo.plans import plan, plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
-from choreo.runtime.machine import Neighbourhood, messages
+from choreo.runtime.messages import Neighbourhood, messages
 from goldens import check_golden
 from laws.test_agents import Bandits, Meeting
 from pictures import arrows, check_legible, texts

@@ -283,7 +283,7 @@ def _drive(
         else:
             runtime.restore(start.carry, recipe.key)
 
-        first, stopping, logged = start.done, False, 0
+        first, stopping = start.done, False
         while first < recipe.iterations and not stopping:
             stop = recipe.next_boundary(first)
             with clock.running(runtime):
@@ -299,9 +299,9 @@ def _drive(
             rows += new
             if folder is not None:
                 folder.append_metrics(new)
-                if runtime.log[logged:]:
-                    folder.append_log(runtime.log[logged:])
-                logged = len(runtime.log)
+                if runtime.log:
+                    folder.append_log(runtime.log)
+            runtime.log.clear()
             for row in new:
                 for sink in sinks:
                     sink.log(row)

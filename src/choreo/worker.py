@@ -106,8 +106,9 @@ class Worker:
             if self.links.address:
                 self.links.connect(book["addresses"])
         from choreo.runtime.arrivals import Arrivals
+        from choreo.runtime.backend import PythonOnly
         from choreo.runtime.execution import Execution
-        from choreo.runtime.machine import Neighbourhood, PythonOnly
+        from choreo.runtime.messages import Neighbourhood
 
         orders = _load(arrays[0].tobytes(), header["path"])
         homes = {(group, r): home for group, r, home in header["homes"]}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from choreo.partition.program import Move, Transfer
 from choreo.runtime.device import block, reshard
-from choreo.runtime.machine import Neighbourhood, messages
+from choreo.runtime.messages import Neighbourhood, messages
 
 AXES = st.sampled_from([None, 0, 1])
 COUNTS = st.sampled_from([1, 2, 3, 4])

@@ -8,7 +8,6 @@ by its log: the workers in the order in which they were learned from, each with 
 order is drawn at random from a seed, or taken from a log; among processes it is that of arrival.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,8 +16,11 @@ import numpy as np
 
 from choreo.errors import RunError
 from choreo.host import HostObjects
+from choreo.runtime.backend import Backend, Site, Watch
+from choreo.runtime.bundles import NoMoreWork
 from choreo.runtime.execution import Execution, Orders
-from choreo.runtime.machine import Backend, Machine, Neighbourhood, NoMoreWork, Site, Watch
+from choreo.runtime.machine import Machine
+from choreo.runtime.messages import Neighbourhood
 from choreo.runtime.schedule import Read, Seeded, Traffic
 
 POLL_S = 50e-6
@@ -39,6 +41,8 @@ class Arrivals(Execution):
         self.sleeps = {c: watch("wait", self._homes_of(c)[0], time.sleep) for c in self.copies}
         self.traffic = Traffic(orders.copies, orders.max_lag)
         self.replayed: list[Read] | None = None
+        self.reads_at: dict[int, list[int]] = {}
+        """By the log that is replayed: the workers that read a version."""
 
     def _lives_here(self, copy: int) -> bool:
         return any(self._site(site, copy) in self.hood.sites for site in self._program_sites())
@@ -63,7 +67,9 @@ class Arrivals(Execution):
         return super().host_objects() + [own for machine in self.machines.values() for own in machine.hosts.values()]
 
     def replay(self, log: list[Read]) -> None:
-        self.replayed = log
+        self.replayed, self.reads_at = log, {}
+        for read in log:
+            self.reads_at.setdefault(read.version, []).append(_copy_of(read.reader))
 
     @property
     def learns(self) -> bool:
@@ -106,13 +112,9 @@ class Arrivals(Execution):
         assert self.replayed is not None
         if number >= len(self.replayed):
             raise RunError(f"The log ends before update {number}.", fix="Replay no more than was logged.")
-        pending: dict[str, Read] = {}
-        for read in itertools.islice(self.replayed, number, None):
-            pending.setdefault(read.reader, read)
-        for read in pending.values():
-            if read.version == number:
-                self._publish(_copy_of(read.reader), number)
-                self.traffic.under_way[_copy_of(read.reader)] = number
+        for copy in self.reads_at.get(number, ()):
+            self._publish(copy, number)
+            self.traffic.under_way[copy] = number
         return _copy_of(self.replayed[number].reader)
 
     def _learn_from_others(
@@ -152,20 +154,20 @@ class Arrivals(Execution):
                 return
 
     def _publish(self, copy: int, number: int) -> None:
-        self.machines[copy].update = number
+        self.machines[copy].updates.number = number
         self.machines[copy].publish(self._given(copy))
 
     def _one_part(self, copy: int, number: int, rows: dict[Site, list[dict[str, Any]]]) -> None:
         """Run the program of one worker, as far as it lives here."""
         machine, read = self.machines[copy], number
-        machine.update = number
+        machine.updates.number = number
         given = self._given(copy)
         results = machine.run(given)
         if self.learns:
             read = self.traffic.under_way[copy] if self.replayed is not None else self.traffic.learned_from(copy)
             worker = next(group for group, _ in self._program_sites() if group != self.orders.learner)
             self.log.append(Read(f"{worker}-{copy}", number, read))
-        machine.log.clear()
+        machine.updates.log.clear()
         owned = self._owned(self.orders.iterate, results)
         for site, leaves in owned.items():
             self.leaves[self._site(site, copy)] = leaves

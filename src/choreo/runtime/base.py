@@ -1,6 +1,5 @@
 """What a runtime is: it executes a plan. All runtimes give the same bits for the same plan."""
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -19,8 +18,8 @@ class Runtime(Protocol):
         ...
 
     @property
-    def log(self) -> Sequence[Read]:
-        """What was read so far, where that may be out of date."""
+    def log(self) -> list[Read]:
+        """What was read, where that may be out of date, since somebody cleared it."""
         ...
 
     def start(self, key: Key) -> None:

@@ -17,7 +17,7 @@ from choreo.partition.exported import ExportedFn
 from choreo.partition.program import Axis, Constant, Input, KeyType, Move, Program, Ref, Segment, Transfer
 from choreo.partition.reduce import REPLICA_AXIS
 from choreo.partition.together import on_one_device, over_devices, spec
-from choreo.runtime.machine import Site, Watch
+from choreo.runtime.backend import Site, Watch
 from choreo.types import GroupName
 
 JaxDevice: TypeAlias = Any

@@ -8,7 +8,9 @@ import numpy as np
 
 from choreo.host import HostObjects
 from choreo.partition.program import Axis, HostCall, Program, Segment, walk
-from choreo.runtime.machine import Backend, Machine, Neighbourhood, Site, Watch
+from choreo.runtime.backend import Backend, Site, Watch
+from choreo.runtime.machine import Machine
+from choreo.runtime.messages import Neighbourhood
 from choreo.runtime.profile import kind_of
 from choreo.runtime.schedule import Read, Replayed, Seeded, Versions
 from choreo.types import GroupName
@@ -114,8 +116,8 @@ class Execution:
             if begins is not None:
                 begins(i)
             rows.append(self._run_one(i))
-        self.log = list(self.iterate.log)
-        self.iterate.log.clear()
+        self.log = list(self.iterate.updates.log)
+        self.iterate.updates.log.clear()
         return {
             site: {name: np.stack([self.backend.to_host(row[site][name]) for row in rows]) for name in rows[0][site]}
             for site in (self.hood.sites if rows else [])
@@ -149,7 +151,7 @@ class Execution:
             for site, leaves in self.leaves.items()
         }
         self.leaves = {}  # segments may take over their memory
-        self.iterate.update = i
+        self.iterate.updates.number = i
         results = self.iterate.run(given)
         del given
         self.leaves = self._owned(self.orders.iterate, results)

@@ -13,9 +13,10 @@ import numpy as np
 from choreo.partition.program import Program, Segment
 from choreo.plans import Plan
 from choreo.runtime.arrivals import Arrivals
+from choreo.runtime.backend import Site
 from choreo.runtime.device import Device, block, join
 from choreo.runtime.execution import Execution, Orders
-from choreo.runtime.machine import Neighbourhood, Site
+from choreo.runtime.messages import Neighbourhood
 from choreo.runtime.profile import Profile, Recorder
 from choreo.runtime.schedule import Read, lag_metrics
 from choreo.types import Key, PyTree

@@ -37,10 +37,11 @@ from choreo.host import HostMethod
 from choreo.partition.program import HostCall, Segment, Transfer, walk
 from choreo.plans import Plan, array_type, exported
 from choreo.runtime.agent import RemoteProcess, ask_for_worker
+from choreo.runtime.bundles import BUNDLE
 from choreo.runtime.channel import message_bytes
 from choreo.runtime.device import host_type
 from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
-from choreo.runtime.machine import BUNDLE, Neighbourhood, messages
+from choreo.runtime.messages import Neighbourhood, messages
 from choreo.runtime.profile import Profile
 from choreo.runtime.schedule import Read, from_json
 from choreo.runtime.shm import make_shm_channel

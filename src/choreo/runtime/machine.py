@@ -12,10 +12,8 @@ arrays is the `Backend`'s.
 """
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +24,6 @@ from choreo.partition.program import (
     HostCall,
     Loop,
     LoopPart,
-    Move,
     Program,
     Ref,
     Segment,
@@ -34,173 +31,16 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
+from choreo.runtime.backend import Backend, Site, Watch
+from choreo.runtime.bundles import BundleHere, BundleReceiver, BundleSender, Updates
+from choreo.runtime.messages import Neighbourhood, Piece, messages, piece_type
 from choreo.runtime.profile import kind_of
-from choreo.runtime.schedule import Read, Versions
-from choreo.types import GroupName
+from choreo.runtime.schedule import Versions
 
-Site = tuple[GroupName, int]
-"""A group and the number of one of its replicas."""
 Store = dict[Ref, Any]
 """What one site holds, by slot."""
 Action = Callable[[int], None]
 """One step of a program at the sites here; its argument is the step of the loop around."""
-
-
-Watch = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
-"""From a kind of work, its name and a function to the same function, timed."""
-
-
-@runtime_checkable
-class Backend(Protocol):
-    """What can be done with compiled functions and device arrays."""
-
-    def load(self, segment: Segment, replica: int = 0) -> Callable[..., Sequence[Any]]:
-        """The compiled function `(replica, step, *inputs) -> results`, to run at one of the replicas."""
-        ...
-
-    def scalar(self, number: int) -> Any:
-        """A number as a compiled function likes it best."""
-        ...
-
-    def to_host(self, value: Any) -> np.ndarray:
-        """A value as numpy, to be sent."""
-        ...
-
-    def on_host(self, value: Any) -> bool:
-        """Is it cheap to read from Python?"""
-        ...
-
-    def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
-        """A compiled function whose replicas combine values: `(step, inputs of each replica here) -> results of each`."""
-        ...
-
-    def from_host(self, array: np.ndarray, like: Any, site: Site) -> Any:
-        """What was received, on the site's device; `like` tells its type."""
-        ...
-
-    def host_type(self, like: Any) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and type of a value as it is sent."""
-        ...
-
-    def stack(self, slices: list[Any], like: Any) -> Any:
-        """Slices of a loop as one array."""
-        ...
-
-    def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
-        """What a receiver here gets from senders that are all here."""
-        ...
-
-    def key(self, data: np.ndarray, site: Site) -> Any:
-        """A random key from its numbers."""
-        ...
-
-    def fold_in(self, key: Any, number: int) -> Any:
-        """Another random key."""
-        ...
-
-    def number(self, value: int, site: Site) -> Any:
-        """The number of an iteration."""
-        ...
-
-    def copy(self, value: Any) -> Any:
-        """The same in memory of its own."""
-        ...
-
-    def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
-        """What is carried on, each value in memory of its own."""
-        ...
-
-    def chunks(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
-        """Runs several iterations at once."""
-        ...
-
-
-class PythonOnly:
-    """The `Backend` of sites that compile nothing."""
-
-    def load(self, segment: Segment, replica: int = 0) -> Callable[..., Sequence[Any]]:
-        raise AssertionError(f"`{segment.group}` was to run nothing but Python, and got the segment `{segment.name}`")
-
-    def scalar(self, number: int) -> int:
-        return number
-
-    def to_host(self, value: Any) -> np.ndarray:
-        return np.asarray(value)
-
-    def on_host(self, value: Any) -> bool:
-        return True
-
-    def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
-        raise AssertionError(f"`{segment.group}` was to run nothing but Python, and got the segment `{segment.name}`")
-
-    def from_host(self, array: np.ndarray, like: Any, site: Site) -> np.ndarray:
-        return array
-
-    def host_type(self, like: Any) -> tuple[tuple[int, ...], np.dtype]:
-        return like.shape, like.dtype
-
-    def stack(self, slices: list[Any], like: Any) -> np.ndarray:
-        return np.stack(slices) if slices else np.empty(like.shape, like.dtype)
-
-    def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
-        raise AssertionError("a worker that only runs Python holds sites of one group")
-
-    def key(self, data: np.ndarray, site: Site) -> np.ndarray:
-        return data
-
-    def fold_in(self, key: Any, number: int) -> np.ndarray:
-        return key  # nothing here draws random numbers
-
-    def number(self, value: int, site: Site) -> np.ndarray:
-        return np.asarray(value, np.int32)
-
-    def copy(self, value: Any) -> Any:
-        return np.array(value)
-
-    def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
-        return values  # nothing here takes over memory
-
-    def chunks(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
-        raise AssertionError("Python alone is never one compiled segment")
-
-
-@runtime_checkable
-class Link(Protocol):
-    """The two channels between this worker and another."""
-
-    def send(self, arrays: Sequence[np.ndarray]) -> None: ...
-    def receive(self, into: Sequence[np.ndarray]) -> None: ...
-    def ready(self) -> bool: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Neighbourhood:
-    """Who lives where."""
-
-    me: str
-    """The name of this process."""
-    homes: Mapping[Site, str]
-    """The process in which each site lives."""
-    links: Mapping[str, Link] = field(default_factory=dict)
-    """How to reach the other processes."""
-
-    def replicas(self, group: GroupName) -> int:
-        return sum(site[0] == group for site in self.homes)
-
-    def here(self, group: GroupName) -> list[int]:
-        return [r for (g, r), home in self.homes.items() if g == group and home == self.me]
-
-    @property
-    def sites(self) -> list[Site]:
-        return [site for site, home in self.homes.items() if home == self.me]
-
-
-BUNDLE = " (bundle)"
-"""After the name of a peer: the link for what may be out of date."""
-
-
-class NoMoreWork(Exception):
-    """Whoever learns wants no more parts for now."""
 
 
 class Machine:
@@ -221,19 +61,22 @@ class Machine:
         are sent by `publish`, and read once each."""
         self.program, self.hood, self.backend, self.hosts = program, hood, backend, hosts
         self.watch: Watch = watch or (lambda kind, name, fn: fn)
-        self.versions, self.one_by_one = versions, one_by_one
-        self.update = 0
-        """The number of the update that this run of the program goes into."""
-        self.log: list[Read] = []
-        self.publishing: list[Action] = []
+        self.updates = Updates(one_by_one=one_by_one, versions=None if one_by_one else versions)
+        self.publishers: list[BundleHere | BundleSender] = []
         self.stores: dict[Site, Store] = {site: {} for site in hood.sites}
         self.actions = self._lower(program.steps, self.stores, inside=False)
 
     def publish(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
         """Send bundles, for a later run of the program."""
         self._load(given)
-        for action in self.publishing:
-            action(0)
+        for bundle in self.publishers:
+            bundle.publish(0)
+
+    def say_no_more_work(self) -> None:
+        """Tell the worker that reads the bundles to stop."""
+        for bundle in self.publishers:
+            assert isinstance(bundle, BundleSender)
+            bundle.say_no_more_work()
 
     def _load(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
         for site, store in self.stores.items():
@@ -364,99 +207,21 @@ class Machine:
         return actions
 
     def _bundle(self, step: Transfer, stores: dict[Site, Store]) -> list[Action]:
-        """What may be out of date: sent whenever there is a new version, read as it is."""
+        common = stores, self.hood, self.backend, self.updates
         if self.hood.here(step.src) and self.hood.here(step.dst):
-            return self._bundle_here(step, stores)
+            here = BundleHere(step, *common)
+            return [*self._publishing([here]), here.read]
         pieces, me = messages(step, self.hood), self.hood.me
-        sends = [self._send_bundle(step, dst, message, stores) for (src, dst), message in pieces.items() if src == me]
-        if self.one_by_one:
-            self.publishing += sends
-            sends = []
+        sent = {dst: message for (src, dst), message in pieces.items() if src == me}
         incoming = {src: message for (src, dst), message in pieces.items() if dst == me}
-        return sends + ([self._receive_bundle(step, incoming, stores)] if incoming else [])
+        senders = [BundleSender(step, dst, message, *common, self.watch) for dst, message in sent.items()]
+        reads = [BundleReceiver(step, incoming, *common, self.watch).read] if incoming else []
+        return [*self._publishing(senders), *reads]
 
-    def _bundle_here(self, step: Transfer, stores: dict[Site, Store]) -> list[Action]:
-        assert step.lag is not None
-        senders = [stores[step.src, r] for r in self.hood.here(step.src)]
-        receivers = self.hood.here(step.dst)
-        kept: deque[tuple[int, list[list[Any]]]] = deque(maxlen=1 if self.one_by_one else step.lag + 1)
-
-        def publish(_: int) -> None:
-            parts = [[self.backend.copy(store[move.src]) for store in senders] for move in step.moves]
-            kept.append((self.update, parts))
-
-        def read(_: int) -> None:
-            for r in receivers:
-                oldest, name = kept[0][0], f"{step.dst}-{r}"
-                version = oldest if self.one_by_one or not self.versions else self.versions(name, self.update, oldest)
-                self.log.append(Read(name, self.update, version))
-                parts = next(parts for v, parts in kept if v == version)
-                for move, own in zip(step.moves, parts, strict=True):
-                    stores[step.dst, r][move.dst] = self.backend.reshard(own, move, r, len(receivers), step)
-
-        if self.one_by_one:
-            self.publishing.append(publish)
-            return [read]
-        return [publish, read]
-
-    def _send_bundle(self, step: Transfer, dst: str, message: "list[Piece]", stores: dict[Site, Store]) -> Action:
-        send, to_host = self.watch("send", dst, self.hood.links[dst + BUNDLE].send), self.backend.to_host
-        sources = [(stores[step.src, piece.sender], piece.move.src, piece.take) for piece in message]
-
-        def run(_: int) -> None:
-            head = np.array([self.update, 1], np.int64)
-            send([head, *(to_host(store[slot])[take] for store, slot, take in sources)])
-
-        return run
-
-    def say_no_more_work(self) -> None:
-        """With `one_by_one`: tell the worker to stop."""
-        for step in self.program.steps:
-            for (src, dst), message in (messages(step, self.hood) if isinstance(step, Transfer) else {}).items():
-                if isinstance(step, Transfer) and step.lag is not None and src == self.hood.me:
-                    types = [_taken_type(self.backend, piece, self.hood.replicas(step.src)) for piece in message]
-                    nothing = [np.zeros(shape, dtype) for shape, dtype in types]
-                    self.hood.links[dst + BUNDLE].send([np.zeros(2, np.int64), *nothing])
-
-    def _receive_bundle(self, step: Transfer, incoming: "dict[str, list[Piece]]", stores: dict[Site, Store]) -> Action:
-        """Blocks only if what is here is older than allowed."""
-        backend, receivers = self.backend, self.hood.replicas(step.dst)
-        targets = list(itertools.product(range(len(step.moves)), self.hood.here(step.dst)))
-        types = [_piece_type(backend, step.moves[m], receivers) for m, _ in targets]
-        number = {(id(step.moves[m]), d): i for i, (m, d) in enumerate(targets)}
-        links = [self.hood.links[src + BUNDLE] for src in incoming]
-        receives = [self.watch("wait", src, link.receive) for src, link in zip(incoming, links, strict=True)]
-        puts = [[(number[id(p.move), p.receiver], p.put) for p in message] for message in incoming.values()]
-        version: int | None = None
-        held: list[Any] = []
-
-        def take_next() -> None:
-            nonlocal version, held
-            buffers, head = [np.empty(shape, dtype) for shape, dtype in types], np.empty(2, np.int64)
-            for receive, where in zip(receives, puts, strict=True):
-                receive([head, *(buffers[i][index] for i, index in where)])
-            if not head[1]:
-                raise NoMoreWork
-            version = int(head[0])
-            held = [
-                backend.from_host(buffer, step.moves[m].aval, (step.dst, d))
-                for buffer, (m, d) in zip(buffers, targets, strict=True)
-            ]
-
-        def read(_: int) -> None:
-            assert step.lag is not None
-            if self.one_by_one:
-                take_next()
-            else:
-                while version is None or version < self.update - step.lag or all(link.ready() for link in links):
-                    take_next()
-            assert version is not None
-            for value, (m, d) in zip(held, targets, strict=True):
-                stores[step.dst, d][step.moves[m].dst] = value
-            for d in self.hood.here(step.dst):
-                self.log.append(Read(f"{step.dst}-{d}", self.update, version))
-
-        return read
+    def _publishing(self, bundles: "Sequence[BundleHere | BundleSender]") -> list[Action]:
+        """What sends them: a step of the program, unless `publish` does."""
+        self.publishers += bundles
+        return [] if self.updates.one_by_one else [bundle.publish for bundle in bundles]
 
     def _hand_over(self, step: Transfer, stores: dict[Site, Store]) -> None:
         senders = [stores[step.src, r] for r in self.hood.here(step.src)]
@@ -480,7 +245,7 @@ class Machine:
     ) -> Action:
         backend, receivers, me = self.backend, self.hood.replicas(step.dst), self.hood.me
         targets = list(itertools.product(range(len(step.moves)), self.hood.here(step.dst)))
-        types = [_piece_type(backend, step.moves[m], receivers) for m, _ in targets]
+        types = [piece_type(backend, step.moves[m], receivers) for m, _ in targets]
         number = {(id(step.moves[m]), d): i for i, (m, d) in enumerate(targets)}
         put = {src: [(number[id(p.move), p.receiver], p) for p in message] for src, message in incoming.items()}
         own = put.pop(me, [])
@@ -560,77 +325,6 @@ class _LoopRun:
         for t, value in enumerate(slices):
             whole[t] = np.asarray(value)
         return whole
-
-
-def messages(step: Transfer, hood: Neighbourhood) -> "dict[tuple[str, str], list[Piece]]":
-    """What each process sends to each other one for a transfer: the same list at both ends."""
-    senders, receivers = hood.replicas(step.src), hood.replicas(step.dst)
-    found: dict[tuple[str, str], list[Piece]] = {}
-    for move in step.moves:
-        for s, d in itertools.product(range(senders), range(receivers)):
-            if overlap := _overlap(move, s, senders, d, receivers):
-                ends = hood.homes[step.src, s], hood.homes[step.dst, d]
-                found.setdefault(ends, []).append(Piece(move, s, d, *overlap))
-    return found
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one sender has for one receiver of a value."""
-
-    move: Move
-    sender: int
-    receiver: int
-    take: tuple[slice, ...]
-    """Which part of what the sender holds."""
-    put: tuple[slice, ...]
-    """Where in what the receiver will hold."""
-
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a value of this shape, what is sent."""
-        cut = [a if b == slice(None) else b for a, b in zip(self.put, self.take, strict=True)]
-        sizes = [n if c == slice(None) else c.stop - c.start for n, c in zip(whole, cut, strict=False)]
-        return (*sizes, *whole[len(cut) :])
-
-
-def _overlap(move: Move, s: int, senders: int, d: int, receivers: int) -> "tuple[tuple[slice, ...], ...] | None":
-    """(what sender s takes, where receiver d puts it); None if it has nothing for it."""
-    rank = len(move.aval.shape)
-    take, put = [slice(None)] * rank, [slice(None)] * rank
-    have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
-    if have is None and s != d * senders // receivers:
-        return None  # every sender holds all of it: each sends to receivers of its own
-    if have is not None and have == want:
-        total = move.aval.shape[have]
-        low = max(s * total // senders, d * total // receivers)
-        high = min((s + 1) * total // senders, (d + 1) * total // receivers)
-        if low >= high:
-            return None
-        take[have] = slice(low - s * total // senders, high - s * total // senders)
-        put[have] = slice(low - d * total // receivers, high - d * total // receivers)
-    else:
-        if have is not None:
-            size = move.aval.shape[have] // senders
-            put[have] = slice(s * size, (s + 1) * size)
-        if want is not None:
-            size = move.aval.shape[want] // receivers
-            take[want] = slice(d * size, (d + 1) * size)
-    return tuple(take), tuple(put)
-
-
-def _taken_type(backend: Backend, piece: "Piece", senders: int) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of what is sent of a value."""
-    shape, dtype = backend.host_type(piece.move.aval)
-    if piece.move.src_axis is not None:
-        shape = tuple(n // senders if axis == piece.move.src_axis else n for axis, n in enumerate(shape))
-    return np.empty(shape, np.bool_)[piece.take].shape, dtype
-
-
-def _piece_type(backend: Backend, move: Move, receivers: int) -> tuple[tuple[int, ...], np.dtype]:
-    shape, dtype = backend.host_type(move.aval)
-    if move.dst_axis is not None:
-        shape = tuple(n // receivers if axis == move.dst_axis else n for axis, n in enumerate(shape))
-    return shape, dtype
 
 
 def _block(axis: Axis, r: int, n: int) -> Callable[[Any], Any]:
