@@ -169,7 +169,7 @@ def replay(args: list[str]) -> int:
     if hashes[0] != hashes[1]:
         raise RunError(
             f"The parameters are not those of {options.run}: {hashes[1]} instead of {hashes[0]}.",
-            fix="The versions in its run.toml may be others than those installed here.",
+            fix="Was it resumed to another number of steps, or are the versions in its run.toml not those installed here?",
         )
     print(f"The same parameters, bit for bit: {hashes[0]}")
     return 0

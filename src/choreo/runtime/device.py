@@ -241,8 +241,8 @@ class Chunks:
             return lambda rows: together(zero, rows)
         if device.partitioned.get(self.group, 1) > 1:
             return self._partitioned(chunk)
-        alone = device.load(chunk)
-        return lambda rows: [alone(zero, zero, *row) for row in rows]
+        each = [(device.scalar(r), device.load(chunk, r)) for r in self.here]
+        return lambda rows: [call(index, zero, *row) for (index, call), row in zip(each, rows, strict=True)]
 
     def _partitioned(self, chunk: Segment) -> Callable[..., list[Sequence[Any]]]:
         """On several devices as one program, environments divided among them: XLA sees to the rest."""
