@@ -1,7 +1,7 @@
 """Where one side is slow, how much do the two relaxations win?
 
 IMPALA with two workers in `coarse`: in lockstep, with `max_lag=4`, and with `max_lag=8, merge="any"`, on environments whose
-step sleeps. Three scenes: the learner takes about as long as the environments, the environments are slow, one of the two
+step sleeps. Three scenes: a large network makes the learner slow, the environments are slow, one of the two
 workers is four times slower than the other. All sides take turns of a second or so, without compiling. Printed and written:
 the median ratio of steps per second to lockstep, and who waits for whom, as `--profile` tells it.
 """
@@ -26,7 +26,7 @@ from choreo.recipe import make_runtime
 
 NUM_ENVS, UNROLL = 4, 16
 SCENES = {
-    "slow_learner": (Waiting, (512, 512), "environments that sleep for 1 ms and a learner as slow as they are"),
+    "slow_learner": (Waiting, (512, 512), "environments that sleep for 1 ms and a learner of two layers of 512"),
     "slow_env": (Waiting, (64, 64), "environments that sleep for 1 ms and a fast learner"),
     "straggler": (Straggling, (64, 64), "two workers, one of them four times slower than the other"),
 }
