@@ -10,7 +10,7 @@ import pytest
 
 import choreo
 from choreo import envs, networks
-from choreo.errors import AlgorithmError, LayoutError
+from choreo.errors import AlgorithmError, LayoutError, PartitionError
 from choreo.plans import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
@@ -126,6 +126,35 @@ def test_a_carry_that_differs_between_shards_is_refused():
         "With 2 learner shards, each would end `Selfish.iterate` with another `carry.train`; it has no env axis"
     )
     assert "choreo.all_reduce(x)" in str(refusal.value)
+
+
+@pytest.mark.parametrize("layout", [choreo.multi_learner(2), choreo.fused(shards=2)])
+def test_a_gradient_through_all_reduce_is_refused_or_right(layout):
+    class Carry(NamedTuple):
+        train: jax.Array
+        env_state: jax.Array
+        obs: jax.Array
+
+    class Coupled:
+        def init(self, env, key):
+            return Carry(jnp.ones(4), *env.reset(env.keys(key)))
+
+        @choreo.fragment("learner")
+        def learn(self, train, obs):
+            def loss(w):
+                return jnp.sum(jnp.tanh(obs @ w) * choreo.all_reduce(jnp.sin(jnp.mean(obs @ w))))
+
+            return train - 0.1 * choreo.all_reduce(jax.grad(loss)(train))
+
+        def iterate(self, env, carry, key):
+            return carry._replace(train=self.learn(carry.train, carry.obs)), {"w": jnp.sum(carry.train)}
+
+    try:
+        runtime = InProcess(plan(Coupled(), ENV, layout))
+    except PartitionError:
+        assert layout.name == "multi_learner", "one site runs the program as it stands"
+        return
+    assert_close(run_of(runtime, KEY), sharded_reference(Coupled(), ENV, 2, KEY), 1e-5)
 
 
 @pytest.mark.parametrize(

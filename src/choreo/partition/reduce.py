@@ -85,6 +85,10 @@ def _reduced_axes(jaxpr: Any) -> tuple[Axis, ...]:
             axes[i] = dims[eqn.params["axes"][0]]
         elif name in (*COMBINED, "transpose"):
             raise Mixes("`all_reduce` was differentiated")
+    others = [eqn.invars for eqn in jaxpr.eqns if eqn.primitive.name not in (*COMBINED, "transpose")]
+    for var in [var for invars in (*others, jaxpr.outvars) for var in invars if not isinstance(var, jec.Literal)]:
+        if var in origin and axes[origin[var][0]] is not None:
+            raise Mixes("`all_reduce` was differentiated: it uses what it combines in another way, too")
     return tuple(axes)
 
 
