@@ -48,6 +48,7 @@ source_info_util.register_exclusion(str(Path(jaxtyping.__file__).parent))
 HASTE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
 """Simple fusions halve the time again. Without the instructions that multiply and add in one rounding, the compiler cannot
 choose how often to round. The XLA of JAX 0.11 and later ends the process at the first of these flags."""
+MAPS = Path("/proc/self/maps")
 UNCHECKED = ("laws", "faults", "docs", "users")
 """Folders of tests that run whole programs. Checking every call takes a third of their time; the parts have tests of their
 own, in which they are checked."""
@@ -104,6 +105,14 @@ def annotations_are_checked_in_tests_of_parts(request: pytest.FixtureRequest):
     jaxtyping.config.update("jaxtyping_disable", any(folder in UNCHECKED for folder in folders))
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def the_kernel_has_maps_left():
+    """Every compiled program holds some memory maps. Linux gives a process 65,530; XLA ends the process at the next one."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
