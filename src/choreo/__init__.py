@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from choreo.algos.a2c import A2C as A2C
     from choreo.algos.impala import IMPALA as IMPALA
     from choreo.algos.reinforce import REINFORCE as REINFORCE
+    from choreo.algos.dqn import DQN as DQN
     from choreo.layouts import (
         Group as Group,
         Layout as Layout,
+        apex as apex,
         central as central,
         coarse as coarse,
         fine as fine,
@@ -45,7 +47,8 @@ _HOMES = {
     "choreo.algos.a2c": ("A2C",),
     "choreo.algos.impala": ("IMPALA",),
     "choreo.algos.reinforce": ("REINFORCE",),
-    "choreo.layouts": ("Layout", "Group", "fused", "coarse", "fine", "multi_learner", "sebulba", "central"),
+    "choreo.algos.dqn": ("DQN",),
+    "choreo.layouts": ("Layout", "Group", "fused", "coarse", "fine", "multi_learner", "sebulba", "central", "apex"),
     "choreo.training": ("train", "resume", "replay", "load", "plan"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

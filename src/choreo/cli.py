@@ -360,6 +360,7 @@ def _add_layout(parser: argparse.ArgumentParser, *, default: str | None) -> None
     add("--layout", default=default, help=f"{words} ({default or 'none'})")
     add("--workers", type=_count, help="replicas of the layout's first replicated group")
     add("--learners", type=_count, help="replicas of its learner, where there may be several")
+    add("--buffers", type=_count, help="replicas of its replay, where there may be several")
     add("--devices", type=_count, help="devices of one site, among which its work is divided")
     add("--shards", type=_count, help="learner shards S: part of the results, unlike workers, learners and devices")
     add("--max-lag", type=_count, help="by how many updates what a worker reads may be out of date (0, lockstep)")
@@ -474,7 +475,7 @@ def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser
     return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name}", default=recipe.algo))
 
 
-LAYOUT_OPTIONS = ("workers", "learners", "devices", "shards", "max_lag", "merge", "exact")
+LAYOUT_OPTIONS = ("workers", "learners", "buffers", "devices", "shards", "max_lag", "merge", "exact")
 """What a layout may be made with."""
 
 

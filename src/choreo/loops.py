@@ -47,22 +47,29 @@ class Position(NamedTuple):
 
 
 def rollout(
-    env: Env, act: Callable[..., Any], params: PyTree, start: Position, key: Key, unroll: int, *, fresh: PyTree = None
+    env: Env,
+    act: Callable[..., Any],
+    params: PyTree,
+    start: Position,
+    key: Key,
+    unroll: int,
+    *,
+    fresh: PyTree = None,
+    each: PyTree = None,
 ) -> tuple[Position, Transition, dict[str, jax.Array]]:
     """Act for `unroll` steps in every environment.
 
     `act(params, obs, key) -> (action, extras)` is for one environment. If the network has memory, `start.memory` [env],
     it is `act(params, obs, key, memory) -> (action, extras, memory)`, and `fresh` is the memory an episode begins with.
+    `each` [env] is what else `act` takes, of each environment: `act(params, obs, key, each)`.
     Returns where the environments stand now, the trajectory [time, env, ...], and the metrics of episodes that ended.
     """
 
     def step(now: Position, key: Key):
         keys = env.keys(key)
-        if now.memory is None:
-            action, extras = jax.vmap(act, (None, 0, 0))(params, now.obs, keys)
-            memory = None
-        else:
-            action, extras, memory = jax.vmap(act, (None, 0, 0, 0))(params, now.obs, keys, now.memory)
+        more = [x for x in (now.memory, each) if x is not None]
+        action, extras, *after = jax.vmap(act, (None, 0, 0, *(0 for _ in more)))(params, now.obs, keys, *more)
+        memory = after[0] if after else None
         env_state, ts = env.step(now.env_state, action)
         memory = jax.tree.map(lambda old, new: select(ts.last, new, old), memory, fresh)
         transition = Transition(now.obs, action, extras, ts.reward, ts.discount, ts.last, ts.next_obs)

@@ -181,7 +181,21 @@ def plan(algo: Any, env: Any, layout: Layout) -> Plan:
     Nothing is computed and nothing started. Raises PartitionError or LayoutError if the layout cannot keep its promise.
     """
     title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
+    _check_buffers(algo, layout)
     return plan_traced(trace_for(algo, env, layout), layout, title=title)
+
+
+def _check_buffers(algo: Any, layout: Layout) -> None:
+    """Whole buffer shards live at each site of replay: said before the proof fails somewhere within a draw."""
+    buffers, shards = layout.group_of("buffer").replicas or 1, getattr(algo, "buffer_shards", None)
+    if shards is not None and layout.shards == 1 and shards % buffers:
+        name = type(algo).__name__
+        raise LayoutError(
+            f"{buffers} replicas of `{layout.group_of('buffer').name}` cannot share {shards} buffer shard{'s' * (shards > 1)}: "
+            f"every batch of {name} would have to be drawn by all of them together.",
+            fix=f"Use {name}(buffer_shards={buffers}) (--buffer-shards {buffers}): a replay for each, part of the results. "
+            "Or use one replica.",
+        )
 
 
 def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
@@ -230,6 +244,12 @@ def _blocks_of_copies(iterate: Program, traced: Traced, sites: Sites) -> Program
 
     def block(port: Port, axis: Axis) -> Port:
         own = {group: (ref, axis if sites.size(group) else None) for group, (ref, _) in port.held.items()}
+        if axis is not None and not all(sites.size(group) for group in own):
+            raise PartitionError(
+                f'With merge="any" the learner hears one worker at a time, and `carry.{port.name}`, which it keeps, has the '
+                "environments of all of them.",
+                fix='Use merge="all" (with max_lag, workers need not wait for it); with replay, the layout apex.',
+            )
         if axis is None and all(sites.size(group) for group in own) and _is_written(iterate, port, num_carry):
             raise PartitionError(
                 f'With merge="any" every worker would have its own `carry.{port.name}`, which has no env axis.',

@@ -143,7 +143,8 @@ def made_with(layout: Any) -> dict[str, Any] | None:
     if make is None:
         return None
     replicas = [group.replicas for group in layout.groups if group.replicas is not None]
-    shown = dict(zip(("workers", "learners"), replicas, strict=False)) | {"devices": layout.groups[0].devices}
+    names = "workers", "learners" if _takes(make, "learners") else "buffers"
+    shown = dict(zip(names, replicas, strict=False)) | {"devices": layout.groups[0].devices}
     shown |= {name: getattr(layout, name) for name in ("shards", "max_lag", "merge", "exact")}
     options = {name: value for name, value in shown.items() if _takes(make, name)}
     return options if make(**options) == layout else None
@@ -179,7 +180,7 @@ def _check_arguments(make: Any, target: str, options: dict[str, Any]) -> None:
         if is_one and parameter.default is parameter.empty and name not in options:
             raise LayoutError(
                 f"`{target}` needs `{name}`.",
-                fix="Give it a default; --workers, --learners, --devices, --shards, --max-lag, --merge and --exact are passed on.",
+                fix="Give it a default; --workers, --learners, --buffers, --devices, --shards, --max-lag, --merge and --exact are passed on.",
             )
 
 

@@ -7,25 +7,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from choreo import networks
+from choreo import envs
 from choreo.algos import ALGOS
 from choreo.layouts import PRESETS, Layout
 
-SMALL = {"unroll": 4, "epochs": 2, "minibatch_size": 4, "network": functools.partial(networks.mlp, hidden=(8,))}
-"""What makes an algorithm small, where it has such a field."""
-USUAL = {"workers": 2, "learners": 2}
+SMALL = {
+    "unroll": 4, "epochs": 2, "minibatch_size": 4,
+    "updates": 2, "batch_size": 8, "capacity": 128, "min_size": 32, "buffer_shards": 2, "prioritized": True, "policy_delay": 2,
+}  # fmt: skip
+"""What makes an algorithm small and whole, where it has such a field; its network gets one layer of eight units."""
+CONTINUOUS = ("ddpg", "td3", "sac")
+USUAL = {"workers": 2, "learners": 2, "buffers": 2}
 RELAXED = {"max_lag": {"max_lag": 2}, "merge": {"max_lag": 3, "merge": "any"}}
-REFUSED = {
-    "per_agent": "The layout divides an axis 'agent', and no fragment is called under a vmap of that name.",
-}
-"""Layouts that these algorithms cannot have, and how that is said."""
+NO_AGENTS = "The layout divides an axis 'agent', and no fragment is called under a vmap of that name."
+ONE_BY_ONE = 'With merge="any" the learner hears one worker at a time, and `carry.replay.'
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 
 
 def algorithm(name: str) -> Any:
     cls = ALGOS[name]
     fields = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{field: value for field, value in SMALL.items() if field in fields})
+    (network,) = [field.default for field in dataclasses.fields(cls) if field.name == "network"]
+    small = {field: value for field, value in SMALL.items() if field in fields}
+    return cls(**small, network=functools.partial(network, hidden=(8,)))
+
+
+def environment(algo: str) -> envs.Env:
+    return envs.make("jax:Pendulum-v1" if algo in CONTINUOUS else "jax:CartPole-v1", 8)
 
 
 def layouts() -> dict[str, Layout]:
@@ -44,9 +52,17 @@ def _variants(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{name}, {'any' if option == 'merge' else 'lag'}", usual | arguments
 
 
-def kind(layout: str) -> str:
-    """What is promised for the cells of a layout."""
-    if layout in REFUSED:
+def refused(algo: str, layout: str) -> str | None:
+    """How a cell that cannot exist is refused."""
+    if layout == "per_agent":
+        return NO_AGENTS
+    has_replay = "capacity" in {field.name for field in dataclasses.fields(ALGOS[algo])}
+    return ONE_BY_ONE if has_replay and layouts()[layout].merge == "any" else None
+
+
+def kind(algo: str, layout: str) -> str:
+    """What is promised for a cell."""
+    if refused(algo, layout):
         return "refused"
     return "by its log" if layouts()[layout].is_relaxed else "1e-5"
 
@@ -56,9 +72,14 @@ CELLS = [(algo, layout) for algo in ALGOS for layout in layouts()]
 
 def pairs() -> list[tuple[str, str]]:
     """Each algorithm and each layout that exists at least once."""
-    possible = [layout for layout in layouts() if layout not in REFUSED]
-    names = list(ALGOS)
-    return [(names[i % len(names)], layout) for i, layout in enumerate(possible)]
+    names = [*ALGOS]
+    found = []
+    for layout in layouts():
+        algo = next((algo for algo in names if not refused(algo, layout)), None)
+        if algo:
+            names.append(names.pop(names.index(algo)))  # it had its turn
+            found.append((algo, layout))
+    return found
 
 
 def page(passed: set[tuple[str, str]]) -> str:
@@ -66,9 +87,9 @@ def page(passed: set[tuple[str, str]]) -> str:
     names = list(layouts())
     rows = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for algo in ALGOS:
-        cells = [kind(layout) if (algo, layout) in passed else "failed" for layout in names]
+        cells = [kind(algo, layout) if (algo, layout) in passed else "failed" for layout in names]
         rows.append(f"| {algo} | {' | '.join(cells)} |")
-    return TEXT.format(table="\n".join(rows), refusals="\n".join(f"- `{name}`: {why}" for name, why in REFUSED.items()))
+    return TEXT.format(table="\n".join(rows), agents=NO_AGENTS, one_by_one=ONE_BY_ONE)
 
 
 TEXT = """\
@@ -83,5 +104,6 @@ layout, run in one process and compared with `jax.jit(iterate)`; each algorithm 
 - `by its log`: a relaxed layout. Nothing it read was older than allowed, and its log, replayed, gives the same bits (level 4).
 - `refused`: the cell cannot exist, and is refused with a reason.
 
-{refusals}
+- `per_agent`: {agents}
+- replay under `merge="any"`: {one_by_one}` has the environments of all of them.
 """

@@ -35,7 +35,7 @@ def sharded_reference(algo: Any, env: Any, shards: int, key: jax.Array, iteratio
     init_key, run_key = jax.random.split(key)
     leaves, tree = jax.tree.flatten(jax.jit(lambda key: algo.init(env, key))(init_key))
     twice = jax.eval_shape(lambda: algo.init(env.with_num_envs(2 * env.num_envs), init_key))
-    axes = [next((d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b), None)
+    axes = [next((d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if b == 2 * a), None)
             for one, two in zip(leaves, jax.tree.leaves(twice), strict=True)]  # fmt: skip
     env_of_shard = env.with_num_envs(env.num_envs // shards)
 

@@ -27,6 +27,8 @@ from choreo.partition.split import RULES, Mixes, Size, split
 
 E, BLOCK = 6, 3
 SIZE = Size(E, BLOCK)
+GROUPS = 10
+"""An axis of another length that stands for the environments, in as many blocks."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ def _numbers(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def cut(value: Any, axis: int | None, r: int) -> Any:
-    return value if axis is None else lax.slice_in_dim(value, r * BLOCK, (r + 1) * BLOCK, axis=axis)
+    if axis is None:
+        return value
+    rows = SIZE.of(np.shape(value)[axis])
+    return lax.slice_in_dim(value, r * rows, (r + 1) * rows, axis=axis)
 
 
 def as_numpy(value: Any) -> np.ndarray:
@@ -115,7 +120,7 @@ def _check_eqn(eqn, values) -> int:
     if name not in RULES or not values:
         return 0
     full = _compat.bind(eqn, eqn.params, values)
-    choices = [[None, *(d for d, n in enumerate(np.shape(v)) if n == E)] for v in values]
+    choices = [[None, *(d for d, n in enumerate(np.shape(v)) if n in (E, GROUPS, E * GROUPS))] for v in values]
     allowed = 0
     for axes in itertools.product(*choices):
         if all(axis is None for axis in axes):
@@ -229,7 +234,24 @@ EXAMPLES: dict[str, Example] = {
     "reshape, others merged": Example(lambda x: x.reshape(E, 6), ((E, 2, 3),)),
     "reshape, others divided": Example(lambda x: x.reshape(2, 2, E), ((4, E),)),
     "reshape, merged": Example(lambda x: x.reshape(12), ((2, E),), (), 0),
-    "reshape, divided": Example(lambda x: x.reshape(2, 3, 2), ((E, 2),), (), 0),
+    "reshape, divided": Example(lambda x: x.reshape(2, 3, 2), ((E, 2),)),
+    "reshape, divided too far": Example(lambda x: x.reshape(3, 2, 2), ((E, 2),), (), 0),
+    "reshape, into groups": Example(lambda x: x.reshape(GROUPS, E), ((E * GROUPS,),)),
+    "reshape, groups joined": Example(lambda x: x.reshape(3, E * GROUPS), ((3, GROUPS, E),)),
+    "reshape, within groups": Example(lambda x: x.reshape(GROUPS, E, 5), ((GROUPS, 5, E),)),
+    "groups, added": Example(lambda x, y: x + y, ((2, GROUPS), (2, GROUPS)), (), 3),
+    "groups, broadcast": Example(lambda x: jnp.broadcast_to(x[:, None], (GROUPS, 3)), ((GROUPS,),)),
+    "groups, sliced": Example(lambda x: lax.slice(x, (0, 1), (GROUPS, 4)), ((GROUPS, 5),)),
+    "groups, gathered": gather_from(jax.vmap(lambda x, i: x[i]), (GROUPS, 7), (GROUPS, 3), allowed=3),
+    "groups, scattered": Example(
+        jax.vmap(lambda x, i, v: x.at[i].set(v)),
+        ((GROUPS, 7), (GROUPS, 3), (GROUPS, 3)),
+        ("float32", "index", "float32"),
+        7,
+        primitive="scatter",
+    ),
+    "groups, sorted": Example(lambda x: lax.sort(x, dimension=1), ((GROUPS, 5),)),
+    "groups, summed": Example(lambda x: jnp.sum(x, axis=0), ((GROUPS, 5),), (), 0),
     "reshape, in disguise": Example(lambda x: x.reshape(E, 4), ((4, E),), (), 0),
     "reshape, square": Example(lambda x: x.reshape(1, E, 1, E), ((E, E),), (), 2),
     "reshape, 3E to E3": Example(lambda x: x.reshape(2, E, 3), ((2, 3, E),), (), 0),

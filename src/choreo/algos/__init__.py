@@ -1,12 +1,13 @@
 """Algorithms by name; each is one file, readable top to bottom."""
 
 from choreo.algos.a2c import A2C as A2C
+from choreo.algos.dqn import DQN as DQN
 from choreo.algos.impala import IMPALA as IMPALA
 from choreo.algos.ppo import PPO as PPO
 from choreo.algos.reinforce import REINFORCE as REINFORCE
 from choreo.errors import unknown_name
 
-ALGOS: dict[str, type] = {"ppo": PPO, "a2c": A2C, "impala": IMPALA, "reinforce": REINFORCE}
+ALGOS: dict[str, type] = {"ppo": PPO, "a2c": A2C, "impala": IMPALA, "reinforce": REINFORCE, "dqn": DQN}
 
 
 def find(name: str) -> type:

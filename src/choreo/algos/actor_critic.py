@@ -141,12 +141,12 @@ def count_steps(per_step: jax.Array) -> jax.Array:
     return all_reduce(jnp.full((), per_step.size, per_step.dtype), "sum")
 
 
-def anneal(learning_rate: float, total_steps: int | None, train: Train, steps: jax.Array) -> jax.Array:
+def anneal(learning_rate: float, total_steps: int | None, iterations: jax.Array, steps: jax.Array) -> jax.Array:
     """The learning rate, falling linearly to 0 over the run, `steps` in each iteration; None: it stays."""
     initial = jnp.full((), learning_rate, steps.dtype)
     if total_steps is None:
         return initial
-    done = train.iterations.astype(steps.dtype) * (steps / total_steps)
+    done = iterations.astype(steps.dtype) * (steps / total_steps)
     return initial * jnp.maximum(1 - done, 0)
 
 

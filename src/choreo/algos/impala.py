@@ -104,7 +104,7 @@ class IMPALA:
     @fragment("update")
     def update(self, train: Train, gradient: Gradient, steps: jax.Array):
         """Apply it, averaged over all shards; `steps` are theirs together."""
-        learning_rate = actor_critic.anneal(self.learning_rate, self.total_steps, train, steps)
+        learning_rate = actor_critic.anneal(self.learning_rate, self.total_steps, train.iterations, steps)
         train, metrics = actor_critic.descend(train, gradient, steps, self.make_optimizer(learning_rate))
         return train, metrics | {"learning_rate": learning_rate}
 

@@ -107,7 +107,7 @@ class PPO:
     def learn(self, train: Train, trajectory: Transition, memory: PyTree, key: Key):
         """Improve on one trajectory; `memory` is what the network remembered before its first step."""
         steps = actor_critic.count_steps(trajectory.reward)
-        learning_rate = actor_critic.anneal(self.learning_rate, self.total_steps, train, steps)
+        learning_rate = actor_critic.anneal(self.learning_rate, self.total_steps, train.iterations, steps)
         batch = self.make_batch(train.params, trajectory, memory)
         size = self.sequences_per_minibatch(trajectory.reward.shape[1], recurrent=memory is not None)
         optimizer = self.make_optimizer(learning_rate)

@@ -4,6 +4,7 @@ from choreo.layouts.base import Group as Group
 from choreo.layouts.base import Layout as Layout
 from choreo.layouts.presets import ALIASES as ALIASES
 from choreo.layouts.presets import PRESETS as PRESETS
+from choreo.layouts.presets import apex as apex
 from choreo.layouts.presets import central as central
 from choreo.layouts.presets import coarse as coarse
 from choreo.layouts.presets import find as find

@@ -36,6 +36,12 @@ def sebulba(workers: int = 2, learners: int = 2, *, shards: int | None = None, m
     return Layout(*groups, shards=shards or math.lcm(workers, learners), max_lag=max_lag, name="sebulba")
 
 
+def apex(workers: int = 2, buffers: int = 1, *, max_lag: int = 0) -> Layout:
+    """Workers act, replay has sites of its own, one site learns; priorities flow back (Ape-X, Reverb)."""
+    groups = Group("env", "actor", replicas=workers), Group("buffer", replicas=buffers), Group("learner")
+    return Layout(*groups, max_lag=max_lag, name="apex")
+
+
 def per_agent() -> Layout:
     """One site steps environments, every agent acts and learns at a site of its own (MAPPO; MSRL Environments)."""
     return Layout(Group("env"), Group("actor", "buffer", "learner", axis="agent"), name="per_agent")
@@ -55,6 +61,7 @@ PRESETS: dict[str, Callable[..., Layout]] = {
     "multi_learner": multi_learner,
     "sebulba": sebulba,
     "central": central,
+    "apex": apex,
     "per_agent": per_agent,
 }
 
@@ -85,6 +92,7 @@ ALIASES: dict[str, Callable[..., Layout]] = {
     "cleanba": sebulba,
     "parameter_server": central,
     "environments": per_agent,
+    "reverb": apex,
     "impala": impala,
     "a3c": a3c,
 }

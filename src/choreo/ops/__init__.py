@@ -10,8 +10,13 @@ from choreo.ops.normalise import look as look
 from choreo.ops.normalise import merge_moments as merge_moments
 from choreo.ops.normalise import normalise as normalise
 from choreo.ops.normalise import update_moments as update_moments
+from choreo.ops.returns import NStep as NStep
 from choreo.ops.returns import discounted_return as discounted_return
 from choreo.ops.returns import gae as gae
 from choreo.ops.returns import lambda_return as lambda_return
+from choreo.ops.returns import n_step as n_step
+from choreo.ops.values import categorical_projection as categorical_projection
+from choreo.ops.values import huber as huber
+from choreo.ops.values import quantile_huber as quantile_huber
 from choreo.ops.vtrace import VTrace as VTrace
 from choreo.ops.vtrace import vtrace as vtrace

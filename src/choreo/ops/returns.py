@@ -5,6 +5,8 @@ At a time limit the discount is not 0, so the value of the true successor is boo
 from the next episode.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -32,6 +34,37 @@ def lambda_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, value_t
 def discounted_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, value_t: PerStep) -> PerStep:
     """The discounted sum of rewards to the episode's end or the trajectory's, bootstrapped from `value_t` there."""
     return lambda_return(reward_t, discount_t, last_t, value_t, 1.0)
+
+
+class NStep(NamedTuple):
+    """What an n-step return says about the first step of a window."""
+
+    reward: jax.Array
+    """Discounted rewards of the steps that count."""
+    discount: jax.Array
+    """Of the value to bootstrap from; 0 where the episode terminated."""
+    steps: jax.Array
+    """How many steps count: bootstrap from the observation that many steps after the first."""
+    weight: jax.Array
+    """1; but 0 where no step counts, because a time limit cut the first one, and its successor was not stored."""
+
+
+def n_step(
+    reward_t: Float[Array, " time"], discount_t: Float[Array, " time"], last_t: Bool[Array, " time"], gamma: float
+) -> NStep:
+    """The return of the first steps of one window of n + 1, whose last one is only there to bootstrap from.
+
+    A window ends where its episode terminates; at a time limit it ends a step earlier, with an observation that is stored.
+    """
+    reward_t, discount_t, last_t = reward_t[:-1], discount_t[:-1], last_t[:-1]
+    cut_t = last_t & (discount_t > 0)
+    # A step counts if no episode ended before it, and no time limit cuts it.
+    counts_t = jnp.cumprod(jnp.where(cut_t, 0, 1)) * jnp.cumprod(jnp.roll(jnp.where(last_t, 0, 1), 1).at[0].set(1))
+    factor_t = jnp.cumprod(jnp.where(counts_t > 0, gamma * discount_t, 1.0))
+    before_t = jnp.roll(factor_t, 1).at[0].set(1.0)
+    reward = jnp.sum(jnp.where(counts_t > 0, before_t * reward_t, 0.0))
+    steps = jnp.sum(counts_t)
+    return NStep(reward, factor_t[-1], steps, (steps > 0).astype(reward_t.dtype))
 
 
 def accumulate(x_t: PerStep, decay_t: PerStep, beyond: Float[Array, " env"]) -> PerStep:

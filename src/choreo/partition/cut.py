@@ -367,7 +367,7 @@ def _literal(literal: Any) -> np.ndarray:
 def _piece_aval(aval: Any, axis: Axis, size: Size | None) -> Any:
     shape = list(aval.shape)
     if axis is not None and size is not None:
-        shape[axis] = size.block
+        shape[axis] = size.of(shape[axis])
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
 
 

@@ -49,7 +49,10 @@ class Way(Protocol):
 
 def cut(value: Any, axis: Axis, index: Any, size: Size) -> Any:
     """Block `index` of a whole value."""
-    return value if axis is None else lax.dynamic_slice_in_dim(value, index * size.block, size.block, axis)
+    if axis is None:
+        return value
+    rows = size.of(value.shape[axis])
+    return lax.dynamic_slice_in_dim(value, index * rows, rows, axis)
 
 
 def struct_of(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:

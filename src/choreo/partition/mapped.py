@@ -24,11 +24,12 @@ class Mapped:
     """
 
     def __init__(self, call: Call, native: tuple[Axis, ...], size: Size):
-        self.call, self.native, self.in_axes, self.block = call, native, call.vmaps[0].in_axes, size.block
+        self.call, self.native, self.in_axes = call, native, call.vmaps[0].in_axes
+        self.block, self.over_envs = size.of(call.vmaps[0].size), call.vmaps[0].size == size.full
 
     @staticmethod
     def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
-        if len(call.vmaps) != 1 or call.vmaps[0].size != size.full or eqn.effects or call.host:
+        if len(call.vmaps) != 1 or call.vmaps[0].size % size.blocks or eqn.effects or call.host:
             return None
         if len(eqn.invars) != len(call.in_avals):  # it closes over traced values: the record is not the whole story
             return None
@@ -36,10 +37,12 @@ class Mapped:
         return Mapped(call, out_axes, size) if out_axes is not None else None
 
     def accepts(self, forms: Sequence[Form]) -> bool:
-        return len(forms) == len(self.in_axes) and all(
-            form.whole or (axis is not None and form.axis == axis)
-            for form, axis in zip(forms, self.in_axes, strict=True)
-        )
+        if len(forms) != len(self.in_axes):
+            return False
+        pairs = list(zip(forms, self.in_axes, strict=True))
+        fits = all(form.whole or (axis is not None and form.axis == axis) for form, axis in pairs)
+        # Groups of environments are mapped over as environments are; what else has a length that fits is not of them.
+        return fits and (self.over_envs or any(not form.whole for form in forms))
 
     def demand(self, outs: Sequence[bool]) -> Pieces:
         _, used = _compat.prune(self.call.jaxpr, outs)

@@ -1,6 +1,8 @@
 """How one equation runs on a block of the environments: a rule per primitive, and no rule means no.
 
-Invariant. Replica r of N holds block r of a value: rows [r E/N, (r+1) E/N) of its env axis. A rule answers, for one equation
+Invariant. Replica r of N holds block r of a value: rows [r L/N, (r+1) L/N) of an axis of length L that stands for the
+environments: E of them; or B groups of E/B, where the env axis was divided; or E x k rows, where it was merged with what
+lies within each. A rule answers, for one equation
 of the full program whose operands stand in blocks, along which axes the operands must be given and the results come out,
 and what the parameters are at block size, such that
 
@@ -26,6 +28,15 @@ class Size(NamedTuple):
     block: int
     shards: bool = False
 
+    @property
+    def blocks(self) -> int:
+        """How many replicas share an axis."""
+        return self.full // self.block
+
+    def of(self, length: int) -> int:
+        """The rows of one block of an axis of that length."""
+        return length // self.blocks
+
 
 class Split(NamedTuple):
     """One equation at block size."""
@@ -50,13 +61,14 @@ def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     rule = RULES.get(eqn.primitive.name)
     if rule is None:
         raise Mixes(f"no rule tells how `{eqn.primitive.name}` treats environments")
-    for var, axis in zip(eqn.invars, axes, strict=True):
-        assert axis is None or _shape(var)[axis] == size.full, (eqn.primitive.name, _shape(var), axis, size)
+    lengths = {_shape(var)[axis] for var, axis in zip(eqn.invars, axes, strict=True) if axis is not None}
+    assert all(length % size.blocks == 0 for length in lengths), (eqn.primitive.name, lengths, size)
     ins, outs, params = rule(eqn, axes, size)
     # Dimension numbers made by `vmap` are sometimes numpy integers.
     result = Split(_plain(ins), _plain(outs), params)
-    for var, axis in [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]:
-        if axis is not None and _shape(var)[axis] != size.full:
+    if eqn.primitive.name != "reshape":
+        cuts = [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]
+        if {_shape(var)[axis] for var, axis in cuts if axis is not None} != lengths or len(lengths) != 1:
             raise Mixes("an axis of another length would have to be cut")
     return result
 
@@ -86,8 +98,9 @@ def reshape(eqn, axes, size):
     old, new = _shape(eqn.invars[0]), eqn.params["new_sizes"]
     if eqn.params.get("dimensions") is not None:
         raise Mixes("`reshape` permutes dimensions")
-    kept = [d for d in range(len(new)) if new[d] == size.full and _product(new[:d]) == _product(old[:axis])]
-    if not kept:
+    # What is before the axis stays before it: then a block is the same rows of memory, wherever the axis is cut.
+    kept = [d for d in range(len(new)) if new[d] % size.blocks == 0 and _product(new[:d]) == _product(old[:axis])]
+    if not kept or not new[kept[0]]:
         raise Mixes("`reshape` merges or divides the env axis")
     return _one(axes, kept[0], eqn.params | {"new_sizes": _resized(new, kept[0], size)})
 
@@ -109,14 +122,14 @@ def concatenate(eqn, axes, size):
 def slice_(eqn, axes, size):
     axis, p = _only(axes), eqn.params
     stride = 1 if p["strides"] is None else p["strides"][axis]
-    if (p["start_indices"][axis], p["limit_indices"][axis], stride) != (0, size.full, 1):
+    if (p["start_indices"][axis], p["limit_indices"][axis], stride) != (0, _shape(eqn.invars[0])[axis], 1):
         raise Mixes("`slice` takes some of the environments")
     return _one(axes, axis, p | {"limit_indices": _resized(p["limit_indices"], axis, size)})
 
 
 def dynamic_slice(eqn, axes, size):
     axis, sizes = axes[0], eqn.params["slice_sizes"]
-    if axis is None or sizes[axis] != size.full:
+    if axis is None or sizes[axis] != _shape(eqn.invars[0])[axis]:
         raise Mixes("`dynamic_slice` takes some of the environments")
     return Split(
         (axis,) + (None,) * (len(axes) - 1), (axis,), eqn.params | {"slice_sizes": _resized(sizes, axis, size)}
@@ -125,7 +138,7 @@ def dynamic_slice(eqn, axes, size):
 
 def dynamic_update_slice(eqn, axes, size):
     axis = _only(axes[:2])
-    if _shape(eqn.invars[1])[axis] != size.full:
+    if _shape(eqn.invars[1])[axis] != _shape(eqn.invars[0])[axis]:
         raise Mixes("`dynamic_update_slice` writes to some of the environments")
     return Split((axis, axis) + (None,) * (len(axes) - 2), (axis,), eqn.params)
 
@@ -237,7 +250,7 @@ def gather(eqn, axes, size):
         d for d in range(operand_rank) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     ]
     if indices_axis is not None or operand_axis not in windows or operand_axis in numbers.start_index_map \
-            or sizes[operand_axis] != size.full:  # fmt: skip
+            or sizes[operand_axis] != _shape(eqn.invars[0])[operand_axis]:  # fmt: skip
         raise Mixes("`gather` reads another environment's data")
     out = numbers.offset_dims[windows.index(operand_axis)]
     return Split((operand_axis, None), (out,), p | {"slice_sizes": _resized(sizes, operand_axis, size)})
@@ -253,8 +266,9 @@ def scatter(eqn, axes, size):
         d for d in range(operand_rank) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     ]
     options = [Split((k, v, batch_updates[v]), (k,), eqn.params) for k, v in pairs.items()]
+    operand, updates = _shape(eqn.invars[0]), _shape(eqn.invars[2])
     options += [Split((d, None, u), (d,), eqn.params) for d, u in zip(windows, numbers.update_window_dims, strict=True)
-                if d not in numbers.scatter_dims_to_operand_dims and _shape(eqn.invars[2])[u] == size.full]  # fmt: skip
+                if d not in numbers.scatter_dims_to_operand_dims and updates[u] == operand[d]]  # fmt: skip
     for option in options:
         if all(have in (None, want) for have, want in zip(axes, option.ins, strict=True)):
             return option
@@ -384,7 +398,7 @@ def _without(axis: int, removed: Sequence[SupportsIndex]) -> int:
 
 
 def _resized(shape: Sequence[int], axis: SupportsIndex, size: Size) -> tuple[int, ...]:
-    return tuple(size.block if d == axis else n for d, n in enumerate(shape))
+    return tuple(size.of(n) if d == axis else n for d, n in enumerate(shape))
 
 
 def _product(numbers: Sequence[int]) -> int:

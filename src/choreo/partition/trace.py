@@ -176,7 +176,7 @@ def _metric_names(algo: Any, metrics: Any) -> list[str]:
 
 
 def _carry_axes(algo: Any, env: Any, arrays: PyTree) -> tuple[Axis, ...]:
-    """Leaves whose shape differs, at twice the environments, in one axis of exactly that many: there."""
+    """Leaves that have, at twice the environments, one axis of exactly as many: there."""
     twice = eqx.filter_eval_shape(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key),
                                   jax.eval_shape(lambda: jax.random.key(0)))  # fmt: skip
     if jax.tree.structure(arrays) != jax.tree.structure(eqx.filter(twice, _is_array)):
@@ -186,9 +186,9 @@ def _carry_axes(algo: Any, env: Any, arrays: PyTree) -> tuple[Axis, ...]:
         )
     axes = []
     for one, two in zip(jax.tree.leaves(arrays), jax.tree.leaves(eqx.filter(twice, _is_array)), strict=True):
-        differ = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
-        exact = len(differ) == 1 and (one.shape[differ[0]], two.shape[differ[0]]) == (env.num_envs, 2 * env.num_envs)
-        axes.append(differ[0] if exact and len(one.shape) == len(two.shape) else None)
+        twice_as_many = env.num_envs, 2 * env.num_envs
+        found = [d for d, lengths in enumerate(zip(one.shape, two.shape, strict=False)) if lengths == twice_as_many]
+        axes.append(found[0] if len(found) == 1 and len(one.shape) == len(two.shape) else None)
     return tuple(axes)
 
 

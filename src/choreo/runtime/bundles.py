@@ -125,7 +125,7 @@ class BundleReceiver:
     def _take_next(self) -> None:
         buffers, head = [np.empty(shape, dtype) for shape, dtype in self.types], np.empty(2, np.int64)
         for receive, where in zip(self.receives, self.puts, strict=True):
-            receive([head, *(buffers[i][index] for i, index in where)])
+            receive([head, *(buffers[i][(*index, ...)] for i, index in where)])  # a view, also of one number
         version, is_work = head.tolist()
         if not is_work:
             raise NoMoreWork

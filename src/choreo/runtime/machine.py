@@ -260,7 +260,7 @@ class Machine:
             for i, piece in own:
                 buffers[i][piece.put] = backend.to_host(stores[step.src, piece.sender][piece.move.src])[piece.take]
             for receive, where in gets:
-                receive([buffers[i][index] for i, index in where])
+                receive([buffers[i][(*index, ...)] for i, index in where])  # a view, also of one number
             # Within a loop a compiled function takes numpy as it is; what many steps will read is put on the device once.
             for buffer, (site, slot, aval) in zip(buffers, moves, strict=True):
                 store = stores[site]

@@ -1,0 +1,196 @@
+"""What algorithms that learn from replay have in common, as plain functions.
+
+    iterate:    draw -> learn             from what is stored
+                rollout -> add            with the parameters the iteration began with
+
+Nothing leads from acting to learning within an iteration: what is collected now is drawn in the next one, at the earliest.
+So a site that acts and a site that learns work at the same time, also in lockstep.
+
+    replay    1 x [env]                   one, over all environments
+              B x [env / B]               or B of them, over the environments of each; every batch takes as many from each
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+
+from choreo.envs.base import Env
+from choreo.errors import AlgorithmError
+from choreo.loops import Position, Transition
+from choreo.replay import Replay, ReplayState, Sample, Step, Table
+from choreo.replay.tables import Draw, TableState
+from choreo.roles import all_reduce, fragment
+from choreo.types import Key, PyTree
+
+source_info_util.register_exclusion(__file__)
+
+
+Priority = Callable[[Step], jax.Array]
+"""Of an item, from its steps."""
+
+
+class Carry(NamedTuple):
+    """What one iteration hands to the next."""
+
+    train: Any
+    """Everything learned."""
+    replay: ReplayState
+    """Everything stored."""
+    position: Position
+    """Where the environments stand."""
+
+
+class Batches(NamedTuple):
+    """What one iteration learns from."""
+
+    steps: Step
+    """[update, item, step, ...]"""
+    probability: jax.Array
+    """With which each item was drawn: [update, item]"""
+    ready: jax.Array
+    """False while too little is stored to learn from."""
+
+
+def make_replay(
+    *,
+    capacity: int,
+    unroll: int,
+    length: int,
+    updates: int,
+    batch_size: int,
+    min_size: int,
+    shards: int = 1,
+    prioritized: bool = False,
+    exponent: float = 0.6,
+    stack: int = 1,
+) -> Replay:
+    """The replay of each shard: batches of `updates` updates, windows of `length` steps."""
+    if shards < 1 or batch_size % shards:
+        raise AlgorithmError(
+            f"A batch of {batch_size} cannot be drawn evenly from {shards} buffer shards.",
+            fix=f"Use a batch_size of {-(-batch_size // max(shards, 1)) * max(shards, 1)}, or another number of shards.",
+        )
+    if min_size < batch_size:
+        raise AlgorithmError(
+            f"min_size={min_size} is less than batch_size={batch_size}: the first batches would be the same few steps again "
+            "and again.",
+            fix=f"Use min_size={batch_size} or more.",
+        )
+    table = Table(
+        length=length,
+        batch=updates * batch_size // shards,
+        sampler="prioritized" if prioritized else "uniform",
+        exponent=exponent,
+        min_size=-(-min_size // shards),
+    )
+    return Replay(capacity=-(-capacity // shards), unroll=unroll, tables=(table,), stack=stack)
+
+
+def step_types(env: Env, act: Callable[..., Any], *args: Any) -> Step:
+    """The types of what is stored of one step of one environment; `act(*args, obs, key)` acts."""
+
+    def one_step(key: Key) -> Step:
+        state, obs = env.reset(env.keys(key))
+        action, extras = jax.vmap(lambda obs, key: act(*args, obs, key))(obs, env.keys(key))
+        _, ts = env.step(state, action)
+        return Step(obs, action, ts.reward, ts.discount, ts.last, extras)
+
+    every = jax.eval_shape(one_step, jax.random.key(0))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), every)
+
+
+def init_replay(replay: Replay, step: Step, num_envs: int, shards: int) -> ReplayState:
+    if num_envs % shards:
+        raise AlgorithmError(
+            f"{num_envs} environments cannot be divided evenly among {shards} buffer shards.",
+            fix=f"Use {math.gcd(num_envs, shards)} shards, or {-(-num_envs // shards) * shards} environments.",
+        )
+    one = jax.eval_shape(lambda: replay.init(step, num_envs // shards))
+    return jax.tree.map(lambda x: jnp.zeros((x.shape[0] * shards, *x.shape[1:]) if x.shape else (), x.dtype), one)
+
+
+def draw(
+    replay: Replay, state: ReplayState, key: Key, *, updates: int, shards: int
+) -> tuple[ReplayState, Batches, Draw]:
+    """What to learn from in this iteration, and where it lies."""
+    if shards == 1:
+        tables, sample = sample_items(replay, state, key)
+        sample = sample._replace(**jax.tree.map(lambda x: x[None], {"steps": sample.steps, "where": sample.where}))
+    else:
+        axes = jax.tree.map(_env_axis, state)
+        tables, sample = jax.vmap(
+            lambda state, key: sample_items(replay, state, key),
+            in_axes=(axes, 0),
+            out_axes=(axes.tables, Sample(steps=0, where=0, ready=None)),  # pyright: ignore[reportArgumentType]
+        )(_divided(state, shards), jax.random.split(key, shards))
+        tables = _joined(tables)
+    steps, probability = jax.tree.map(lambda x: _per_update(x, updates), (sample.steps, sample.where.probability))
+    return state._replace(tables=tables), Batches(steps, probability, sample.ready), sample.where
+
+
+def learned(replay: Replay, state: ReplayState, where: Draw, priorities: jax.Array) -> ReplayState:
+    """New priorities [update, item] of the items that were drawn."""
+    shards = len(where.env)
+    priorities = jnp.moveaxis(priorities.reshape(len(priorities), shards, -1), 0, 2).reshape(shards, -1)
+    if shards == 1:
+        where, priorities = jax.tree.map(lambda x: x[0], (where, priorities))
+        return state._replace(tables=set_priorities(replay, state.tables, where, priorities))
+    axes = jax.tree.map(_env_axis, state.tables)
+    change = jax.vmap(lambda *args: set_priorities(replay, *args), in_axes=(axes, 0, 0), out_axes=axes)
+    return state._replace(tables=_joined(change(_divided(state.tables, shards), where, priorities)))
+
+
+@fragment("buffer")
+def sample_items(replay: Replay, state: ReplayState, key: Key) -> tuple[dict[str, TableState], Sample]:
+    """One shard's part of the batches."""
+    state, sample = replay.sample(state, key)
+    return state.tables, sample
+
+
+@fragment("buffer")
+def set_priorities(
+    replay: Replay, tables: dict[str, TableState], where: Draw, priorities: jax.Array
+) -> dict[str, TableState]:
+    """One shard's part of the priorities."""
+    (table,) = replay.tables
+    return {table.name: table.set_priorities(tables[table.name], where.env, where.time, priorities)}
+
+
+@fragment("buffer")
+def add(
+    replay: Replay, state: ReplayState, trajectory: Transition, shards: int, priority: Priority | None = None
+) -> tuple[ReplayState, dict[str, jax.Array]]:
+    """New steps [time, env], in every shard alike."""
+    t = trajectory
+    state = replay.add(state, Step(t.obs, t.action, t.reward, t.discount, t.last, t.extras), priority)
+    metrics = replay.metrics(state)
+    return state, metrics | {"samples_per_insert": metrics["samples_per_insert"] * shards}
+
+
+def _env_axis(x: jax.Array) -> int | None:
+    """Everything that is not one number for all environments has their axis first."""
+    return 0 if x.ndim else None
+
+
+def _divided(tree: PyTree, shards: int) -> PyTree:
+    return jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]) if x.ndim else x, tree)
+
+
+def _joined(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim else x, tree)
+
+
+def _per_update(x: jax.Array, updates: int) -> jax.Array:
+    """From [shard, item, ...] to [update, item, ...], each update with as many of every shard."""
+    x = jnp.moveaxis(x.reshape(len(x), -1, updates, *x.shape[2:]), 2, 0)
+    return x.reshape(updates, -1, *x.shape[3:])
+
+
+def count_steps(obs: PyTree, unroll: int) -> jax.Array:
+    """Environment steps of this iteration, on all learner shards together; `obs` is [env, ...]."""
+    num_envs = len(jax.tree.leaves(obs)[0])
+    return all_reduce(jnp.full((), num_envs * unroll, jnp.result_type(float)), "sum")

@@ -1,0 +1,42 @@
+"""Whether a replay fits into this machine's memory: asked before a byte of it is taken, also where shapes are only traced."""
+
+import math
+import os
+from pathlib import Path
+
+import jax
+
+from choreo.errors import AlgorithmError
+from choreo.types import PyTree
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def check_fits(state: PyTree, *, capacity: int) -> int:
+    """The bytes of what is stored; refused if this machine has fewer."""
+    num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    limit = memory_bytes()
+    if num_bytes > limit:
+        raise AlgorithmError(
+            f"A replay of {capacity:,} steps takes {_gigabytes(num_bytes)}; this machine has {_gigabytes(limit)} of memory.",
+            fix=f"Use a capacity of {_round_down(capacity * limit * 0.8 / num_bytes):,} or less; store frames as uint8, and "
+            "each only once (Replay(stack=...)).",
+        )
+    return num_bytes
+
+
+def memory_bytes() -> int:
+    """What this process may use at most: what its container may, or all that the machine has."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else "max"
+    return machine if limit == "max" else min(machine, int(limit))
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB"
+
+
+def _round_down(x: float) -> int:
+    """To two digits."""
+    unit = 10 ** max(len(str(int(x))) - 2, 0)
+    return int(x) // unit * unit

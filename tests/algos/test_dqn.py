@@ -1,0 +1,197 @@
+"""DQN and its variants on tasks whose values are known, its loss against numbers computed by hand, and what it refuses."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from algos.one_gradient import learn
+from algos.one_step import FORBIDDEN, Name, OneStep
+from algos.toys import Income, Match, TwoStep, batch, one_hot
+from choreo import envs
+from choreo.algos.dqn import DQN
+from choreo.errors import AlgorithmError, LayoutError
+from choreo.layouts import apex
+from choreo.plans import plan
+from choreo.q_networks import q_cnn, q_mlp
+from choreo.replay import Step
+from choreo.testing import check_algorithm
+
+SMALL = functools.partial(q_mlp, hidden=(32,))
+GAMMA = 0.8
+TOY = DQN(
+    learning_rate=3e-3, unroll=2, updates=4, batch_size=32, gamma=GAMMA, n_step=1, target_period=20, capacity=4_000,
+    min_size=64, epsilon=(1.0, 0.5), epsilon_steps=2_000, network=SMALL,
+)  # fmt: skip
+VARIANTS = {
+    "plain": {"double": False, "dueling": False},
+    "double, dueling": {},
+    "3-step": {"n_step": 3},
+    "prioritized": {"prioritized": True},
+    "2 buffer shards": {"prioritized": True, "buffer_shards": 2},
+    "c51": {"head": "c51", "value_range": (-1.0, 6.0), "atoms": 71},
+    "qr": {"head": "qr", "atoms": 11},
+}
+
+
+def values(algo: DQN, train, obs) -> np.ndarray:
+    return np.asarray(algo.values(train.params.network, jnp.asarray(obs)).q)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_of_one_step(variant):
+    """1 for the sign seen, 0 for the others."""
+    algo = dataclasses.replace(TOY, **VARIANTS[variant])
+    carry, _ = learn(algo, batch(Match(), 8), 400, 0)
+    found = np.stack([values(algo, carry.train, one_hot(jnp.int32(sign), 3)) for sign in range(3)])
+    np.testing.assert_allclose(found, np.eye(3), atol=0.1)
+
+
+@pytest.mark.parametrize("variant", ["plain", "c51", "qr"])
+def test_values_reach_back_over_a_step(variant):
+    """The second step pays 0.5 on the left, and on the right 1 or 0; the first is worth the better of each, discounted."""
+    algo = dataclasses.replace(TOY, **VARIANTS[variant])
+    carry, _ = learn(algo, batch(TwoStep(), 8), 600, 0)
+    found = np.stack([values(algo, carry.train, one_hot(jnp.int32(place), 3)) for place in range(3)])
+    np.testing.assert_allclose(found, [[0.5 * GAMMA, GAMMA], [0.5, 0.5], [1.0, 0.0]], atol=0.1)
+
+
+@pytest.mark.parametrize("variant", ["3-step", "c51"])
+def test_values_go_on_behind_a_time_limit(variant):
+    """The value of an endless income is 1 / (1 - gamma) = 5; cut off after 5 steps it would be 3.4 at most."""
+    algo = dataclasses.replace(TOY, **VARIANTS[variant])
+    carry, _ = learn(algo, batch(Income(), 8), 800, 0)
+    np.testing.assert_allclose(values(algo, carry.train, jnp.ones(1)), [5.0, 5.0], atol=0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowed:
+    """Take the highest action that may be taken."""
+
+    observation_space = property(
+        lambda self: spaces.Dict(action_mask=spaces.MultiBinary(3), sign=spaces.Box(0.0, 1.0, (3,), np.float32))
+    )
+    action_space = property(lambda self: spaces.Discrete(3))
+
+    def see(self, key):
+        mask = jax.random.bernoulli(key, 0.5, (3,)).at[0].set(True)
+        return {"action_mask": mask.astype(jnp.int8), "sign": mask.astype(jnp.float32)}
+
+    def pay(self, obs, action):
+        mask = obs["action_mask"]
+        best = 2 - jnp.argmax(mask[::-1])
+        return jnp.where(mask[action] > 0, (action == best).astype(jnp.float32), FORBIDDEN)
+
+
+def test_masked_actions_are_never_taken():
+    _, metrics = learn(dataclasses.replace(TOY, epsilon=(1.0, 0.0)), OneStep(Allowed(), 8), 300, 0)
+    assert metrics["episode_return"].min() >= 0  # a masked action costs far more
+    assert metrics["episode_return"][-20:].mean() >= 0.95
+
+
+def test_actions_and_observations_that_are_not_counted_from_0():
+    _, metrics = learn(dataclasses.replace(TOY, epsilon=(1.0, 0.0)), OneStep(Name(), 8), 300, 0)
+    assert metrics["episode_return"][-20:].mean() >= 0.95
+
+
+def window(last=(False, False, False, False), discount=(1.0, 1.0, 1.0, 1.0)) -> Step:
+    """Four steps that see 0, 1, 2, 3 and pay 1, 10, 100, 1000."""
+    obs = jnp.arange(4.0)[:, None]
+    reward = jnp.array([1.0, 10.0, 100.0, 1000.0])
+    return Step(obs, jnp.array([1, 0, 0, 0]), reward, jnp.array(discount), jnp.array(last))
+
+
+class Linear(eqx.Module):
+    """The value of action 0 is `weights[0]` times what is seen, of action 1 `weights[1]` times, both plus 0.5."""
+
+    weights: jax.Array
+
+    def __call__(self, obs):
+        return self.weights[:, None] * obs[None, :] + 0.5
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_the_target_by_hand(double):
+    algo = DQN(gamma=0.5, n_step=3, double=double)
+    network, target = Linear(jnp.array([-1.0, 1.0])), Linear(jnp.array([3.0, 2.0]))
+    best = 2.0 if double else 3.0  # the network would take action 1, the target network action 0
+    _, error, q = algo.item_loss(network, target, window())
+    assert q == 0.5
+    np.testing.assert_allclose(error, 1 + 0.5 * 10 + 0.25 * 100 + 0.125 * (best * 3 + 0.5) - 0.5, rtol=1e-6)
+    _, error, _ = algo.item_loss(network, target, window((False, True, False, False), (1.0, 0.0, 1.0, 1.0)))
+    np.testing.assert_allclose(error, 1 + 0.5 * 10 - 0.5, rtol=1e-6)
+    _, error, _ = algo.item_loss(network, target, window((False, True, False, False)))  # a time limit
+    np.testing.assert_allclose(error, 1 + 0.5 * (best * 1 + 0.5) - 0.5, rtol=1e-6)
+    loss, error, _ = algo.item_loss(network, target, window((True, False, False, False)))
+    assert loss == 0 and error == 0  # its successor was never stored
+
+
+def test_every_environment_has_its_epsilon():
+    algo = DQN(epsilon=(0.4, 0.4), epsilon_spread=7.0)
+    found = algo.epsilon_at(jnp.float32(0)) ** algo.powers(8)
+    np.testing.assert_allclose(found, [0.4 ** (1 + 7 * i / 7) for i in range(8)], rtol=1e-5)
+
+
+def test_epsilon_falls_with_environment_steps():
+    algo = DQN(epsilon=(1.0, 0.2), epsilon_steps=1000)
+    np.testing.assert_allclose(
+        [algo.epsilon_at(jnp.float32(s)) for s in (0, 500, 1000, 9000)], [1.0, 0.6, 0.2, 0.2], rtol=1e-6
+    )
+
+
+def test_nothing_is_learned_before_there_is_enough():
+    algo = dataclasses.replace(TOY, min_size=64)  # 2 x 8 steps in an iteration: from the fifth on
+    _, metrics = learn(algo, batch(Match(), 8), 8, 0)
+    np.testing.assert_array_equal(metrics["learned"], [0, 0, 0, 0, 1, 1, 1, 1])
+
+
+def test_importance_undoes_priorities():
+    algo = dataclasses.replace(TOY, prioritized=True, importance_exponent=1.0)
+    np.testing.assert_allclose(algo.importance(jnp.array([[0.1, 0.2, 0.4]])), [[1.0, 0.5, 0.25]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["3-step", "2 buffer shards"])
+def test_keeps_the_protocol(variant):
+    algo = dataclasses.replace(TOY, total_steps=10_000, **VARIANTS[variant])
+    check_algorithm(algo, envs.make("jax:CartPole-v1", num_envs=4))
+
+
+def test_a_network_for_frames():
+    space = spaces.Box(0, 255, (36, 36, 4), np.uint8)
+    network = q_cnn(space, spaces.Discrete(3), jax.random.key(0), atoms=2, dueling=True, width=16)
+    assert network(jnp.zeros((36, 36, 4), jnp.uint8)).shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_step": 0}, "DQN: unroll, updates, n_step and target_period are at least 1."),
+        ({"head": "c52"}, "DQN(head='c52') is not known."),
+        ({"head": "c51", "value_range": (1.0, 1.0)}, "DQN(value_range=(1.0, 1.0)) is empty."),
+        ({"batch_size": 10, "buffer_shards": 4}, "A batch of 10 cannot be drawn evenly from 4 buffer shards."),
+        ({"batch_size": 64, "min_size": 32}, "min_size=32 is less than batch_size=64"),
+        ({"capacity": 500, "min_size": 1000}, "The table `items` is drawn from when 1,000 steps are stored"),
+    ],
+)
+def test_refuses(options, message):
+    with pytest.raises(AlgorithmError) as error:
+        DQN(**options)
+    assert str(error.value).startswith(message)
+
+
+def test_refuses_a_box():
+    with pytest.raises(AlgorithmError, match="Values of actions need a Discrete space of them, not Box"):
+        jax.eval_shape(lambda: TOY.init(envs.make("jax:Pendulum-v1", num_envs=2), jax.random.key(0)))
+
+
+def test_refuses_more_sites_than_buffer_shards():
+    env = envs.make("jax:CartPole-v1", num_envs=4)
+    with pytest.raises(LayoutError) as error:
+        plan(TOY, env, apex(workers=2, buffers=2))
+    assert str(error.value).startswith("2 replicas of `buffer` cannot share 1 buffer shard: every batch of DQN")
+    assert "--buffer-shards 2" in str(error.value)

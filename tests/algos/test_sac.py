@@ -1,0 +1,180 @@
+"""SAC on tasks whose values are known, its losses by hand, its temperature, and squashed Gaussians against distrax."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from algos import continuous
+from algos.continuous import GAMMA, learn, lines, window
+from choreo import networks, ops
+from choreo.algos.control import Network
+from choreo.algos.sac import SAC, Learned
+from choreo.errors import AlgorithmError
+from choreo.testing import check_algorithm
+
+SMALL = functools.partial(networks.squashed, hidden=(32, 32))
+TOY = SAC(
+    learning_rate=3e-3, tau=0.05, gamma=GAMMA, temperature=0.005,
+    batch_size=64, min_size=256, capacity=20_000, network=SMALL,
+)  # fmt: skip
+UNIT = networks.bounds_of(spaces.Box(-1.0, 1.0, (2,), np.float32))
+WIDE = networks.bounds_of(spaces.Box(np.array([-2, 0], np.float32), np.array([2, 10], np.float32)))
+
+
+def network_of(train):
+    return train.learned.network
+
+
+def test_finds_the_best_action_and_its_value():
+    continuous.check_one_step(TOY, network_of, 1200)
+
+
+def test_values_reach_back_over_a_step():
+    continuous.check_two_steps(TOY, network_of, 1200)
+
+
+def test_values_go_on_behind_a_time_limit():
+    continuous.check_discounting(TOY, network_of, 1200)
+
+
+def test_begins_with_any_action():
+    continuous.check_beginning(TOY)
+
+
+def test_the_temperature_holds_the_entropy():
+    algo = dataclasses.replace(TOY, temperature=None, target_entropy=-0.5)
+    _, metrics = learn(algo, continuous.shoot(), 1500, 0)
+    np.testing.assert_allclose(metrics["entropy"][-200:].mean(), -0.5, atol=0.2)
+    assert 0 < metrics["temperature"][-1] < 0.7 and metrics["temperature"][0] == 1
+
+
+def test_a_temperature_that_is_given_stays():
+    algo = dataclasses.replace(TOY, temperature=0.3)
+    losses = algo.item_losses(by_hand(), by_hand().network.critics, window(), jax.random.key(0))
+    np.testing.assert_allclose(losses["temperature"], 0.3)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamePi:
+    """A policy: the same distribution always."""
+
+    pi: networks.Squashed
+    bounds: networks.Bounds
+
+    def __call__(self, obs):
+        return self.pi
+
+
+jax.tree_util.register_dataclass(SamePi, ["pi"], ["bounds"])
+
+
+def by_hand(*, temperature: float = 0.5) -> Learned:
+    one = networks.bounds_of(spaces.Box(-1.0, 1.0, (1,), np.float32))
+    pi = networks.Squashed(ops.Gaussian(jnp.array([0.3]), jnp.array([-1.0])), one)
+    return Learned(Network(SamePi(pi, one), lines(1.0, 2.0)), jnp.log(jnp.float32(temperature)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "discount"), [(window(), 0.9), (window(discount=0.0, last=True), 0.0)], ids=["goes on", "terminates"]
+)
+def test_losses_by_hand(steps, discount):
+    learned, key = by_hand(), jax.random.key(3)
+    losses = SAC(gamma=0.9, target_entropy=-0.2).item_losses(learned, lines(3.0, 4.0), steps, key)
+    pi = learned.network.policy.pi
+    (next_action, next_log_prob), (action, log_prob) = map(pi.sample_and_log_prob, jax.random.split(key))
+    next_a, a = float(next_action[0]), float(action[0])
+    value = min(3 * next_a + 0.2, 4 * next_a + 0.2) - 0.5 * float(next_log_prob)
+    wanted = 1 + discount * value
+    critic_loss = 0.5 * ((-0.5 + 0.1 - wanted) ** 2 + (-1.0 + 0.1 - wanted) ** 2)
+    np.testing.assert_allclose(losses["critic_loss"], critic_loss, rtol=1e-5)
+    policy_loss = 0.5 * float(log_prob) - min(a + 0.1, 2 * a + 0.1)
+    np.testing.assert_allclose(losses["policy_loss"], policy_loss, rtol=1e-5)
+    np.testing.assert_allclose(losses["temperature_loss"], np.log(0.5) * (-float(log_prob) + 0.2), rtol=1e-5)
+
+
+def test_a_step_that_a_time_limit_cut_is_left_out():
+    losses = SAC().item_losses(by_hand(), lines(3.0, 4.0), window(last=True), jax.random.key(0))
+    assert losses["critic_loss"] == 0
+
+
+def test_each_loss_changes_its_own_part():
+    """Critics: only by their errors; the policy: only by what the critics say of it; the temperature: by the entropy."""
+    algo, learned, target = SAC(gamma=0.9), by_hand(), lines(3.0, 4.0)
+
+    def gradient(*names):
+        def loss(learned):
+            losses = algo.item_losses(learned, target, window(), jax.random.key(3))
+            return functools.reduce(jnp.add, [losses[f"{name}_loss"] for name in names])
+
+        return jax.grad(loss)(learned)
+
+    everything = gradient("critic", "policy", "temperature")
+    for name, part in (
+        ("critic", lambda x: x.network.critics),
+        ("policy", lambda x: x.network.policy),
+        ("temperature", lambda x: x.log_temperature),
+    ):
+        for alone, all_of_them in zip(jax.tree.leaves(gradient(name)), jax.tree.leaves(everything), strict=True):
+            assert alone.shape == all_of_them.shape
+        own, joint = jax.tree.leaves(part(gradient(name))), jax.tree.leaves(part(everything))
+        for x, y in zip(own, joint, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+            assert np.any(x != 0)
+
+
+def test_shards_stay_equal():
+    algo = SAC(network=SMALL)
+    shards, _ = continuous.on_two_shards(algo)
+    for leaf in jax.tree.leaves(shards):
+        np.testing.assert_array_equal(leaf[0], leaf[1])
+
+
+@pytest.mark.parametrize("bounds", [UNIT, WIDE], ids=["unit", "wide"])
+def test_densities_against_distrax(bounds):
+    """Ours are of actions scaled to [-1, 1]: distrax's, and the logarithm of half the width of each dimension."""
+    distrax = pytest.importorskip("distrax", reason="distrax is not installed")
+    mean, log_std = jnp.array([0.5, -1.0]), jnp.array([-0.3, 0.2])
+    ours = networks.Squashed(ops.Gaussian(mean, log_std), bounds)
+    low, high = jnp.array(bounds.low), jnp.array(bounds.high)
+    squash = distrax.Chain([distrax.ScalarAffine((low + high) / 2, (high - low) / 2), distrax.Tanh()])
+    theirs = distrax.Transformed(distrax.MultivariateNormalDiag(mean, jnp.exp(log_std)), distrax.Block(squash, 1))
+    action, log_prob = jax.vmap(ours.sample_and_log_prob)(jax.random.split(jax.random.key(0), 20))
+    expected = jax.vmap(theirs.log_prob)(action) + jnp.sum(jnp.log((high - low) / 2))
+    np.testing.assert_allclose(log_prob, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_densities_far_out_are_finite():
+    """Where tanh is 1 in float32: the density and its gradient are those of the Gaussian, and a slope of 4 exp(-2 x)."""
+    pi = networks.Squashed(ops.Gaussian(jnp.array([20.0, -20.0]), jnp.array([-9.0, -9.0])), UNIT)
+    action, log_prob = pi.sample_and_log_prob(jax.random.key(0))
+    np.testing.assert_allclose(action, [1.0, -1.0], rtol=1e-6)
+    gradient = jax.grad(lambda mean: pi._replace(gaussian=pi.gaussian._replace(mean=mean)).sample_and_log_prob(
+        jax.random.key(0))[1])(pi.gaussian.mean)  # fmt: skip
+    assert np.isfinite(log_prob)
+    np.testing.assert_allclose(gradient, [2.0, -2.0], rtol=1e-4)
+
+
+def test_the_greedy_action_is_the_middle_of_the_distribution():
+    pi = networks.Squashed(ops.Gaussian(jnp.array([0.5, -1.0]), jnp.array([0.0, 0.0])), WIDE)
+    drawn = jax.vmap(pi.sample)(jax.random.split(jax.random.key(0), 4000))
+    np.testing.assert_allclose(jnp.median(drawn, axis=0), pi.mode(), atol=0.15)
+    np.testing.assert_allclose(pi.mode(), [2 * np.tanh(0.5), 5 + 5 * np.tanh(-1.0)], rtol=1e-5)
+
+
+def test_keeps_the_protocol():
+    check_algorithm(dataclasses.replace(TOY, temperature=None), continuous.parts())
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_every_number_has_the_precision_asked_for(x64):
+    continuous.check_precision(dataclasses.replace(TOY, temperature=None), x64)
+
+
+def test_impossible_options():
+    with pytest.raises(AlgorithmError, match=r"SAC\(temperature=-1.0\) must not be negative"):
+        SAC(temperature=-1.0)
