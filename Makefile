@@ -33,7 +33,7 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-# Compiled in haste; then some of the laws again, compiled as users' programs are.
+# Compiled in haste; then some of the laws, compiled as users' programs are.
 test-main: setup
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 25
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m optimised tests/laws tests/docs

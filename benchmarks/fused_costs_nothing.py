@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few iterations: does it run?")
     quick = parser.parse_args().quick
-    num_envs, iterations, repeats = (8, 4, 2) if quick else (8, 480, 5)
+    num_envs, iterations, repeats = (8, 2, 1) if quick else (8, 480, 5)
     env = choreo.envs.make("jax:CartPole-v1", num_envs)
     steps = iterations * choreo.PPO().unroll * num_envs
     algo = choreo.PPO(total_steps=steps)

@@ -409,7 +409,7 @@ def test_where_compiled_programs_are_kept(monkeypatch):
         ([*TRAIN, "--workers", "2"], "LayoutError: Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"),
         (
             [*TRAIN, "--layout", "fine", "--max-lag", "2"],
-            "LayoutError: Layout `fine` takes no `max_lag`.\nLayouts that do: coarse, sebulba, central.\n",
+            "LayoutError: Layout `fine` takes no `max_lag`.\nLayouts that do: coarse, sebulba, central, apex.\n",
         ),
         ([*TRAIN, "--layout", "coarse", "--merge", "some"], "LayoutError: merge='some' is not known.\nUse "),
         (

@@ -1,5 +1,6 @@
 """Plans as text and pictures: a change in the cut shows in the diff; bytes against what really moves."""
 
+import functools
 import pickle
 
 import jax
@@ -22,10 +23,10 @@ from choreo.layouts import (
 )
 from choreo.partition.program import Transfer, walk
 from choreo.plan_printer import crossings
-from choreo.plans import plan, plan_traced, trace_for
+from choreo.plans import Plan, plan, plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.messages import Neighbourhood, messages
-from goldens import check_golden
+from goldens import FOLDER, check_golden
 from laws.test_agents import Bandits, Meeting
 from pictures import arrows, check_legible, texts
 from tiny import Tiny
@@ -47,17 +48,30 @@ A2C_LAYOUTS = {"a2c_central_x2": central(2), "a2c_a3c_x2": ALIASES["a3c"](2)}
 LAYOUTS = PPO_LAYOUTS | A2C_LAYOUTS
 
 
-@pytest.fixture(scope="module")
-def plans():
+ENV = make("jax:CartPole-v1", 12)
+
+
+@functools.cache
+def planned(name: str) -> Plan:
+    """Made where it is looked at first."""
+    algo, layout = algorithm(name), LAYOUTS[name]
+    return plan_traced(traced(algo, layout.shards, layout.copies), layout, title=f"{type(algo).__name__} on {ENV.name}")
+
+
+def algorithm(name: str):
+    return A2C(unroll=16) if name in A2C_LAYOUTS else PPO(unroll=16, minibatch_size=24)
+
+
+@functools.cache
+def traced(algo, shards: int, copies: int):
     """Of each algorithm only one trace for so many shards."""
-    env, traced = make("jax:CartPole-v1", 12), {}
-    made = {}
-    for name, layout in LAYOUTS.items():
-        algo = A2C(unroll=16) if name in A2C_LAYOUTS else PPO(unroll=16, minibatch_size=24)
-        key = algo, layout.shards, layout.copies
-        traced[key] = traced.get(key) or trace_for(algo, env, layout)
-        made[name] = plan_traced(traced[key], layout, title=f"{type(algo).__name__} on {env.name}")
-    return made
+    layouts = [layout for name, layout in LAYOUTS.items() if algorithm(name) == algo]
+    return trace_for(algo, ENV, next(each for each in layouts if (each.shards, each.copies) == (shards, copies)))
+
+
+def printed(name: str) -> str:
+    """What `test_print` compares with."""
+    return (FOLDER / f"plan_{name}.txt").read_text()
 
 
 def test_every_preset_is_here():
@@ -75,15 +89,15 @@ def test_agents():
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_print(plans, name):
-    text = str(plans[name])
+def test_print(name):
+    text = str(planned(name))
     check_golden(f"plan_{name}", text)
     assert max(map(len, text.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_picture(plans, name):
-    shown = plans[name]
+def test_picture(name):
+    shown = planned(name)
     svg = shown.draw()
     check_legible(svg)
     words = " ".join(texts(svg))
@@ -94,8 +108,8 @@ def test_picture(plans, name):
     assert len(arrows(svg)) == len(transfers) == len(list(crossings(shown, shown.iterate)))
 
 
-def test_promise_is_that_of_the_law(plans):
-    promises = {name: str(shown).split("Promise: ")[1] for name, shown in plans.items()}
+def test_promise_is_that_of_the_law():
+    promises = {name: printed(name).split("Promise: ")[1] for name in LAYOUTS}
     for name in ("fused", "coarse_x1", "coarse_x2_exact"):
         assert promises[name].startswith("bit for bit"), name
     for name in ("coarse_x2", "fine_x2", "env_x2_actor_x3"):
@@ -107,8 +121,8 @@ def test_promise_is_that_of_the_law(plans):
     assert promises["coarse_x2_lag"].startswith("what a worker reads is at most 4 updates old (max_lag=4). Results")
 
 
-def test_who_carries_how_many_shards_and_combines_them(plans):
-    text = {name: " ".join(str(shown).split()) for name, shown in plans.items()}
+def test_who_carries_how_many_shards_and_combines_them():
+    text = {name: " ".join(printed(name).split()) for name in LAYOUTS}
     assert all("12 environments, 4 learner shards" in text[name] for name in ("multi_learner_x2", "sebulba_x4_x2"))
     assert "2 replicas, 6 environments each, 2 shards each" in text["multi_learner_x2"]
     assert "learn, all-reduce over 2 replicas" in text["multi_learner_x2"]
@@ -117,15 +131,15 @@ def test_who_carries_how_many_shards_and_combines_them(plans):
     assert "1 site, all 12 environments, all 4 shards, on 2 devices, 2 shards on each" in text["fused_2_devices"]
     assert "learn, all-reduce over 2 devices" in text["fused_2_devices"]
     assert "all-reduce" not in text["central_x2"] + text["coarse_x2"]
-    assert "all-reduce over 2 replicas" in " ".join(texts(plans["sebulba_x4_x2"].draw()))
+    assert "all-reduce over 2 replicas" in " ".join(texts(planned("sebulba_x4_x2").draw()))
 
 
-def test_what_may_be_out_of_date(plans):
-    assert "receive from buffer+learner, up to 4 updates old" in str(plans["coarse_x2_lag"])
-    assert "updates old" not in str(plans["coarse_x2"])
-    drawn = [arrow for arrow in arrows(plans["coarse_x2_lag"].draw()) if arrow.get("stroke-dasharray")]
+def test_what_may_be_out_of_date():
+    assert "receive from buffer+learner, up to 4 updates old" in printed("coarse_x2_lag")
+    assert "updates old" not in printed("coarse_x2")
+    drawn = [arrow for arrow in arrows(planned("coarse_x2_lag").draw()) if arrow.get("stroke-dasharray")]
     assert len(drawn) == 1
-    assert "1 site, 6 environments at a time" in str(plans["a2c_a3c_x2"])
+    assert "1 site, 6 environments at a time" in printed("a2c_a3c_x2")
 
 
 def test_one_shard_on_several_devices_is_divided_by_the_compiler():
@@ -179,8 +193,8 @@ def test_messages_between_replicas_that_share_environments():
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if not layout.exact])
-def test_messages_are_those_of_worker_processes(plans, name):
-    shown = plans[name]
+def test_messages_are_those_of_worker_processes(name):
+    shown = planned(name)
     alone = {(group, 0): group for group in shown.sites.replicas}
     homes = alone if shown.copies > 1 else {site: f"{site}" for site in shown.all_sites}
     hood = Neighbourhood(me="", homes=homes)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from choreo.algos.impala import IMPALA as IMPALA
     from choreo.algos.reinforce import REINFORCE as REINFORCE
     from choreo.algos.dqn import DQN as DQN
+    from choreo.algos.ddpg import DDPG as DDPG
+    from choreo.algos.td3 import TD3 as TD3
+    from choreo.algos.sac import SAC as SAC
     from choreo.layouts import (
         Group as Group,
         Layout as Layout,
@@ -48,6 +51,9 @@ _HOMES = {
     "choreo.algos.impala": ("IMPALA",),
     "choreo.algos.reinforce": ("REINFORCE",),
     "choreo.algos.dqn": ("DQN",),
+    "choreo.algos.ddpg": ("DDPG",),
+    "choreo.algos.td3": ("TD3",),
+    "choreo.algos.sac": ("SAC",),
     "choreo.layouts": ("Layout", "Group", "fused", "coarse", "fine", "multi_learner", "sebulba", "central", "apex"),
     "choreo.training": ("train", "resume", "replay", "load", "plan"),
 }

@@ -101,7 +101,13 @@ class QHead(eqx.Module):
 
 
 def q_head(
-    observation_space: gymnasium.Space, action_space: gymnasium.Space, key: Key, width: int, atoms: int, *, dueling: bool
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    key: Key,
+    width: int,
+    atoms: int,
+    *,
+    dueling: bool,
 ) -> QHead:
     networks.check_action_mask(observation_space, action_space)
     if not isinstance(action_space, spaces.Discrete):

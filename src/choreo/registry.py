@@ -180,7 +180,8 @@ def _check_arguments(make: Any, target: str, options: dict[str, Any]) -> None:
         if is_one and parameter.default is parameter.empty and name not in options:
             raise LayoutError(
                 f"`{target}` needs `{name}`.",
-                fix="Give it a default; --workers, --learners, --buffers, --devices, --shards, --max-lag, --merge and --exact are passed on.",
+                fix="Give it a default; --workers, --learners, --buffers, --devices, --shards, --max-lag, --merge and --exact "
+                "are passed on.",
             )
 
 

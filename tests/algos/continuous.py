@@ -17,8 +17,8 @@ from choreo import networks
 from choreo.algos import control
 from choreo.algos.control import Network
 from choreo.algos.off_policy import Batches
+from choreo.buffers import Step as Stored
 from choreo.envs import Step
-from choreo.replay import Step as Stored
 from choreo.roles import SHARD_AXIS
 
 GAMMA = 0.8

@@ -15,11 +15,11 @@ from algos.one_step import FORBIDDEN, Name, OneStep
 from algos.toys import Income, Match, TwoStep, batch, one_hot
 from choreo import envs
 from choreo.algos.dqn import DQN
+from choreo.buffers import Step
 from choreo.errors import AlgorithmError, LayoutError
 from choreo.layouts import apex
 from choreo.plans import plan
 from choreo.q_networks import q_cnn, q_mlp
-from choreo.replay import Step
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(q_mlp, hidden=(32,))

@@ -4,26 +4,32 @@ A document is one test. Its blocks run from top to bottom in an empty folder and
 
     ```python                      is executed
     ```python title="my_ppo.py"    is also written to that file, for the commands below it
-    ```console                     each `$ choreo ...` is run; below it stands what it prints, `...` for anything
+    ```console                     each `$ choreo ...` is run; below it stands what it prints, `...` for anything;
+                                   in the README in a process of its own, elsewhere in this one, which has JAX already
     ```text, ```sh                 are only read
 
 Not sybil: it knows neither titles nor commands, and what is left of its work is the twenty lines of `blocks_in`.
 """
 
+import contextlib
 import doctest
-import os
+import io
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import pytest
 
+from choreo.cli import main
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TERMINAL = {"COLUMNS": "120", "NO_COLOR": "1"}
 FENCE = re.compile(
     r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -72,6 +78,8 @@ def documents():
 def test_document(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    for name, value in TERMINAL.items():
+        monkeypatch.setenv(name, value)
     # A user's world is not the strict one of our own tests.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         run_blocks(path)
@@ -87,25 +95,37 @@ def run_blocks(path: Path) -> None:
             exec(compile("\n" * (block.line - 1) + block.text, path, "exec"), names)
         elif block.language == "console":
             for command, expected in commands_in(block):
-                run_command(command, expected, f"{path.name}:{block.line}")
+                run_command(
+                    command, expected, f"{path.name}:{block.line}", in_process if path.parent != ROOT else as_user
+                )
 
 
-def run_command(command: str, expected: str, place: str) -> None:
-    """Run `choreo ...` as its user would; other commands (make, pip) are for people."""
+def run_command(command: str, expected: str, place: str, run: Callable[[list[str]], tuple[int, str]]) -> None:
+    """Run `choreo ...`; other commands (make, pip) are for people."""
     program, *args = shlex.split(command, comments=True)
     if program != "choreo":
         return
-    environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "choreo", *args], capture_output=True, text=True, timeout=300, env=environment
-    )
-    printed = done.stdout + done.stderr
+    code, printed = run(args)
     # A document may show a mistake; then it must also show what is said about it.
-    assert done.returncode == 0 or expected, f"{place}: `{command}` failed:\n{printed}"
+    assert code == 0 or expected, f"{place}: `{command}` failed:\n{printed}"
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert not expected or doctest.OutputChecker().check_output(expected, printed, options), (
         f"{place}: `{command}` is said to print\n{expected}but prints\n{printed}"
     )
+
+
+def as_user(args: list[str]) -> tuple[int, str]:
+    """Exit code and all that is printed."""
+    done = subprocess.run([sys.executable, "-m", "choreo", *args], capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def in_process(args: list[str]) -> tuple[int, str]:
+    """The same command, without Python and JAX being started for it."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(args)
+    return code, out.getvalue() + err.getvalue()
 
 
 def test_documents_are_found():
@@ -136,10 +156,12 @@ class TestCollector:
         with pytest.raises(ValueError, match="not closed"):
             blocks_in("\n```python\nassert 1\n")
 
-    def test_a_failing_command_fails(self):
-        with pytest.raises(AssertionError, match="failed"):
-            run_command("choreo no-such-command", "", "here:1")
+    @pytest.mark.parametrize("run", [as_user, in_process])
+    def test_a_failing_command_fails(self, run):
+        with pytest.raises(AssertionError, match="failed:\n.*There is no command"):
+            run_command("choreo no-such-command", "", "here:1", run)
 
-    def test_a_wrong_output_fails(self):
+    @pytest.mark.parametrize("run", [as_user, in_process])
+    def test_a_wrong_output_fails(self, run):
         with pytest.raises(AssertionError, match="is said to print"):
-            run_command("choreo --help", "something else\n", "here:1")
+            run_command("choreo --help", "something else\n", "here:1", run)

@@ -40,7 +40,7 @@ WORKER_OF_3 = {"coarse x2": "env+actor-1", "fine x2": "env-1"}
 
 @pytest.mark.parametrize(
     ("deed", "layout"),
-    [*itertools.product(SAID, ["fine x2"]), *itertools.product(["raise", "nan", "exit"], ["coarse x2"])],
+    [*itertools.product(SAID, ["fine x2"]), ("raise", "coarse x2")],
 )
 def test_what_it_did_is_said_once(deed, layout, misbehave):
     error = misbehave(deed, lambda: Local(naughty(layout), env_timeout_s=1.0))

@@ -33,9 +33,10 @@ NAMES = {
 def test_a_killed_worker_ends_the_run(seed):
     (layout, carrier), chance = SCENES[seed % len(SCENES)], random.Random(seed)
     plan, who = cartpole(layout), chance.randrange(len(NAMES[layout]))
-    with Killer(workers=len(NAMES[layout]), who=who, after_s=chance.uniform(0.0, 1.5)) as killer:
-        if seed % 2:
-            killer.allowed.set()  # at once: it may still be starting
+    starting = seed % 2  # which takes a second or two; iterations take milliseconds
+    with Killer(workers=len(NAMES[layout]), who=who, after_s=chance.uniform(0.0, 1.5 if starting else 0.2)) as killer:
+        if starting:
+            killer.allowed.set()
         with pytest.raises(WorkerError) as caught:
             run_for_ever(Local(plan, carrier=carrier), killer.allowed)
         ended = time.monotonic()

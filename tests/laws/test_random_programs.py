@@ -266,7 +266,7 @@ PROGRAMS = st.builds(
 SOME_LAYOUTS = {name: MORE_LAYOUTS[name] for name in ("coarse x2", "env x2, actor x3", "actor x3")}
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(program=PROGRAMS)
 def test_random_programs_are_refused_or_equal(program):
     refuse_or_equal(program, Pond(E), __file__, SOME_LAYOUTS, tolerance=2e-5)

@@ -9,7 +9,7 @@ import choreo
 from choreo import registry
 from choreo.cli import main
 from choreo.errors import ChoreoError
-from choreo.layouts import PRESETS, Group, Layout, central, coarse, fine, fused, multi_learner, per_agent, sebulba
+from choreo.layouts import PRESETS, Group, Layout, apex, central, coarse, fine, fused, multi_learner, per_agent, sebulba
 from choreo.training import load
 from tiny import Tiny
 
@@ -144,6 +144,7 @@ class TestMadeWith:
         sebulba(4, 2, max_lag=1),
         central(4),
         central(2, max_lag=4, merge="any"),
+        apex(4, 2, max_lag=1),
         per_agent(),
     )
 

@@ -1,13 +1,25 @@
 """Algorithms by name; each is one file, readable top to bottom."""
 
 from choreo.algos.a2c import A2C as A2C
+from choreo.algos.ddpg import DDPG as DDPG
 from choreo.algos.dqn import DQN as DQN
 from choreo.algos.impala import IMPALA as IMPALA
 from choreo.algos.ppo import PPO as PPO
 from choreo.algos.reinforce import REINFORCE as REINFORCE
+from choreo.algos.sac import SAC as SAC
+from choreo.algos.td3 import TD3 as TD3
 from choreo.errors import unknown_name
 
-ALGOS: dict[str, type] = {"ppo": PPO, "a2c": A2C, "impala": IMPALA, "reinforce": REINFORCE, "dqn": DQN}
+ALGOS: dict[str, type] = {
+    "ppo": PPO,
+    "a2c": A2C,
+    "impala": IMPALA,
+    "reinforce": REINFORCE,
+    "dqn": DQN,
+    "ddpg": DDPG,
+    "td3": TD3,
+    "sac": SAC,
+}
 
 
 def find(name: str) -> type:

@@ -17,9 +17,9 @@ from jax.extend import source_info_util
 
 from choreo import networks, ops
 from choreo.algos.off_policy import Batches
+from choreo.buffers import Step
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
-from choreo.replay import Step
 from choreo.types import Key, PyTree
 
 source_info_util.register_exclusion(__file__)

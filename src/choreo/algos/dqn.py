@@ -19,11 +19,11 @@ from choreo import networks, ops
 from choreo.algos import off_policy
 from choreo.algos.actor_critic import MakeOptimizer, anneal
 from choreo.algos.off_policy import Batches, Carry
+from choreo.buffers import Replay, Step
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, rollout
 from choreo.q_networks import QFactory, q_mlp
-from choreo.replay import Replay, Step
 from choreo.roles import all_reduce, fragment
 from choreo.types import Key, PyTree
 

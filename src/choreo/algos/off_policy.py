@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
+from choreo.buffers import Replay, ReplayState, Sample, Step, Table
+from choreo.buffers.tables import Draw, TableState
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, Transition
-from choreo.replay import Replay, ReplayState, Sample, Step, Table
-from choreo.replay.tables import Draw, TableState
 from choreo.roles import all_reduce, fragment
 from choreo.types import Key, PyTree
 

@@ -13,8 +13,8 @@ as somebody's successor. All of it is arrays in an algorithm's carry. Everything
 layout can divide it among sites as it divides environments; no sampler looks further than the environments it is given.
 
 Written by hand, though flashbax has such buffers: those keep one tree of priorities over all environments, which cannot be
-divided among sites; store every observation of a transition twice; and draw one kind of item (`benchmarks/replay.py`
-compares the speed). An algorithm of your own may use them as they are: `docs/replay.md`.
+divided among sites; draw one kind of item; know no stacks of frames; and are copied whole where an iteration draws before it adds
+(`benchmarks/replay.py` measures it). An algorithm of your own may use them as they are: `docs/replay.md`.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
+from choreo.buffers.frames import newest, stacks
+from choreo.buffers.memory import check_fits
+from choreo.buffers.tables import Draw, Table, TableState, new_items
 from choreo.errors import AlgorithmError
-from choreo.replay.frames import newest, stacks
-from choreo.replay.memory import check_fits
-from choreo.replay.tables import Draw, Table, TableState, new_items
 from choreo.types import Key, PyTree
 
 source_info_util.register_exclusion(__file__)
@@ -165,9 +165,9 @@ class Replay:
         """The items at (env, time): [item, step, ...]."""
         ring = state.steps.last.shape[1]
         at = (env[:, None], times(time, length, ring))
-        steps = jax.tree.map(lambda x: x[at], state.steps._replace(obs=None))
         if self.stack == 1:
-            return steps._replace(obs=jax.tree.map(lambda x: x[at], state.steps.obs))
+            return jax.tree.map(lambda x: x[at], state.steps)
+        steps = jax.tree.map(lambda x: x[at], state.steps._replace(obs=None))
         frames = times(time - (self.stack - 1), length + self.stack - 1, ring)  # [item, before + step]
         last = state.steps.last[env[:, None], frames[:, :-1]]
         # Nothing is before the first step ever stored; else an item has its frames (`Table.insert`).

@@ -5,9 +5,9 @@
     last group      the only one of its kind
 
 To draw an item is to go up once, from the last group, each time into one of `MEMBERS`: a handful of small vector operations,
-however many items there are. A tree of twos would have twenty levels for a million, groups of the square root a thousand
-members each: both were slower (`benchmarks/replay.py`). When a weight changes, the sums of it are taken anew, so errors do not
-add up: a sum is 0 if and only if there is no item below. One array, because a carry has as many for any number of environments.
+however many items there are. (Groups of the square root of a million have a thousand members, and a CPU looks at each.) When a
+weight changes, the sums of it are taken anew, so errors do not add up: a sum is 0 if and only if there is no item below. One
+array, because a carry has as many for any number of environments.
 """
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from choreo.types import Key
 
-MEMBERS = 8
+MEMBERS = 16
 
 
 def no_weights(num_envs: int, num_items: int) -> jax.Array:

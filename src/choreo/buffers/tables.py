@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from choreo.buffers import sums
 from choreo.errors import AlgorithmError
-from choreo.replay import sums
 from choreo.types import Key
 
 
@@ -155,7 +155,7 @@ class Table:
 
     def _uniform(self, first: jax.Array, num_items: jax.Array, ring: int, num_envs: int, key: Key) -> Draw:
         num_items = jnp.maximum(num_items, 1)
-        number = jax.random.randint(key, (self.batch,), 0, num_items * num_envs)
+        number = jax.random.randint(key, (self.batch,), 0, num_items * num_envs, num_items.dtype)
         probability = jnp.broadcast_to(1 / (num_items.astype(jnp.float32) * num_envs), (self.batch,))
         return Draw(number // num_items, (first + number % num_items) % ring, probability)
 

@@ -1,0 +1,193 @@
+"""How many steps per second does a replay take in, and how many items give back, against flashbax and against cpprb?
+
+Each in one compiled loop, with the state as its carry: add, draw, set priorities. Choreo and flashbax do the same, turn by turn,
+with transitions of CartPole in a buffer of 1e5 (and 1e6) steps. flashbax adds before it draws: the other way round it copies
+the buffer in every iteration (`sample_first_ratio`), as XLA does wherever nothing tells it to read before it overwrites.
+cpprb (C++ and NumPy, one process) is called from Python as its users call it. Printed and written: the median of the ratio of
+iterations per second over the repetitions (above 1: Choreo is faster), and the spread. A rival that is not installed is left
+out: `pip install -e .[bench]`.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import write_result
+
+from choreo.buffers import Replay, Step, Table
+
+ONE = Step(jnp.zeros(4), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool))
+
+
+@dataclass(frozen=True)
+class Case:
+    sampler: str
+    capacity: int
+    num_envs: int
+    batch: int
+    unroll: int = 4
+    sample_first: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.sampler}_{self.capacity}_x{self.num_envs}_b{self.batch}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few iterations: does it run?")
+    quick = parser.parse_args().quick
+    capacities, iterations, repeats = ((2_000,), 5, 2) if quick else ((100_000, 1_000_000), 300, 5)
+    cases = [
+        Case(sampler, capacity, num_envs, batch)
+        for sampler in ("uniform", "prioritized")
+        for capacity in capacities
+        for num_envs, batch in ((8, 32),) + (() if quick else ((1, 32), (8, 256), (64, 256)))
+    ]
+    for rival, loop in RIVALS.items():
+        if importlib.util.find_spec(rival) is None:
+            print(f"{rival} is not installed: left out")
+            if not quick:
+                continue
+            rival, loop = "itself", choreo_loop  # a quick look asks whether this file runs
+        report(rival, loop, cases, iterations, repeats, quick)
+
+
+def report(rival: str, rival_loop: Callable, cases: list[Case], iterations: int, repeats: int, quick: bool) -> None:
+    ratios, numbers = [], {}
+    for case in cases:
+        ours, theirs = choreo_loop(case, iterations), rival_loop(case, iterations)
+        times = [(ours(), theirs()) for _ in range(repeats)]
+        of_case = [their_time / our_time for our_time, their_time in times]
+        ratios += of_case
+        best, their_best = (iterations / min(x) for x in zip(*times, strict=True))
+        numbers[f"{case}_ratio"] = statistics.median(of_case)
+        numbers[f"{case}_inserts_per_second"] = [
+            best * case.unroll * case.num_envs,
+            their_best * case.unroll * case.num_envs,
+        ]
+        numbers[f"{case}_samples_per_second"] = [best * case.batch, their_best * case.batch]
+    if rival == "flashbax":
+        first = Case("uniform", cases[0].capacity, 8, 32, sample_first=True)
+        ours, theirs = choreo_loop(first, iterations), rival_loop(first, iterations)
+        numbers["sample_first_ratio"] = statistics.median(theirs() / ours() for _ in range(repeats))
+    write_result(
+        f"replay_vs_{rival}",
+        quick=quick,
+        question=f"adding to and drawing from a replay, as a ratio to {rival}",
+        ratio=statistics.median(ratios),
+        ratios=ratios,
+        **numbers,
+    )
+
+
+def choreo_loop(case: Case, iterations: int) -> Callable[[], float]:
+    table = Table(length=2, batch=case.batch, sampler=case.sampler)  # pyright: ignore[reportArgumentType]
+    replay = Replay(capacity=case.capacity, unroll=case.unroll, tables=(table,))
+    new = _filled(ONE, (case.unroll, case.num_envs))
+
+    def draw(state, key):
+        state, drawn = replay.sample(state, key)
+        if table.has_priorities:
+            state = replay.set_priorities(state, drawn.where, _priority(drawn.steps, drawn.where.probability))
+        return state, drawn.steps
+
+    return _timed(case, replay.init(ONE, case.num_envs), lambda state: replay.add(state, new), draw, iterations)
+
+
+def flashbax_loop(case: Case, iterations: int) -> Callable[[], float]:
+    import flashbax
+
+    options = {
+        "add_batch_size": case.num_envs, "sample_batch_size": case.batch, "sample_sequence_length": 2, "period": 1,
+        "min_length_time_axis": 2, "max_length_time_axis": case.capacity // case.num_envs,
+    }  # fmt: skip
+    if case.sampler == "uniform":
+        buffer = flashbax.make_trajectory_buffer(**options)
+    else:
+        buffer = flashbax.make_prioritised_trajectory_buffer(**options, priority_exponent=0.6, device="cpu")
+    new = _filled(ONE, (case.num_envs, case.unroll))
+
+    def draw(state, key):
+        drawn = buffer.sample(state, key)
+        if case.sampler == "prioritized":
+            state = buffer.set_priorities(state, drawn.indices, _priority(drawn.experience, drawn.probabilities))
+        return state, drawn.experience
+
+    return _timed(case, buffer.init(ONE), lambda state: buffer.add(state, new), draw, iterations)
+
+
+def cpprb_loop(case: Case, iterations: int) -> Callable[[], float]:
+    import cpprb
+
+    shapes = {"obs": {"shape": 4}, "action": {"dtype": np.int32}, "reward": {}, "next_obs": {"shape": 4}, "done": {}}
+    if case.sampler == "uniform":
+        buffer = cpprb.ReplayBuffer(case.capacity, shapes)
+    else:
+        buffer = cpprb.PrioritizedReplayBuffer(case.capacity, shapes, alpha=0.6)
+    rows = case.unroll * case.num_envs
+    new = {"obs": np.ones((rows, 4)), "action": np.ones(rows), "reward": np.ones(rows), "next_obs": np.ones((rows, 4)),
+           "done": np.zeros(rows)}  # fmt: skip
+    for _ in range(_additions_before(case)):
+        buffer.add(**new)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for _ in range(iterations):
+            buffer.add(**new)
+            drawn = buffer.sample(case.batch)
+            if case.sampler == "prioritized":
+                buffer.update_priorities(drawn["indexes"], np.abs(drawn["reward"][:, 0]) + drawn["weights"])
+        return time.perf_counter() - start
+
+    return seconds
+
+
+RIVALS = {"flashbax": flashbax_loop, "cpprb": cpprb_loop}
+
+
+def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) -> Callable[[], float]:
+    """The time of so many iterations, without compiling, of a buffer that is partly filled."""
+
+    def body(state, key):
+        if not case.sample_first:
+            state = add(state)
+        state, drawn = draw(state, key)
+        if case.sample_first:
+            state = add(state)
+        return state, sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(drawn))
+
+    additions = _additions_before(case)
+    fill = jax.jit(lambda state: jax.lax.fori_loop(0, additions, lambda _, state: add(state), state), donate_argnums=0)
+    run = jax.jit(lambda s, key: jax.lax.scan(body, s, jax.random.split(key, iterations)), donate_argnums=0)
+    state, _ = run(fill(state), jax.random.key(0))
+    # Twice: what comes out may have weak types where what went in had none, which compiles once more.
+    held = [jax.block_until_ready(run(state, jax.random.key(0)))[0]]
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        held[0], _ = jax.block_until_ready(run(held[0], jax.random.key(1)))
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def _additions_before(case: Case) -> int:
+    return min(case.capacity // case.num_envs // case.unroll // 2, 2_000)
+
+
+def _filled(one: Step, lead: tuple[int, ...]) -> Step:
+    return jax.tree.map(lambda x: jnp.ones((*lead, *x.shape), x.dtype), one)
+
+
+def _priority(steps: Step, probability: jax.Array) -> jax.Array:
+    return jnp.abs(steps.reward[:, 0]) + probability
+
+
+if __name__ == "__main__":
+    main()

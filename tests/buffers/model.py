@@ -1,0 +1,50 @@
+"""What a replay is, in lists: every step ever stored has a number, and an item is a few of one environment in a row."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo.buffers import Step
+
+ONE_STEP = Step(jnp.zeros((2,)), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool))
+
+
+def steps(first: int | jax.Array, unroll: int, num_envs: int) -> Step:
+    """Steps [time, env] whose every part tells which they are: step `t` of environment `e` is 1000 t + e."""
+    number = jnp.add.outer(1000 * (first + jnp.arange(unroll)), jnp.arange(num_envs)).astype(jnp.int32)
+    real = number.astype(jnp.float32)
+    return Step(jnp.stack([real, real + 0.5], axis=-1), number, real, jnp.ones_like(real), number % 7 == 0)
+
+
+@dataclass
+class Model:
+    """All that is stored, as numbers."""
+
+    num_envs: int
+    ring: int
+    stored: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.stored = [[] for _ in range(self.num_envs)]
+
+    def add(self, first: int, unroll: int) -> None:
+        for env, row in enumerate(self.stored):
+            row.extend(1000 * t + env for t in range(first, first + unroll))
+            del row[: max(len(row) - self.ring, 0)]
+
+    def items(self, length: int) -> list[tuple[int, ...]]:
+        """Every item there is, oldest first; of the same age, by environment."""
+        rows = [[tuple(row[i : i + length]) for i in range(len(row) - length + 1)] for row in self.stored]
+        return [item for together in zip(*rows, strict=True) for item in together]
+
+
+def numbers(drawn: Step) -> list[tuple[int, ...]]:
+    """Which steps the items are; every part of them agrees."""
+    action = np.asarray(drawn.action)
+    np.testing.assert_array_equal(np.asarray(drawn.obs)[..., 0], action)
+    np.testing.assert_array_equal(np.asarray(drawn.obs)[..., 1], action + 0.5)
+    np.testing.assert_array_equal(np.asarray(drawn.reward), action)
+    np.testing.assert_array_equal(np.asarray(drawn.last), action % 7 == 0)
+    return [tuple(row) for row in action.tolist()]

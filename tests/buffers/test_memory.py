@@ -1,0 +1,110 @@
+"""A replay is never copied: adding costs what is added, and drawing what is drawn."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from buffers.model import ONE_STEP, steps
+from choreo.buffers import Replay, Table
+
+NUM_ENVS, UNROLL, BATCH = 4, 2, 16
+
+
+def replay_of(capacity: int, sampler: str) -> Replay:
+    return Replay(capacity=capacity, unroll=UNROLL, tables=(Table(length=3, batch=BATCH, sampler=sampler),))
+
+
+def iterations(replay: Replay, order: str):
+    """Two iterations that learn from what is drawn, and store what was done with what had been learned before."""
+
+    def body(carry, key):
+        state, weight = carry
+        new = steps(0, UNROLL, NUM_ENVS)
+        new = new._replace(reward=new.reward * weight)
+        if order == "add first":
+            state = replay.add(state, new)
+        state, drawn = replay.sample(state, key)
+        features = jnp.tanh(drawn.steps.obs.reshape(BATCH, -1) @ jnp.ones((6, 8)))
+        weight = weight + jnp.mean(features) + jnp.mean(drawn.steps.reward)
+        if replay.tables[0].has_priorities:
+            state = replay.set_priorities(state, drawn.where, jnp.sum(features, axis=1))
+        if order == "add last":
+            state = replay.add(state, new)
+        return (state, weight), weight
+
+    return lambda carry, key: jax.lax.scan(body, carry, jax.random.split(key, 2))
+
+
+@pytest.fixture
+def compiled_as_for_users():
+    haste = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", haste)
+
+
+@pytest.mark.usefixtures("compiled_as_for_users")
+@pytest.mark.parametrize("shards", [None, 2])
+@pytest.mark.parametrize("order", ["add first", "add last"])
+@pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo"])
+def test_nothing_is_copied(sampler, order, shards):
+    replay = replay_of(200_000, sampler)
+    run = iterations(replay, order)
+
+    def one_step(carry, key):
+        return run(carry, key)
+
+    carry = jax.eval_shape(lambda: (replay.init(ONE_STEP, NUM_ENVS), jnp.zeros(())))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    if shards:
+        one_step = jax.vmap(one_step)
+        carry, key = jax.tree.map(lambda x: jax.ShapeDtypeStruct((shards, *x.shape), x.dtype), (carry, key))
+    memory = jax.jit(one_step, donate_argnums=0).lower(carry, key).compile().memory_analysis()
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
+    assert memory.alias_size_in_bytes >= stored - 64  # what comes out lies where it was
+    assert memory.temp_size_in_bytes < 0.02 * stored
+
+
+@pytest.mark.slow
+def test_pong_takes_what_its_frames_take():
+    """1e5 transitions of 84 x 84 frames, four to a stack: their raw size, and a tenth."""
+    frame = jax.ShapeDtypeStruct((84, 84, 4), jnp.uint8)
+    replay = Replay(capacity=100_000, unroll=4, stack=4, tables=(Table(length=2, batch=32, sampler="prioritized"),))
+    state = jax.eval_shape(lambda: replay.init(ONE_STEP._replace(obs=frame), 8))
+    raw = 100_000 * 84 * 84
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert raw <= stored < 1.1 * raw
+
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1.1 * raw
+
+
+RESIDENT = """
+import jax, jax.numpy as jnp, psutil
+from choreo.buffers import Replay, Step, Table
+
+# Filled, and drawn from.
+replay = Replay(capacity=100_000, unroll=100, stack=4, tables=(Table(length=2, batch=32, sampler="prioritized"),))
+one = Step(jnp.zeros((84, 84, 4), jnp.uint8), jnp.int32(0), jnp.float32(0), jnp.float32(0), jnp.bool_(False))
+new = jax.tree.map(lambda x: jnp.ones((100, 8, *x.shape), x.dtype), one)
+
+def iterate(state, key):
+    state, drawn = replay.sample(state, key)
+    state = replay.set_priorities(state, drawn.where, jnp.ones(32))
+    return replay.add(state, new), jnp.sum(drawn.steps.obs, dtype=jnp.int32)
+
+run = jax.jit(iterate, donate_argnums=0)
+run.lower(jax.eval_shape(lambda: replay.init(one, 8)), jax.random.key(0)).compile()
+before = psutil.Process().memory_info().rss
+state = jax.jit(replay.init, static_argnums=1)(one, 8)
+most = 0
+for i in range(130):
+    state, total = run(state, jax.random.key(i))
+    total.block_until_ready()
+    most = max(most, psutil.Process().memory_info().rss)
+print(most - before)
+"""

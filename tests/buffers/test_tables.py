@@ -1,0 +1,336 @@
+"""What is drawn, against a replay of lists."""
+
+import math
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from buffers.model import ONE_STEP, Model, numbers, steps
+from choreo.buffers import Replay, Step, Table, sums
+from choreo.buffers.memory import check_fits, memory_bytes
+from choreo.errors import AlgorithmError
+
+
+def filled(replay: Replay, num_envs: int, times: int):
+    """The replay after `times` additions, and its model."""
+    model = Model(num_envs, replay.ring(num_envs))
+    for i in range(times):
+        model.add(i * replay.unroll, replay.unroll)
+    return fill(replay, num_envs, jnp.int32(times)), model
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def fill(replay: Replay, num_envs: int, times: jax.Array):
+    def add(i, state):
+        return replay.add(state, steps(i * replay.unroll, replay.unroll, num_envs))
+
+    return jax.lax.fori_loop(0, times, add, replay.init(ONE_STEP, num_envs))
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def sample(replay: Replay, state, key, table=None):
+    return replay.sample(state, key, table)
+
+
+def one_table(batch: int = 64, *, capacity: int = 24, unroll: int = 2, length: int = 3, **options) -> Replay:
+    return Replay(capacity=capacity, unroll=unroll, tables=(Table(length=length, batch=batch, **options),))
+
+
+class TestEveryItemIsReal:
+    @settings(max_examples=12, phases=[Phase.explicit, Phase.generate])  # to shrink one would compile a hundred more
+    @given(
+        capacity=st.integers(4, 60),
+        unroll=st.integers(1, 5),
+        length=st.integers(1, 5),
+        num_envs=st.integers(1, 4),
+        additions=st.integers(0, 14),
+        sampler=st.sampled_from(["uniform", "prioritized", "fifo", "shuffled"]),
+    )
+    def test_of_one_environment_consecutive_and_not_overwritten(
+        self, capacity, unroll, length, num_envs, additions, sampler
+    ):
+        options = {"sampler": "uniform", "max_times_sampled": 2} if sampler == "shuffled" else {"sampler": sampler}
+        batch = 3 if sampler == "shuffled" else 16
+        replay = one_table(batch, capacity=capacity, unroll=unroll, length=length, **options)
+        state, model = filled(replay, num_envs, additions)
+        items = model.items(length)
+        _, drawn = sample(replay, state, jax.random.key(0))
+        enough = {"fifo": 16, "shuffled": 3}.get(sampler, 1)
+        assert bool(drawn.ready) == (len(items) >= enough)
+        if drawn.ready:
+            assert set(numbers(drawn.steps)) <= set(items)
+
+    @pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
+    @pytest.mark.parametrize("additions", [3, 40])
+    def test_all_of_them_come(self, sampler, additions):
+        replay = one_table(512, sampler=sampler)
+        state, model = filled(replay, 2, additions)
+        _, drawn = sample(replay, state, jax.random.key(1))
+        assert set(numbers(drawn.steps)) == set(model.items(3))
+
+    def test_after_many_rounds_the_sums_are_those_of_the_weights(self):
+        replay = one_table(16, capacity=300, sampler="prioritized", length=4)
+
+        def body(state, key):
+            state, drawn = sample(replay, state, key)
+            state = replay.set_priorities(state, drawn.where, jax.random.uniform(key, (16,)) * 9)
+            return replay.add(state, steps(0, 2, 3)), drawn.where.probability
+
+        state, probability = jax.lax.scan(body, filled(replay, 3, 3)[0], jax.random.split(jax.random.key(0), 400))
+        weights = np.asarray(state.tables["items"].weights)
+        leaves = -(-replay.ring(3) // sums.MEMBERS)
+        assert (weights[:, :leaves] > 0).sum() == 3 * (replay.ring(3) - 3)
+        np.testing.assert_allclose(weights[:, -1].sum(-1), weights[:, :leaves].sum((1, 2)), rtol=1e-5)
+        assert (np.asarray(probability) > 0).all()
+
+
+class TestHowOften:
+    def test_uniform(self):
+        replay = one_table(20_000)
+        state, model = filled(replay, 2, 20)
+        _, drawn = sample(replay, state, jax.random.key(3))
+        counts = Counter(numbers(drawn.steps))
+        assert scipy.stats.chisquare([counts[item] for item in model.items(3)]).pvalue > 0.01
+        np.testing.assert_allclose(drawn.where.probability, 1 / len(model.items(3)), rtol=1e-6)
+
+    @pytest.mark.parametrize("num_envs", [1, 3, 20])
+    def test_in_proportion_to_priorities(self, num_envs):
+        replay = one_table(30_000, capacity=12 * num_envs, sampler="prioritized", exponent=0.5)
+        state, model = filled(replay, num_envs, 20)
+        items = model.items(3)
+        # Every item by its number, through the first priority that `add` asks for.
+        state = replay.init(ONE_STEP, num_envs)
+        for i in range(20):
+            state = replay.add(state, steps(2 * i, 2, num_envs), lambda s: 1 + s.action[0].astype(jnp.float32) % 5)
+        _, drawn = sample(replay, state, jax.random.key(3))
+        weights = np.array([math.sqrt(1 + item[0] % 5) for item in items])
+        counts = Counter(numbers(drawn.steps))
+        expected = weights / weights.sum()
+        observed = np.array([counts[item] for item in items])
+        # Stratified: closer than independent draws would be.
+        np.testing.assert_allclose(observed / 30_000, expected, atol=3 / 30_000)
+        by_item = dict(zip(items, expected, strict=True))
+        np.testing.assert_allclose(drawn.where.probability, [by_item[item] for item in numbers(drawn.steps)], rtol=1e-4)
+
+    def test_new_priorities_count(self):
+        replay = one_table(64, sampler="prioritized", exponent=1.0)
+        state, _ = filled(replay, 2, 8)
+        state, drawn = sample(replay, state, jax.random.key(0))
+        chosen = jnp.where(drawn.where.time == drawn.where.time[0], 1e6, 1e-6)
+        chosen = jnp.where(drawn.where.env == drawn.where.env[0], chosen, 1e-6)
+        state = replay.set_priorities(state, drawn.where, chosen)
+        _, after = sample(replay, state, jax.random.key(1))
+        assert Counter(numbers(after.steps)).most_common(1)[0] == (numbers(drawn.steps)[0], 64)
+
+    def test_never_an_item_without_weight(self):
+        """At the very end of the total, rounding may lead beyond the last item."""
+        weights = sums.put_in_all(sums.no_weights(3, 100), jnp.arange(5), jnp.full((3, 5), 0.1))
+        # The largest number below 1: the last of 32 parts would end at the total itself.
+        almost_one = jnp.full((32,), np.nextafter(np.float32(1), np.float32(0)))
+        env, item, probability = sums.at(weights, almost_one)
+        assert (np.asarray(probability) > 0).all()
+        assert int(item.max()) == 4 and (int(env[-1]), int(item[-1])) == (2, 4)
+
+    def test_a_priority_that_is_nan_shows_in_all_that_is_drawn(self):
+        replay = one_table(8, sampler="prioritized")
+        state, model = filled(replay, 2, 8)
+        state, drawn = sample(replay, state, jax.random.key(0))
+        state = replay.set_priorities(state, drawn.where, jnp.full((8,), jnp.nan))
+        _, after = sample(replay, state, jax.random.key(1))
+        assert np.isnan(np.asarray(after.where.probability)).all()
+        assert set(numbers(after.steps)) <= set(model.items(3))
+
+
+class TestInOrder:
+    def test_first_in_first_out(self):
+        replay = one_table(4, capacity=40, sampler="fifo")
+        state, model = filled(replay, 2, 10)
+        seen = []
+        for i in range(9):
+            state, drawn = sample(replay, state, jax.random.key(i))
+            assert drawn.ready
+            seen += numbers(drawn.steps)
+        assert seen == model.items(3)
+        _, drawn = sample(replay, state, jax.random.key(0))
+        assert not drawn.ready
+
+    def test_what_was_overwritten_is_left_out(self):
+        replay = one_table(4, capacity=24, sampler="fifo")
+        state, model = filled(replay, 2, 3)
+        state, drawn = sample(replay, state, jax.random.key(0))
+        assert numbers(drawn.steps) == model.items(3)[:4]
+        for i in range(3, 30):
+            state = replay.add(state, steps(2 * i, 2, 2))
+            model.add(2 * i, 2)
+        _, drawn = sample(replay, state, jax.random.key(0))
+        assert numbers(drawn.steps) == model.items(3)[:4]
+
+    def test_each_several_times(self):
+        replay = one_table(4, capacity=40, sampler="fifo", max_times_sampled=2)
+        state, model = filled(replay, 2, 10)
+        state, one = sample(replay, state, jax.random.key(0))
+        _, two = sample(replay, state, jax.random.key(0))
+        first = model.items(3)[:4]
+        assert numbers(one.steps) + numbers(two.steps) == [item for item in first for _ in range(2)]
+
+
+class TestAtMost:
+    def test_each_item_so_often_and_no_more(self):
+        replay = one_table(5, capacity=40, max_times_sampled=2)
+        state, model = filled(replay, 2, 10)
+        items, counts = model.items(3), Counter()
+        for i in range(len(items)):
+            state, drawn = sample(replay, state, jax.random.key(i))
+            if drawn.ready:
+                counts.update(numbers(drawn.steps))
+        assert max(counts.values()) == 2 and set(counts) <= set(items)
+        assert sum(counts.values()) > 2 * len(items) - 2 * 5  # fewer are left than one draw takes
+
+    def test_by_priority(self):
+        replay = one_table(1, capacity=16, sampler="prioritized", max_times_sampled=3)
+        state, model = filled(replay, 2, 4)
+        items, counts = model.items(3), Counter()
+        for i in range(3 * len(items)):
+            state, drawn = sample(replay, state, jax.random.key(i))
+            state = replay.set_priorities(state, drawn.where, jnp.full((1,), 7.0))
+            counts.update(numbers(drawn.steps))
+        assert counts == {item: 3 for item in items}
+        _, drawn = sample(replay, state, jax.random.key(0))
+        assert not drawn.ready
+
+    def test_new_items_may_be_drawn_again(self):
+        replay = one_table(1, capacity=8, length=1, max_times_sampled=1)
+        state, _ = filled(replay, 1, 4)
+        for i in range(8):
+            state, drawn = sample(replay, state, jax.random.key(i))
+            assert drawn.ready
+        assert not sample(replay, state, jax.random.key(0))[1].ready
+        state, drawn = replay.sample(replay.add(state, steps(8, 2, 1)), jax.random.key(0))
+        assert drawn.ready and numbers(drawn.steps)[0] in [(8000,), (9000,)]
+
+
+class TestWhen:
+    @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo"])
+    def test_not_before_enough_is_stored(self, sampler):
+        replay = one_table(1, min_size=9, sampler=sampler)
+        ready = [bool(sample(replay, filled(replay, 2, n)[0], jax.random.key(0))[1].ready) for n in range(5)]
+        assert ready == [False, False, False, True, True]
+
+    def test_no_more_often_than_asked(self):
+        replay = one_table(4, capacity=400, samples_per_insert=0.5)
+        state, drawn_items = replay.init(ONE_STEP, 2), 0
+        for i in range(40):
+            state = replay.add(state, steps(2 * i, 2, 2))
+            for j in range(3):
+                state, drawn = sample(replay, state, jax.random.key(j))
+                drawn_items += 4 * int(drawn.ready)
+            assert drawn_items <= 0.5 * 4 * (i + 1)
+        assert drawn_items == 0.5 * 4 * 40
+        assert replay.metrics(state)["samples_per_insert"] == 0.5
+        assert replay.metrics(state)["replay_size"] == 160
+
+    def test_a_draw_that_is_not_ready_changes_nothing(self):
+        for options in ({}, {"sampler": "fifo"}, {"max_times_sampled": 1}, {"sampler": "prioritized"}):
+            replay = one_table(2, min_size=20, **options)
+            state, _ = filled(replay, 2, 3)
+            after, drawn = sample(replay, state, jax.random.key(0))
+            assert not drawn.ready
+            jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+def test_several_tables_over_one_storage():
+    replay = Replay(
+        capacity=40,
+        unroll=2,
+        tables=(
+            Table(name="transitions", length=2, batch=256),
+            Table(name="sequences", length=5, batch=4, sampler="fifo", min_size=30),
+            Table(name="surprising", length=3, batch=256, sampler="prioritized"),
+        ),
+    )
+    state, model = filled(replay, 2, 7)
+    for name, length in (("transitions", 2), ("surprising", 3)):
+        state, drawn = sample(replay, state, jax.random.key(0), name)
+        assert set(numbers(drawn.steps)) == set(model.items(length))
+    assert not sample(replay, state, jax.random.key(0), "sequences")[1].ready
+    state, model = filled(replay, 2, 8)
+    state, drawn = sample(replay, state, jax.random.key(0), "sequences")
+    assert numbers(drawn.steps) == model.items(5)[:4]
+    assert set(replay.metrics(state)) == {
+        "replay_size", "transitions_samples_per_insert", "sequences_samples_per_insert", "surprising_samples_per_insert",
+    }  # fmt: skip
+
+
+class TestMistakes:
+    def test_names(self):
+        with pytest.raises(AlgorithmError, match="each with a name of its own"):
+            Replay(capacity=9, unroll=1, tables=(Table(length=1, batch=1), Table(length=2, batch=1)))
+        with pytest.raises(AlgorithmError, match="It has 'items'"):
+            one_table().table("item")
+
+    def test_options(self):
+        jaxtyping.config.update("jaxtyping_disable", True)  # as it is for users
+        with pytest.raises(AlgorithmError, match="is not known"):
+            Table(length=1, batch=1, sampler="lifo")  # pyright: ignore[reportArgumentType]
+        with pytest.raises(AlgorithmError, match="at least 1"):
+            Table(length=0, batch=1)
+        with pytest.raises(AlgorithmError, match="a multiple of max_times_sampled"):
+            Table(length=1, batch=3, sampler="fifo", max_times_sampled=2)
+
+    def test_a_minimum_above_the_capacity(self):
+        with pytest.raises(AlgorithmError, match=r"(?s)1,000 steps are stored.*room for 24.*smaller min_size"):
+            one_table(min_size=1000)
+
+    def test_priorities_where_there_are_none(self):
+        replay = one_table()
+        state, _ = filled(replay, 2, 4)
+        state, drawn = sample(replay, state, jax.random.key(0))
+        with pytest.raises(AlgorithmError, match='Table\\(sampler="prioritized"\\)'):
+            replay.set_priorities(state, drawn.where, jnp.ones(64))
+
+    def test_another_number_of_steps(self):
+        replay = one_table()
+        state = replay.init(ONE_STEP, 2)
+        with pytest.raises(AlgorithmError, match=r"takes 2 steps of 2 environments .* given \[3, 2\]"):
+            replay.add(state, steps(0, 3, 2))
+        with pytest.raises(AlgorithmError, match=r"given \[2, 1\]"):
+            replay.add(state, steps(0, 2, 1))
+
+    def test_more_than_memory(self):
+        """Refused before anything is taken, also where only shapes are asked for."""
+        frame = ONE_STEP._replace(obs=jax.ShapeDtypeStruct((1000, 1000), jnp.float32))
+        replay = one_table(capacity=10**9)
+        for init in (replay.init, lambda step, n: jax.eval_shape(lambda: replay.init(step, n))):
+            with pytest.raises(
+                AlgorithmError, match=r"(?s)1,000,000,000 steps takes 4,0.* GB; this machine has.*uint8"
+            ):
+                init(frame, 8)
+
+    def test_the_capacity_that_is_proposed_fits(self):
+        limit = memory_bytes()
+        with pytest.raises(AlgorithmError) as error:
+            check_fits(jax.ShapeDtypeStruct((2 * limit,), jnp.uint8), capacity=2 * limit)
+        proposed = int(error.value.fix.split("capacity of ")[1].split(" ")[0].replace(",", ""))
+        assert 0.7 * limit < check_fits(jax.ShapeDtypeStruct((proposed,), jnp.uint8), capacity=proposed) <= limit
+
+
+def test_extras_and_trees_are_stored_as_they_are():
+    one = Step(
+        {"a": jnp.zeros(3, jnp.uint8)}, jnp.zeros(2), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool), jnp.zeros(())
+    )
+    replay = one_table(8)
+    state = replay.init(one, 2)
+    new = jax.tree.map(lambda x: jnp.ones((2, 2, *x.shape), x.dtype), one)
+    for _ in range(3):
+        state = replay.add(state, new)
+    _, drawn = sample(replay, state, jax.random.key(0))
+    assert drawn.steps.obs["a"].shape == (8, 3, 3) and drawn.steps.obs["a"].dtype == jnp.uint8
+    assert all(bool(x.astype(bool).all()) for x in jax.tree.leaves(drawn.steps))

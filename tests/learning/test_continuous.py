@@ -1,0 +1,39 @@
+"""DDPG, TD3 and SAC learn: greedy evaluation of the final parameters, 100 fresh episodes.
+
+One environment, one update for each step. Hyper-parameters were chosen on seeds 100 and above; docs/algorithms/sac.md says
+what else was run. Run by `make test-learning`.
+"""
+
+import functools
+
+import pytest
+
+import choreo
+from choreo import networks
+from choreo.algos.ddpg import DDPG
+from choreo.algos.sac import SAC
+from choreo.algos.td3 import TD3
+
+STEPS = 30_000
+ONE_CRITIC = functools.partial(networks.deterministic, hidden=(64, 64), critics=1)
+TWO_CRITICS = functools.partial(networks.deterministic, hidden=(64, 64))
+SQUASHED = functools.partial(networks.squashed, hidden=(64, 64))
+
+RECOMMENDED = {
+    "ddpg": DDPG(learning_rate=1e-3, batch_size=128, capacity=STEPS, network=ONE_CRITIC),
+    "td3": TD3(learning_rate=1e-3, batch_size=128, capacity=STEPS, network=TWO_CRITICS),
+    "sac": SAC(learning_rate=1e-3, batch_size=128, capacity=STEPS, network=SQUASHED),
+}
+"""Settings for Pendulum; docs/algorithms/{ddpg,td3,sac}.md show the same."""
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize(("name", "gate"), [("ddpg", -250), ("td3", -200), ("sac", -200)])
+@pytest.mark.parametrize("seed", range(5))
+def test_pendulum(name, gate, seed, capsys):
+    algo = RECOMMENDED[name]
+    run = choreo.train(algo, "jax:Pendulum-v1", steps=STEPS, seed=seed, num_envs=1, progress=False)
+    evaluation = run.evaluate(episodes=100)
+    with capsys.disabled():
+        print(f"\njax:Pendulum-v1 fused seed {seed} num_envs 1 steps {STEPS:,}: {evaluation}; {algo}")
+    assert evaluation.mean >= gate

@@ -1,0 +1,67 @@
+"""`n_step` against a loop, with an end of either kind at every place, and against rlax where both say the same."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from choreo import ops
+
+GAMMA = 0.9
+ENDS = ("goes on", "terminates", "time limit")
+
+
+def by_hand(reward, discount, last):
+    """The return, the factor of what is bootstrapped, and the step it is bootstrapped from."""
+    total, factor, steps = 0.0, 1.0, 0
+    for r, d, ended in list(zip(reward, discount, last, strict=True))[:-1]:
+        if ended and d > 0:  # its successor was not stored
+            break
+        total += factor * r
+        factor *= GAMMA * d
+        steps += 1
+        if ended:
+            break
+    return total, factor, steps
+
+
+def window(ends):
+    reward = np.arange(1.0, len(ends) + 1)
+    discount = np.array([0.0 if end == "terminates" else 1.0 for end in ends])
+    return reward, discount, np.array([end != "goes on" for end in ends])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_end_at_every_place(n):
+    windows = [window(ends) for ends in itertools.product(ENDS, repeat=n + 1)]
+    reward, discount, last = (np.array(x) for x in zip(*windows, strict=True))
+    got = jax.vmap(lambda *args: ops.n_step(*args, GAMMA))(
+        jnp.asarray(reward, jnp.float32), jnp.asarray(discount, jnp.float32), jnp.asarray(last)
+    )
+    for i, one in enumerate(windows):
+        total, factor, steps = by_hand(*one)
+        np.testing.assert_allclose(got.steps[i], steps)
+        np.testing.assert_allclose(got.weight[i], float(steps > 0))
+        np.testing.assert_allclose(got.reward[i], total, rtol=1e-6)
+        if steps:
+            np.testing.assert_allclose(got.discount[i], factor, rtol=1e-6)
+
+
+def test_where_no_time_limit_cuts_it_is_that_of_rlax():
+    """rlax knows no time limits; and its n-step returns go on after the end with a discount of 0, which is the same."""
+    rlax = pytest.importorskip("rlax", reason="rlax is not installed; the loop above stands alone")
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        reward = rng.normal(size=6).astype(np.float32)
+        value = rng.normal(size=6).astype(np.float32)  # of the observation at each step
+        last = rng.random(6) < 0.2
+        discount = np.where(last, 0.0, 1.0).astype(np.float32)
+        got = ops.n_step(jnp.asarray(reward), jnp.asarray(discount), jnp.asarray(last), GAMMA)
+        target = got.reward + got.discount * value[int(got.steps)]
+        # reward_t, discount_t and value_t belong to the step from t to t + 1.
+        theirs = rlax.n_step_bootstrapped_returns(
+            jnp.asarray(reward[:5]), GAMMA * jnp.asarray(discount[:5]), jnp.asarray(value[1:]), n=5
+        )
+        np.testing.assert_allclose(target, theirs[0], rtol=1e-5, atol=1e-6)
