@@ -89,7 +89,7 @@ def page(passed: set[tuple[str, str]]) -> str:
     for algo in ALGOS:
         cells = [kind(algo, layout) if (algo, layout) in passed else "failed" for layout in names]
         rows.append(f"| {algo} | {' | '.join(cells)} |")
-    return TEXT.format(table="\n".join(rows), agents=NO_AGENTS, one_by_one=ONE_BY_ONE)
+    return TEXT.format(table="\n".join(rows), agents=NO_AGENTS, one_by_one=ONE_BY_ONE.rstrip("."))
 
 
 TEXT = """\
@@ -105,5 +105,5 @@ layout, run in one process and compared with `jax.jit(iterate)`; each algorithm 
 - `refused`: the cell cannot exist, and is refused with a reason.
 
 - `per_agent`: {agents}
-- replay under `merge="any"`: {one_by_one}` has the environments of all of them.
+- replay under `merge="any"`: {one_by_one}`, which it keeps, has the environments of all of them.
 """

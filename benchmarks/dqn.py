@@ -1,0 +1,146 @@
+"""How fast does DQN train on CartPole in one process: compiled whole, and on Gymnasium, beside Stable-Baselines3 and RLlib?
+
+Plain DQN (neither double nor dueling, 1-step), 8 environments, networks 2 x 128 ReLU, a buffer of 1e5 steps; for every 4 steps
+in each environment 8 updates with batches of 64 (Choreo's default), then the same with 1 (Stable-Baselines3's): `_seldom`.
+Equal for all but that Choreo's error is squared and the others' is Huber's. `fused` steps gymnax's CartPole (Choreo's own, if
+gymnax is not installed) in one compiled loop; `gymnasium` steps the environments that the others have too.
+Stable-Baselines3 has its DummyVecEnv; it and RLlib have one thread each, and RLlib keeps everything in one process. All take
+turns of a second or so (RLlib's are longer), without compiling, so that other load of the machine meets all of them. Printed
+and written, for each pair: the median of the ratio of steps per second over the turns, the spread, the same ratio in CPU time,
+and how many cores other processes kept busy meanwhile.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import statistics
+import time
+from pathlib import Path
+
+import jax
+from harness import write_result
+from parts import dqn_numbers as same
+from parts import dqn_rivals
+from parts.load import Others
+
+import choreo
+from choreo.q_networks import q_mlp
+from choreo.recipe import STEPS_PER_CHUNK, make_runtime
+
+GYMNAX = importlib.util.find_spec("gymnax") is not None
+WORDS = {
+    "fused": "compiled whole, on gymnax" if GYMNAX else "compiled whole",
+    "gymnasium": "on Gymnasium",
+    "sb3": "Stable-Baselines3 (one thread)",
+    "rllib": "RLlib (one process)",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short turn, without rivals: does it run?")
+    quick = parser.parse_args().quick
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
+    rivals = {} if quick else dqn_rivals.installed()
+    often, seldom = same.UPDATES
+    compare(often, rivals, quick=quick)
+    if "sb3" in rivals:
+        compare(seldom, {"sb3": rivals["sb3"]}, quick=quick)
+
+
+def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool) -> None:
+    # Choreo runs in calls as long as those of choreo.train, unless this is a quick look.
+    repeats, seconds, chunk = (1, 0.05, 2 * same.BLOCK) if quick else (15, 1.0, STEPS_PER_CHUNK // same.STEPS)
+    with contextlib.ExitStack() as stack:
+        rivals = {name: dqn_rivals.Process(*command, updates) for name, command in commands.items()}
+        ours = {
+            "fused": Training(f"gymnax:{same.ENV}" if GYMNAX else f"jax:{same.ENV}", updates, chunk),
+            "gymnasium": Training(same.ENV, updates, chunk),
+        }
+        for side in [*ours.values(), *rivals.values()]:
+            stack.callback(side.close)
+        wall, cpu, load = take_turns(ours | rivals, repeats, seconds, [side.process.pid for side in rivals.values()])
+    often = updates == same.UPDATES[0]
+    for our, other in [("fused", "gymnasium")] if quick else [(our, other) for other in rivals for our in ours]:
+        write_result(
+            f"dqn_{our}_vs_{other}" + ("" if often else "_seldom"),
+            quick=quick,
+            question=f"steps per second of DQN training on CartPole {WORDS[our]}, an update every {same.STEPS // updates} "
+            f"steps, as a ratio to {WORDS[other]}",
+            ratio=statistics.median(ratios(wall[our], wall[other])),
+            ratios=ratios(wall[our], wall[other]),
+            ratio_of_cpu_time=statistics.median(ratios(cpu[our], cpu[other])),
+            choreo_steps_per_second=statistics.median(wall[our]),
+            other_steps_per_second=statistics.median(wall[other]),
+            busy_cores_of_others=load,
+            num_envs=same.NUM_ENVS,
+            repeats=repeats,
+        )
+
+
+def take_turns(sides: dict, repeats: int, seconds: float, pids: list[int]) -> tuple[dict, dict, float]:
+    """Steps per second of wall and of CPU time for each side and turn, and how many cores others kept busy."""
+    # As many iterations per turn as take about the same time.
+    blocks = {name: max(1, round(seconds / side.seconds(same.BLOCK)[0])) for name, side in sides.items()}
+    wall: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    with Others(pids) as others:
+        for _ in range(repeats):
+            for name, side in sides.items():
+                iterations = blocks[name] * same.BLOCK
+                took = side.seconds(iterations)
+                wall[name].append(iterations * same.STEPS / took[0])
+                cpu[name].append(iterations * same.STEPS / took[1])
+    return wall, cpu, others.cores
+
+
+def ratios(ours: list[float], others: list[float]) -> list[float]:
+    return [a / b for a, b in zip(ours, others, strict=True)]
+
+
+class Training:
+    """Choreo, everything in this process, in calls of so many iterations."""
+
+    def __init__(self, env: str, updates: int, chunk: int):
+        algo = choreo.DQN(
+            double=False,
+            dueling=False,
+            n_step=1,
+            unroll=same.UNROLL,
+            updates=updates,
+            batch_size=same.BATCH_SIZE,
+            capacity=same.CAPACITY,
+            min_size=same.MIN_SIZE,
+            learning_rate=same.LEARNING_RATE,
+            gamma=same.GAMMA,
+            max_grad_norm=same.MAX_GRAD_NORM,
+            target_period=same.TARGET_PERIOD,
+            epsilon=(same.EPSILON, same.EPSILON),
+            network=functools.partial(q_mlp, hidden=same.HIDDEN),
+        )
+        plan = choreo.plan(algo, env, choreo.fused(), num_envs=same.NUM_ENVS)
+        self.runtime, self.chunk, self.done = make_runtime("inprocess", plan, profile=False), chunk, 0
+        self.runtime.start(jax.random.key(0))
+        self.run(chunk)  # compiles, and stores enough to learn from
+
+    def run(self, iterations: int) -> float:
+        """Whether the last of them learned something."""
+        metrics = self.runtime.run(self.done, self.done + iterations)
+        self.done += iterations
+        return metrics["learned"][-1]
+
+    def seconds(self, iterations: int) -> tuple[float, float]:
+        """Wall and CPU time of so many iterations."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        learned = [self.run(min(self.chunk, iterations - i)) for i in range(0, iterations, self.chunk)]
+        took = time.perf_counter() - wall, time.process_time() - cpu
+        assert all(learned), "that was not the work asked for"
+        return took
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+if __name__ == "__main__":
+    main()
