@@ -51,7 +51,7 @@ def main() -> None:
 
 def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool) -> None:
     # Choreo runs in calls as long as those of choreo.train, unless this is a quick look.
-    repeats, seconds, chunk = (1, 0.05, 2 * same.BLOCK) if quick else (15, 1.0, STEPS_PER_CHUNK // same.STEPS)
+    repeats, seconds, chunk = (1, 0.05, 2 * same.BLOCK) if quick else (7, 1.0, STEPS_PER_CHUNK // same.STEPS)
     with contextlib.ExitStack() as stack:
         rivals = {name: dqn_rivals.Process(*command, updates) for name, command in commands.items()}
         ours = {

@@ -6,13 +6,14 @@ import pickle
 import jax
 import pytest
 
-from choreo.algos import A2C, PPO
+from choreo.algos import A2C, DQN, PPO
 from choreo.envs import make
 from choreo.layouts import (
     ALIASES,
     PRESETS,
     Group,
     Layout,
+    apex,
     central,
     coarse,
     fine,
@@ -45,7 +46,8 @@ PPO_LAYOUTS = {
     "central_x2": central(2),
 }
 A2C_LAYOUTS = {"a2c_central_x2": central(2), "a2c_a3c_x2": ALIASES["a3c"](2)}
-LAYOUTS = PPO_LAYOUTS | A2C_LAYOUTS
+DQN_LAYOUTS = {"dqn_apex_x4_x2": apex(4, 2)}
+LAYOUTS = PPO_LAYOUTS | A2C_LAYOUTS | DQN_LAYOUTS
 
 
 ENV = make("jax:CartPole-v1", 12)
@@ -59,6 +61,8 @@ def planned(name: str) -> Plan:
 
 
 def algorithm(name: str):
+    if name in DQN_LAYOUTS:
+        return DQN(prioritized=True, buffer_shards=2)
     return A2C(unroll=16) if name in A2C_LAYOUTS else PPO(unroll=16, minibatch_size=24)
 
 
@@ -75,8 +79,8 @@ def printed(name: str) -> str:
 
 
 def test_every_preset_is_here():
-    """But one: PPO has no agents."""
-    assert {layout.name for layout in PPO_LAYOUTS.values()} >= {*PRESETS} - {"per_agent"}
+    """But one: none of these has agents."""
+    assert {layout.name for layout in LAYOUTS.values()} >= {*PRESETS} - {"per_agent"}
 
 
 def test_agents():

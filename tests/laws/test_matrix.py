@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from choreo.errors import LayoutError, PartitionError
-from choreo.plans import plan
+from choreo.layouts import Group, Layout
+from choreo.plans import plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from laws import matrix
@@ -31,7 +32,16 @@ def reference(algo: str, shards: int):
 
 @functools.cache
 def planned(algo: str, layout: str):
-    return plan(matrix.algorithm(algo), matrix.environment(algo), matrix.layouts()[layout])
+    wanted = matrix.layouts()[layout]
+    program = traced(algo, wanted.shards, wanted if wanted.merge == "any" else None)
+    return plan_traced(program, wanted, title=f"{algo} {layout}")
+
+
+@functools.cache
+def traced(algo: str, shards: int, one_by_one: Layout | None):
+    """What `plan` traces: the same for all layouts with as many shards, but for those that hear workers one by one."""
+    layout = one_by_one or Layout(Group("env", "actor", "buffer", "learner"), shards=shards)
+    return trace_for(matrix.algorithm(algo), matrix.environment(algo), layout)
 
 
 @pytest.mark.parametrize(("algo", "layout"), matrix.CELLS)

@@ -178,7 +178,10 @@ class Device:
             if value is not None:
                 shared = isinstance(ref, Constant) or id(value) in seen
                 seen.add(id(value))
-                value = jnp.copy(value) if shared else jnp.asarray(value)
+                if shared:
+                    value = jnp.copy(value)
+                elif not isinstance(value, jax.Array):  # `asarray` takes 20 us to find that it is one
+                    value = jnp.asarray(value)
             row.append(value)
         return row
 
