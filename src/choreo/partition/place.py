@@ -59,7 +59,7 @@ class Sites:
         return replace(self, replicas=alone, num_envs=self.num_envs // self.copies)
 
     def any_size(self) -> Size | None:
-        """Whether environments mix does not depend on how many blocks there are: any block size tells."""
+        """Some group's: whether environments mix depends on the number of blocks only where they are divided into groups."""
         return next((size for group in self.replicas if (size := self.size(group))), None)
 
     def single(self) -> list[GroupName]:
@@ -181,9 +181,9 @@ class _Placer:
         groups = {self.sites.group(role) for role in op.roles}
         if len(groups) > 1 or (op.host and not op.call):
             return self._place_split(op, groups)
-        forms, mixed = self._infer(op)
         if groups:
             (home,) = groups
+            forms, mixed = self._infer(op, home)
             if op.call and op.call.host and [vmap for vmap in op.call.vmaps if vmap.axis_name != SHARD_AXIS]:
                 raise PartitionError(
                     f"The host fragment `{op.name}` is called under jax.vmap; it is Python, and is called once for all rows.",
@@ -203,9 +203,10 @@ class _Placer:
                 forms = [WHOLE if form.mixed else form for form in forms]
         elif not op.eqn.effects and all(self.result.home(v) is None for v in op.ins):
             home = self.sites.default if any(self._read_by_python(v) for v in op.outs if v) else None
+            forms, _ = self._infer(op, home)
         else:
-            home = self._cheapest(op, mixed)
-            forms = [WHOLE if form.mixed else form for form in forms]
+            home = self._cheapest(op)
+            forms = [WHOLE if form.mixed else form for form in self._infer(op, home)[0]]
         self.result.ops[op] = home
         for value, form in zip(op.outs, forms, strict=True):
             if value:
@@ -219,22 +220,23 @@ class _Placer:
             return form
         return form._replace(mixed=form.mixed._replace(fragment=op.name))
 
-    def _infer(self, op: Op) -> tuple[list[Form], bool]:
-        size = self.sites.any_size()
+    def _infer(self, op: Op, group: GroupName | None) -> tuple[list[Form], bool]:
+        """The forms of its results if it runs in that group, and whether environments mix."""
+        size = (self.sites.size(group) if group else None) or self.sites.any_size()
         if size is None:
             return [WHOLE] * len(op.outs), False
         forms = infer_step(op.eqn, [self.result.form(v) for v in op.ins], size, op.at).outs
         return list(forms), any(form.mixed is not None for value, form in zip(op.outs, forms, strict=True) if value)
 
-    def _cheapest(self, op: Op, mixed: bool) -> GroupName:
+    def _cheapest(self, op: Op) -> GroupName:
         """The group where glue costs the fewest bytes sent."""
         near = {home for v in op.values() if (home := self.result.home(v)) is not None}
         near |= {group for value in op.outs if value for group in self._consumer_groups(value)}
         allowed = [g for g in self.sites.replicas if g in near - self.sites.python] or [self.sites.default]
         if combines(op.eqn):  # one site needs no other: a parameter server adds up gradients itself
             allowed = [g for g in allowed if not self.sites.size(g)] or allowed
-        if mixed:
-            allowed = [g for g in allowed if not self.sites.size(g)] or self._fallback() or self._refuse_mixing(op)
+        able = [g for g in allowed if not self.sites.size(g) or not self._infer(op, g)[1]]
+        allowed = able or self._fallback() or self._refuse_mixing(op)
 
         def cost(group: GroupName) -> int:
             sent_here = sum(v.nbytes for v in set(op.values()) if self.result.home(v) not in (None, group))
@@ -249,8 +251,8 @@ class _Placer:
         return [self.sites.default] if self.sites.default in single else single[:1]
 
     def _refuse_mixing(self, op: Op) -> list[GroupName]:
-        forms, _ = self._infer(op)
-        mixed = next(form.mixed for form in forms if form.mixed)
+        inferred = (form for group in self.sites.replicas for form in self._infer(op, group)[0])
+        mixed = next(form.mixed for form in inferred if form.mixed)
         raise PartitionError(
             f"{mixed.why}, and every group of this layout is replicated.", at=mixed.at or op.at,
             fix="Give one group a single site, or move the computation into a learner that uses choreo.all_reduce.")  # fmt: skip

@@ -62,7 +62,8 @@ def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     if rule is None:
         raise Mixes(f"no rule tells how `{eqn.primitive.name}` treats environments")
     lengths = {_shape(var)[axis] for var, axis in zip(eqn.invars, axes, strict=True) if axis is not None}
-    assert all(length % size.blocks == 0 for length in lengths), (eqn.primitive.name, lengths, size)
+    if any(length % size.blocks for length in lengths):
+        raise Mixes(f"{min(lengths)} groups of environments cannot be divided into {size.blocks} blocks")
     ins, outs, params = rule(eqn, axes, size)
     # Dimension numbers made by `vmap` are sometimes numpy integers.
     result = Split(_plain(ins), _plain(outs), params)
