@@ -149,6 +149,16 @@ class TestHowOften:
         assert set(numbers(after.steps)) <= set(model.items(3))
 
 
+def test_what_is_no_item_gets_no_priority():
+    """Drawn before anything was stored: priorities of it must not make an item of nothing."""
+    replay = one_table(batch=8, sampler="prioritized")
+    empty = replay.init(ONE_STEP, 2)
+    _, drawn = sample(replay, empty, jax.random.key(0))
+    assert not drawn.ready
+    after = replay.set_priorities(empty, drawn.where, jnp.full((8,), 3.0))
+    np.testing.assert_array_equal(after.tables["items"].weights, 0)
+
+
 class TestInOrder:
     def test_first_in_first_out(self):
         replay = one_table(4, capacity=40, sampler="fifo")

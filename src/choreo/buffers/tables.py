@@ -132,7 +132,9 @@ class Table:
         if state.weights is None or not self.has_priorities:
             raise AlgorithmError(f"The table `{self.name}` is {self.sampler}: it has no priorities.",
                                  fix='Make it Table(sampler="prioritized").')  # fmt: skip
-        new = self._weight(priorities).astype(jnp.float32)
+        # What is no item stays none: one drawn before there was any, say.
+        is_item = sums.get(state.weights, env, time) != 0
+        new = jnp.where(is_item, self._weight(priorities).astype(jnp.float32), 0)
         if state.times is not None and self.max_times_sampled is not None:
             new = jnp.where(state.times[env, time] < self.max_times_sampled, new, 0)
         return state._replace(weights=sums.put(state.weights, env, time, new))

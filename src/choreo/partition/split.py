@@ -35,6 +35,7 @@ class Size(NamedTuple):
 
     def of(self, length: int) -> int:
         """The rows of one block of an axis of that length."""
+        assert length % self.blocks == 0, f"{length} rows in {self.blocks} blocks would lose some"
         return length // self.blocks
 
 
