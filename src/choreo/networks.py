@@ -5,11 +5,6 @@ A *factory* `(observation_space, action_space, key) -> module` builds one; the m
     module(obs) -> (pi, value)                            one environment; pi is an `ops.Distribution`
     module(obs, memory) -> (pi, value, memory)            if it derives from `Recurrent`
 
-or, where critics value actions (`Control`),
-
-    module.policy(obs) -> pi, or an action                with `bounds` of the action space
-    module.critics                                        a tuple; each is critic(obs, action) -> value
-
 Change a factory's options with `functools.partial(mlp, hidden=(256, 256))`.
 
 `mlp` and `lstm` read any nesting of Dict and Tuple spaces, its leaves one after another as one vector, but for the key
@@ -23,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import gymnasium
@@ -114,42 +109,6 @@ def lstm(
     )
 
 
-def deterministic(
-    observation_space: gymnasium.Space,
-    action_space: gymnasium.Space,
-    key: Key,
-    *,
-    hidden: Sequence[int] = (256, 256),
-    critics: int = 2,
-) -> "Control":
-    """A policy that names one action, and critics of actions; ReLU layers: what TD3 is usually run with."""
-    key_policy, key_critics = jax.random.split(key)
-    return Control(
-        policy=Deterministic(*control_policy(observation_space, action_space, key_policy, hidden)),
-        critics=action_critics(observation_space, action_space, key_critics, hidden, critics),
-    )
-
-
-def squashed(
-    observation_space: gymnasium.Space,
-    action_space: gymnasium.Space,
-    key: Key,
-    *,
-    hidden: Sequence[int] = (256, 256),
-    critics: int = 2,
-) -> "Control":
-    """A policy that draws an action within bounds, and critics of actions; ReLU layers: what SAC is usually run with."""
-    key_policy, key_critics = jax.random.split(key)
-    return Control(
-        policy=Stochastic(*control_policy(observation_space, action_space, key_policy, hidden, outputs=2)),
-        critics=action_critics(observation_space, action_space, key_critics, hidden, critics),
-    )
-
-
-NETWORKS = {"mlp": mlp, "atari_cnn": atari_cnn, "lstm": lstm, "deterministic": deterministic, "squashed": squashed}
-"""Factories by name."""
-
-
 class Recurrent(eqx.Module):
     """A network with memory: `module(obs, memory) -> (pi, value, memory)`."""
 
@@ -210,167 +169,6 @@ class LSTM(Recurrent):
     def __call__(self, obs: PyTree, memory: PyTree) -> tuple[Distribution, jax.Array, PyTree]:
         memory = self.cell(apply(self.torso, self.encode(obs)), memory)
         return self.policy(memory[0], action_mask(obs)), self.value(memory[0])[0], memory
-
-
-class Control(eqx.Module):
-    """A network for continuous actions: a policy, which is all that acting needs, and critics of actions."""
-
-    policy: "Deterministic | Stochastic"
-    critics: tuple["ActionCritic", ...]
-
-
-class Deterministic(eqx.Module):
-    """From an observation to an action."""
-
-    encode: "Encoder"
-    torso: tuple[eqx.nn.Linear, ...]
-    output: eqx.nn.Linear
-    bounds: "Bounds"
-
-    def __call__(self, obs: PyTree) -> jax.Array:
-        return self.bounds.scale(jnp.tanh(self.output(rectified(self.torso, self.encode(obs)))))
-
-
-class Stochastic(eqx.Module):
-    """From an observation to a distribution over actions."""
-
-    encode: "Encoder"
-    torso: tuple[eqx.nn.Linear, ...]
-    output: eqx.nn.Linear
-    bounds: "Bounds"
-
-    def __call__(self, obs: PyTree) -> "Squashed":
-        mean, log_std = jnp.split(self.output(rectified(self.torso, self.encode(obs))), 2)
-        return Squashed(Gaussian(mean, jnp.clip(log_std, *LOG_STD)), self.bounds)
-
-
-LOG_STD = (-20.0, 2.0)
-"""Between these the logarithm of a standard deviation is kept (Haarnoja et al. 2018)."""
-
-
-class Squashed(NamedTuple):
-    """Normal variables, squeezed by tanh into the bounds of a space.
-
-    Densities are those of actions scaled to [-1, 1]: an entropy then means the same whatever units a space has.
-    """
-
-    gaussian: Gaussian
-    bounds: "Bounds"
-
-    def sample(self, key: Key) -> jax.Array:
-        return self.sample_and_log_prob(key)[0]
-
-    def mode(self) -> jax.Array:
-        """The middle of the distribution: where half of the actions are lower, in each dimension."""
-        return self.bounds.scale(jnp.tanh(self.gaussian.mean))
-
-    def sample_and_log_prob(self, key: Key) -> tuple[jax.Array, jax.Array]:
-        """Both from the variable before tanh, which cannot be found again from an action at the bounds."""
-        x = self.gaussian.sample(key)
-        # log(1 - tanh(x)^2), written so that it does not round to log(0) (Haarnoja et al. 2018, appendix C).
-        log_slope = 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
-        return self.bounds.scale(jnp.tanh(x)), self.gaussian.log_prob(x) - jnp.sum(log_slope)
-
-
-class ActionCritic(eqx.Module):
-    """From an observation and an action to a value."""
-
-    encode: "Encoder"
-    torso: tuple[eqx.nn.Linear, ...]
-    output: eqx.nn.Linear
-    bounds: "Bounds"
-
-    def __call__(self, obs: PyTree, action: jax.Array) -> jax.Array:
-        x = jnp.concatenate([self.encode(obs), self.bounds.unscale(action)])
-        return self.output(rectified(self.torso, x))[0]
-
-
-def control_policy(
-    observation_space: gymnasium.Space,
-    action_space: gymnasium.Space,
-    key: Key,
-    hidden: Sequence[int],
-    *,
-    outputs: int = 1,
-) -> tuple["Encoder", tuple[eqx.nn.Linear, ...], eqx.nn.Linear, "Bounds"]:
-    """The parts of a policy, with so many outputs for each dimension of an action."""
-    check_action_mask(observation_space, action_space)
-    encode, bounds = encoder(observation_space), bounds_of(action_space)
-    key_torso, key_output = jax.random.split(key)
-    widths = (encode.size, *hidden)
-    # Small weights at first: actions in the middle of the space, where tanh has a slope.
-    return encode, layers(key_torso, widths), linear(key_output, widths[-1], outputs * bounds.size, scale=0.01), bounds
-
-
-def action_critics(
-    observation_space: gymnasium.Space, action_space: gymnasium.Space, key: Key, hidden: Sequence[int], num: int
-) -> tuple[ActionCritic, ...]:
-    """Critics that differ in their first weights."""
-    if num < 1:
-        raise AlgorithmError(f"A network with critics={num} has nothing to learn from.", fix="Give it one, or two.")
-    encode, bounds = encoder(observation_space), bounds_of(action_space)
-    widths = (encode.size + bounds.size, *hidden)
-
-    def critic(key: Key) -> ActionCritic:
-        key_torso, key_output = jax.random.split(key)
-        return ActionCritic(encode, layers(key_torso, widths), linear(key_output, widths[-1], 1, scale=1.0), bounds)
-
-    return tuple(map(critic, jax.random.split(key, num)))
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """A Box with finite bounds; `unit` actions are a vector of numbers between -1 and 1."""
-
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.low)
-
-    def scale(self, unit: jax.Array) -> jax.Array:
-        """An action of the space."""
-        middle, half = self._affine(unit.dtype)
-        return (middle + half * unit).reshape(self.shape)
-
-    def unscale(self, action: jax.Array) -> jax.Array:
-        """As a vector of numbers between -1 and 1."""
-        middle, half = self._affine(action.dtype)
-        return (action.ravel() - middle) / half
-
-    def add(self, action: jax.Array, noise: jax.Array) -> jax.Array:
-        """`noise`, a vector in units of half the width of the space, on top of an action; the sum is kept in the space."""
-        return self.scale(jnp.clip(self.unscale(action) + noise, -1, 1))
-
-    def uniform(self, key: Key) -> jax.Array:
-        """Any action."""
-        return self.scale(jax.random.uniform(key, (self.size,), jnp.result_type(float), -1, 1))
-
-    def _affine(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        low, high = np.array(self.low), np.array(self.high)
-        return jnp.asarray((low + high) / 2, dtype), jnp.asarray((high - low) / 2, dtype)
-
-
-jax.tree_util.register_static(Bounds)
-
-
-def bounds_of(space: gymnasium.Space) -> Bounds:
-    """Of actions that are real numbers; refused if there is no end to them, or no choice."""
-    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
-        raise AlgorithmError(
-            f"Actions must be real numbers in a Box, not {space}.",
-            fix="For Discrete actions use DQN, PPO or A2C.",
-        )
-    finite = np.isfinite(space.low) & np.isfinite(space.high) & (space.low < space.high)
-    if not finite.all() or not space.shape or not math.prod(space.shape):
-        raise AlgorithmError(
-            f"Actions must be in a Box with finite bounds, the lower one below the upper one, not in {space}.",
-            fix="Bound them in a wrapper (gymnasium.wrappers.RescaleAction); or use PPO, which does not need bounds.",
-        )
-    low, high = (tuple(x.astype(float).ravel().tolist()) for x in (space.low, space.high))
-    return Bounds(low, high, space.shape)
 
 
 class PolicyHead(eqx.Module):

@@ -71,10 +71,7 @@ class Layers(eqx.Module):
     layers: tuple[eqx.nn.Linear, ...]
 
     def __call__(self, obs: PyTree) -> jax.Array:
-        x = self.encode(obs)
-        for layer in self.layers:
-            x = jax.nn.relu(layer(x))
-        return x
+        return networks.rectified(self.layers, self.encode(obs))
 
 
 class Frames(eqx.Module):

@@ -13,11 +13,12 @@ from gymnasium import spaces
 from algos.one_gradient import learn
 from algos.one_step import OneStep
 from algos.toys import batch, box, number
-from choreo import networks
+from choreo import ops
 from choreo.algos import control
 from choreo.algos.control import Network
 from choreo.algos.off_policy import Batches
 from choreo.buffers import Step as Stored
+from choreo.control_networks import bounds_of
 from choreo.envs import Step
 from choreo.roles import SHARD_AXIS
 
@@ -195,7 +196,7 @@ class Always(eqx.Module):
     """A policy: always the same action."""
 
     action: jax.Array
-    bounds: networks.Bounds
+    bounds: ops.Bounds
 
     def __call__(self, obs):
         return self.action
@@ -207,7 +208,7 @@ def lines(*slopes: float) -> tuple[Line, ...]:
 
 def by_hand(action: float, slopes: list[float]) -> Network:
     """A network whose numbers one can compute with by hand."""
-    return Network(Always(jnp.array([action]), networks.bounds_of(box(1))), lines(*slopes))
+    return Network(Always(jnp.array([action]), bounds_of(box(1))), lines(*slopes))
 
 
 def window(*, discount: float = 1.0, last: bool = False) -> Stored:

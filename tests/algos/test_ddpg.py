@@ -12,12 +12,12 @@ from gymnasium import spaces
 from algos import continuous
 from algos.continuous import GAMMA, by_hand, window
 from algos.toys import Match, batch
-from choreo import networks
 from choreo.algos.ddpg import DDPG
+from choreo.control_networks import deterministic
 from choreo.errors import AlgorithmError
 from choreo.testing import check_algorithm
 
-SMALL = functools.partial(networks.deterministic, hidden=(32, 32), critics=1)
+SMALL = functools.partial(deterministic, hidden=(32, 32), critics=1)
 TOY = DDPG(
     learning_rate=3e-3, tau=0.05, gamma=GAMMA, noise=0.3, batch_size=64, min_size=256, capacity=20_000, network=SMALL
 )
@@ -132,20 +132,20 @@ def test_discrete_actions_are_refused():
 )
 def test_actions_need_bounds(space: gymnasium.Space):
     with pytest.raises(AlgorithmError, match="a Box with finite bounds, the lower one below the upper one"):
-        networks.deterministic(spaces.Discrete(2), space, jax.random.key(0))
+        deterministic(spaces.Discrete(2), space, jax.random.key(0))
 
 
 def test_integers_are_no_real_numbers():
     with pytest.raises(AlgorithmError, match="real numbers in a Box"):
-        networks.deterministic(spaces.Discrete(2), spaces.Box(0, 5, (2,), np.int32), jax.random.key(0))
+        deterministic(spaces.Discrete(2), spaces.Box(0, 5, (2,), np.int32), jax.random.key(0))
 
 
 def test_a_mask_is_not_for_real_numbers():
     masked = spaces.Dict(action_mask=spaces.MultiBinary(2), place=spaces.Discrete(2))
     with pytest.raises(AlgorithmError, match="An action mask is for Discrete and MultiDiscrete actions"):
-        networks.deterministic(masked, spaces.Box(-1.0, 1.0, (2,), np.float32), jax.random.key(0))
+        deterministic(masked, spaces.Box(-1.0, 1.0, (2,), np.float32), jax.random.key(0))
 
 
 def test_no_critics():
     with pytest.raises(AlgorithmError, match="critics=0 has nothing to learn from"):
-        networks.deterministic(spaces.Discrete(2), spaces.Box(-1.0, 1.0), jax.random.key(0), critics=0)
+        deterministic(spaces.Discrete(2), spaces.Box(-1.0, 1.0), jax.random.key(0), critics=0)

@@ -11,19 +11,20 @@ from gymnasium import spaces
 
 from algos import continuous
 from algos.continuous import GAMMA, learn, lines, window
-from choreo import networks, ops
+from choreo import ops
 from choreo.algos.control import Network
 from choreo.algos.sac import SAC, Learned
+from choreo.control_networks import bounds_of, squashed
 from choreo.errors import AlgorithmError
 from choreo.testing import check_algorithm
 
-SMALL = functools.partial(networks.squashed, hidden=(32, 32))
+SMALL = functools.partial(squashed, hidden=(32, 32))
 TOY = SAC(
     learning_rate=3e-3, tau=0.05, gamma=GAMMA, temperature=0.005,
     batch_size=64, min_size=256, capacity=20_000, network=SMALL,
 )  # fmt: skip
-UNIT = networks.bounds_of(spaces.Box(-1.0, 1.0, (2,), np.float32))
-WIDE = networks.bounds_of(spaces.Box(np.array([-2, 0], np.float32), np.array([2, 10], np.float32)))
+UNIT = bounds_of(spaces.Box(-1.0, 1.0, (2,), np.float32))
+WIDE = bounds_of(spaces.Box(np.array([-2, 0], np.float32), np.array([2, 10], np.float32)))
 
 
 def network_of(train):
@@ -63,8 +64,8 @@ def test_a_temperature_that_is_given_stays():
 class SamePi:
     """A policy: the same distribution always."""
 
-    pi: networks.Squashed
-    bounds: networks.Bounds
+    pi: ops.Squashed
+    bounds: ops.Bounds
 
     def __call__(self, obs):
         return self.pi
@@ -74,8 +75,8 @@ jax.tree_util.register_dataclass(SamePi, ["pi"], ["bounds"])
 
 
 def by_hand(*, temperature: float = 0.5) -> Learned:
-    one = networks.bounds_of(spaces.Box(-1.0, 1.0, (1,), np.float32))
-    pi = networks.Squashed(ops.Gaussian(jnp.array([0.3]), jnp.array([-1.0])), one)
+    one = bounds_of(spaces.Box(-1.0, 1.0, (1,), np.float32))
+    pi = ops.Squashed(ops.Gaussian(jnp.array([0.3]), jnp.array([-1.0])), one)
     return Learned(Network(SamePi(pi, one), lines(1.0, 2.0)), jnp.log(jnp.float32(temperature)))
 
 
@@ -139,7 +140,7 @@ def test_densities_against_distrax(bounds):
     """Ours are of actions scaled to [-1, 1]: distrax's, and the logarithm of half the width of each dimension."""
     distrax = pytest.importorskip("distrax", reason="distrax is not installed")
     mean, log_std = jnp.array([0.5, -1.0]), jnp.array([-0.3, 0.2])
-    ours = networks.Squashed(ops.Gaussian(mean, log_std), bounds)
+    ours = ops.Squashed(ops.Gaussian(mean, log_std), bounds)
     low, high = jnp.array(bounds.low), jnp.array(bounds.high)
     squash = distrax.Chain([distrax.ScalarAffine((low + high) / 2, (high - low) / 2), distrax.Tanh()])
     theirs = distrax.Transformed(distrax.MultivariateNormalDiag(mean, jnp.exp(log_std)), distrax.Block(squash, 1))
@@ -150,7 +151,7 @@ def test_densities_against_distrax(bounds):
 
 def test_densities_far_out_are_finite():
     """Where tanh is 1 in float32: the density and its gradient are those of the Gaussian, and a slope of 4 exp(-2 x)."""
-    pi = networks.Squashed(ops.Gaussian(jnp.array([20.0, -20.0]), jnp.array([-9.0, -9.0])), UNIT)
+    pi = ops.Squashed(ops.Gaussian(jnp.array([20.0, -20.0]), jnp.array([-9.0, -9.0])), UNIT)
     action, log_prob = pi.sample_and_log_prob(jax.random.key(0))
     np.testing.assert_allclose(action, [1.0, -1.0], rtol=1e-6)
     gradient = jax.grad(lambda mean: pi._replace(gaussian=pi.gaussian._replace(mean=mean)).sample_and_log_prob(
@@ -160,7 +161,7 @@ def test_densities_far_out_are_finite():
 
 
 def test_the_greedy_action_is_the_middle_of_the_distribution():
-    pi = networks.Squashed(ops.Gaussian(jnp.array([0.5, -1.0]), jnp.array([0.0, 0.0])), WIDE)
+    pi = ops.Squashed(ops.Gaussian(jnp.array([0.5, -1.0]), jnp.array([0.0, 0.0])), WIDE)
     drawn = jax.vmap(pi.sample)(jax.random.split(jax.random.key(0), 4000))
     np.testing.assert_allclose(jnp.median(drawn, axis=0), pi.mode(), atol=0.15)
     np.testing.assert_allclose(pi.mode(), [2 * np.tanh(0.5), 5 + 5 * np.tanh(-1.0)], rtol=1e-5)

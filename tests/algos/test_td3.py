@@ -9,12 +9,12 @@ import pytest
 
 from algos import continuous
 from algos.continuous import GAMMA, by_hand, window
-from choreo import networks
 from choreo.algos.td3 import TD3
+from choreo.control_networks import deterministic
 from choreo.errors import AlgorithmError
 from choreo.testing import check_algorithm
 
-SMALL = functools.partial(networks.deterministic, hidden=(32, 32))
+SMALL = functools.partial(deterministic, hidden=(32, 32))
 TOY = TD3(
     learning_rate=3e-3, tau=0.05, gamma=GAMMA, noise=0.3, target_noise=0.05,
     batch_size=64, min_size=256, capacity=20_000, network=SMALL,

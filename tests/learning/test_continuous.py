@@ -9,15 +9,15 @@ import functools
 import pytest
 
 import choreo
-from choreo import networks
 from choreo.algos.ddpg import DDPG
 from choreo.algos.sac import SAC
 from choreo.algos.td3 import TD3
+from choreo.control_networks import deterministic, squashed
 
 STEPS = 30_000
-ONE_CRITIC = functools.partial(networks.deterministic, hidden=(64, 64), critics=1)
-TWO_CRITICS = functools.partial(networks.deterministic, hidden=(64, 64))
-SQUASHED = functools.partial(networks.squashed, hidden=(64, 64))
+ONE_CRITIC = functools.partial(deterministic, hidden=(64, 64), critics=1)
+TWO_CRITICS = functools.partial(deterministic, hidden=(64, 64))
+SQUASHED = functools.partial(squashed, hidden=(64, 64))
 
 RECOMMENDED = {
     "ddpg": DDPG(learning_rate=1e-3, batch_size=128, capacity=STEPS, network=ONE_CRITIC),

@@ -21,6 +21,7 @@ from choreo.algos.actor_critic import MakeOptimizer
 from choreo.algos.control import Network, Params
 from choreo.algos.off_policy import Batches, Carry
 from choreo.buffers import Replay, Step
+from choreo.control_networks import deterministic
 from choreo.envs.base import Env
 from choreo.loops import Position, rollout
 from choreo.roles import all_reduce, fragment
@@ -66,7 +67,7 @@ class DDPG:
     """Steps that are stored before anything is learned; until then actions are uniform."""
     buffer_shards: int = 1
     """Replays, each over its own environments; part of the meaning: every batch takes as many items from each."""
-    network: networks.Factory = functools.partial(networks.deterministic, critics=1)
+    network: networks.Factory = functools.partial(deterministic, critics=1)
     """Builds the network: (observation_space, action_space, key) -> module with `policy` and `critics`."""
     optimizer: MakeOptimizer | None = None
     """From a learning rate to an optimiser; None: Adam."""
@@ -115,16 +116,17 @@ class DDPG:
     @fragment("learner")
     def learn(self, train: Train, batches: Batches, key: Key):
         """`updates` steps of the optimiser."""
+        return control.learn(self.update, train, batches, key)
 
-        def update(train: Train, now: tuple[Step, Key]):
-            gradient, metrics = jax.grad(self.loss, has_aux=True)(train.network, train.target, now[0])
-            network, optimizer = control.descend(
-                self.make_optimizer(), all_reduce(gradient), train.network, train.optimizer
-            )
-            target = control.follow(train.target, network, self.tau)
-            return Train(network, target, optimizer, train.updates + 1, train.iterations), metrics
-
-        return control.learn(update, train, batches, key)
+    def update(self, train: Train, now: tuple[Step, Key]) -> tuple[Train, dict[str, jax.Array]]:
+        """From a batch of items [item, step, ...]: both parts at once; in the paper the policy ascends the newer critic."""
+        steps, _ = now
+        gradient, metrics = jax.grad(self.loss, has_aux=True)(train.network, train.target, steps)
+        network, optimizer = control.descend(
+            self.make_optimizer(), all_reduce(gradient), train.network, train.optimizer
+        )
+        target = control.follow(train.target, network, self.tau)
+        return Train(network, target, optimizer, train.updates + 1, train.iterations), metrics
 
     def loss(self, network: Network, target: Network, steps: Step):
         """Of items [item, step, ...]: both losses; each changes parameters that the other leaves alone."""

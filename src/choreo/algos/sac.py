@@ -20,6 +20,7 @@ from choreo.algos.actor_critic import MakeOptimizer
 from choreo.algos.control import Network, Params
 from choreo.algos.off_policy import Batches, Carry
 from choreo.buffers import Replay, Step
+from choreo.control_networks import squashed
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, rollout
@@ -77,7 +78,7 @@ class SAC:
     """Steps that are stored before anything is learned; until then actions are uniform."""
     buffer_shards: int = 1
     """Replays, each over its own environments; part of the meaning: every batch takes as many items from each."""
-    network: networks.Factory = networks.squashed
+    network: networks.Factory = squashed
     """Builds the network: (observation_space, action_space, key) -> module with `policy` and `critics`."""
     optimizer: MakeOptimizer | None = None
     """From a learning rate to an optimiser; None: Adam."""
@@ -133,16 +134,16 @@ class SAC:
     @fragment("learner")
     def learn(self, train: Train, batches: Batches, key: Key):
         """`updates` steps of the optimiser."""
+        return control.learn(self.update, train, batches, key)
 
-        def update(train: Train, now: tuple[Step, Key]):
-            gradient, metrics = jax.grad(self.loss, has_aux=True)(train.learned, train.target, *now)
-            learned, optimizer = control.descend(
-                self.make_optimizer(), all_reduce(gradient), train.learned, train.optimizer
-            )
-            target = control.follow(train.target, learned.network.critics, self.tau)
-            return Train(learned, target, optimizer, train.updates + 1, train.iterations), metrics
-
-        return control.learn(update, train, batches, key)
+    def update(self, train: Train, now: tuple[Step, Key]) -> tuple[Train, dict[str, jax.Array]]:
+        """From a batch of items [item, step, ...]: all parts at once; in the paper the policy ascends the newer critics."""
+        gradient, metrics = jax.grad(self.loss, has_aux=True)(train.learned, train.target, *now)
+        learned, optimizer = control.descend(
+            self.make_optimizer(), all_reduce(gradient), train.learned, train.optimizer
+        )
+        target = control.follow(train.target, learned.network.critics, self.tau)
+        return Train(learned, target, optimizer, train.updates + 1, train.iterations), metrics
 
     def loss(self, learned: Learned, target: PyTree, steps: Step, key: Key):
         """Of items [item, step, ...]: all three losses; each changes parameters that the others leave alone."""

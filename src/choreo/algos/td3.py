@@ -20,6 +20,7 @@ from choreo.algos.actor_critic import MakeOptimizer
 from choreo.algos.control import Network, Params
 from choreo.algos.off_policy import Batches, Carry
 from choreo.buffers import Replay, Step
+from choreo.control_networks import deterministic
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, rollout
@@ -74,7 +75,7 @@ class TD3:
     """Steps that are stored before anything is learned; until then actions are uniform."""
     buffer_shards: int = 1
     """Replays, each over its own environments; part of the meaning: every batch takes as many items from each."""
-    network: networks.Factory = networks.deterministic
+    network: networks.Factory = deterministic
     """Builds the network: (observation_space, action_space, key) -> module with `policy` and `critics`."""
     optimizer: MakeOptimizer | None = None
     """From a learning rate to an optimiser; None: Adam."""

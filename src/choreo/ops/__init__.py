@@ -1,8 +1,10 @@
 """Pure functions, a paper equation each."""
 
+from choreo.ops.bounds import Bounds as Bounds
 from choreo.ops.distributions import Categorical as Categorical
 from choreo.ops.distributions import Distribution as Distribution
 from choreo.ops.distributions import Gaussian as Gaussian
+from choreo.ops.distributions import Squashed as Squashed
 from choreo.ops.losses import clipped_surrogate as clipped_surrogate
 from choreo.ops.normalise import Moments as Moments
 from choreo.ops.normalise import Seen as Seen

@@ -1,5 +1,6 @@
 """Action distributions: small pytrees, of one environment or (under `vmap`) of many."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from choreo.ops.bounds import Bounds
 from choreo.types import Key
 
 MASKED = -1e9
@@ -68,6 +70,30 @@ class Gaussian(NamedTuple):
 
     def entropy(self) -> Float[Array, "*batch"]:
         return jnp.sum(self.log_std + 0.5 * float(np.log(2 * np.pi * np.e)), axis=-1)
+
+
+class Squashed(NamedTuple):
+    """Normal variables, squeezed by tanh into the bounds of a space.
+
+    Densities are those of actions scaled to [-1, 1]: an entropy then means the same whatever units a space has.
+    """
+
+    gaussian: Gaussian
+    bounds: Bounds
+
+    def sample(self, key: Key) -> Float[Array, "*action"]:
+        return self.sample_and_log_prob(key)[0]
+
+    def mode(self) -> Float[Array, "*action"]:
+        """The middle of the distribution: where half of the actions are lower, in each dimension."""
+        return self.bounds.scale(jnp.tanh(self.gaussian.mean))
+
+    def sample_and_log_prob(self, key: Key) -> tuple[Float[Array, "*action"], Float[Array, ""]]:
+        """Both from the variable before tanh, which cannot be found again from an action at the bounds."""
+        x = self.gaussian.sample(key)
+        # log(1 - tanh(x)^2), written so that it does not round to log(0) (Haarnoja et al. 2018, appendix C).
+        log_slope = 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
+        return self.bounds.scale(jnp.tanh(x)), self.gaussian.log_prob(x) - jnp.sum(log_slope)
 
 
 class Bernoulli(NamedTuple):
