@@ -163,3 +163,8 @@ def test_where_names_the_users_line():
 def test_is_key():
     assert _compat.is_key(jax.random.key(0).dtype)
     assert not _compat.is_key(jnp.uint32)
+
+
+def test_clients_exist_once_something_was_computed():
+    jax.devices()
+    assert _compat.clients_exist()

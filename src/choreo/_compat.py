@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jec
 from jax._src import core as _core
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend import source_info_util
@@ -153,6 +154,11 @@ def where(eqn: jec.JaxprEqn) -> str:
     """The user's line an equation came from: `my_ppo.py:88:13 (act)`; empty if no frame of the user's is known."""
     line = source_info_util.summarize(eqn.source_info)
     return "" if line.startswith("<") or line == "unknown" else line
+
+
+def clients_exist() -> bool:
+    """Has JAX looked for devices already?"""
+    return _xla_bridge.backends_are_initialized()
 
 
 def key_impl(dtype: Any) -> str:

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh
 from choreo._compat import key_impl
 from choreo.errors import LayoutError, PartitionError
 from choreo.graph.ir import Graph
+from choreo.graph.products import largest_product
 from choreo.layouts.base import Layout
 from choreo.partition.exported import ExportedFn
 from choreo.partition.passes import partition
@@ -60,6 +61,8 @@ class Plan:
     """How many of iterate's inputs and outputs are the carry."""
     carry_axes: tuple[Axis, ...]
     """The env axis of each leaf of the carry."""
+    largest_product: int
+    """Multiplications in the largest product of matrices."""
     carry: PyTree = field(default=None, repr=False)
     """The form of the carry, with its static leaves; not pickled, since only the coordinator puts a carry together."""
 
@@ -169,7 +172,8 @@ class Plan:
         return draw_plan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in ("title", "layout", "sites", "num_carry", "carry_axes")}
+        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "largest_product")
+        state = {name: getattr(self, name) for name in plain}
         groups = list(self.sites.replicas)
         init, iterate = (exported(program, groups, self.sites.replicas) for program in (self.init, self.iterate))
         return state | {"carry": None, "init": init, "iterate": iterate}
@@ -222,8 +226,8 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
         iterate = _blocks_of_copies(iterate, traced, sites)
     else:
         init, iterate = partition(traced, sites, relaxed=relaxed)
-    num_carry = traced.iterate.block.num_carry
-    return Plan(title, layout, sites, init, iterate, num_carry, traced.carry_axes, traced.carry)
+    num_carry, product = traced.iterate.block.num_carry, largest_product(traced.iterate)
+    return Plan(title, layout, sites, init, iterate, num_carry, traced.carry_axes, product, traced.carry)
 
 
 def _count_along(traced: Traced, axis: str) -> int:

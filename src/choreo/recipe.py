@@ -128,7 +128,7 @@ class Recipe:
 
     def carry_structure(self) -> PyTree:
         """The shapes and types of the carry; runs nothing."""
-        carry = eqx.filter_eval_shape(self.algo_with_horizon.init, self.env, self.key)
+        carry = eqx.filter_eval_shape(lambda: self.algo_with_horizon.init(self.env, self.key))
         if not hasattr(carry, "train"):
             raise AlgorithmError(
                 f"`{type(self.algo).__name__}.init` returns a {type(carry).__name__} without `train`.",

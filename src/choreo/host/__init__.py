@@ -75,23 +75,24 @@ class HostObjects:
             return _for_shards(self.bind(fn.of_shards(shards)))
         size = fn.num_envs if self.each else fn.num_envs // self.replicas
         envs = range(self.replica * size, (self.replica + 1) * size)
-        expected = [((size, *spec.shape[1:]), np.dtype(spec.dtype)) for spec in fn.outs]
+        shapes, dtypes = [(size, *spec.shape[1:]) for spec in fn.outs], [np.dtype(spec.dtype) for spec in fn.outs]
         method: Callable[..., Any] | None = None
 
         def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:
             nonlocal method
+            self.calls += 1
             found = method
             if found is None:  # looked up once: this is called in every step
                 if fn.make not in self.made:
                     self.made[fn.make] = fn.make(envs)
                 found = method = getattr(self.made[fn.make], fn.method)
             results = found(*leaves)
-            for x, (shape, dtype) in zip(results, expected, strict=True):
-                if x.dtype is not dtype or x.shape != shape:
-                    _check_types(fn, results, expected)
+            self.calls += 1
+            if [x.shape for x in results] != shapes or [x.dtype for x in results] != dtypes:
+                raise _wrong_types(fn, results, shapes, dtypes)
             return results
 
-        return self._counted(call)
+        return call
 
     def _counted(self, fn: Callable[..., tuple[np.ndarray, ...]]) -> Callable[..., tuple[np.ndarray, ...]]:
         def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -123,15 +124,12 @@ def _for_shards(fn: Callable[..., tuple[np.ndarray, ...]]) -> Callable[..., tupl
     return call
 
 
-def _check_types(fn: HostMethod, results: Any, expected: list[Any]) -> None:
-    if [(x.shape, x.dtype) for x in results] == expected:
-        return
+def _wrong_types(fn: HostMethod, results: Any, shapes: list[Any], dtypes: list[Any]) -> AlgorithmError:
+    def words(shapes: list[Any], dtypes: list[Any]) -> str:
+        return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in zip(shapes, dtypes, strict=True))
 
-    def words(types: Any) -> str:
-        return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in types)
-
-    got = words((np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in results)
-    raise AlgorithmError(
-        f"The host method `{fn.method}` returned {got}; it was declared to return {words(expected)}.",
+    got = words([np.shape(x) for x in results], [getattr(x, "dtype", type(x).__name__) for x in results])
+    return AlgorithmError(
+        f"The host method `{fn.method}` returned {got}; it was declared to return {words(shapes, dtypes)}.",
         fix="Correct the `outs` of its HostMethod, or what it returns.",
     )

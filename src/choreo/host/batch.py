@@ -3,7 +3,7 @@
     reset(seeds)              -> token, *obs
     step(token, *action)      -> token, *obs, reward, discount, last, *next_obs, episode_return, episode_length, *info
 
-Every array has the env axis first and is new with every call; `obs` and `next_obs` are the same arrays where no episode
+Every array has the env axis first and is never written again; `obs` and `next_obs` are the same arrays where no episode
 ended. The token counts steps: an environment cannot go back to a state it has left, so a step from any but the latest is
 refused. Observations and actions are flat (choreo.host.spaces).
 """
@@ -77,7 +77,10 @@ class Batch:
         self.token: bytes | None = None
         """The latest one."""
         # In our type, so that what is handed out is a copy and no conversion.
-        self.returns, self.ones = np.zeros(len(envs), self.float), np.ones(len(envs), self.float)
+        self.returns = np.zeros(len(envs), self.float)
+        self.ones, self.nowhere = np.ones(len(envs), self.float), np.zeros(len(envs), np.bool_)
+        for shared in (self.ones, self.nowhere):  # handed out in every step in which no episode ends
+            shared.setflags(write=False)
         self.began = np.zeros(len(envs), np.int32)
         """The token with which the running episode began."""
         self.infos = [np.zeros(len(envs), self.float) for _ in self.info_keys]
@@ -96,7 +99,8 @@ class Batch:
     def begun(self, obs: list[np.ndarray]) -> tuple[np.ndarray, ...]:
         """What `reset` returns."""
         self.refuse_nan(obs, "reset")
-        for totals in (self.returns, self.began, *self.infos):
+        self.returns = np.zeros_like(self.returns)
+        for totals in (self.began, *self.infos):
             totals[:] = 0
         token = np.zeros(len(self.envs), np.int32)
         self.current, self.token = None, token.tobytes()
@@ -133,14 +137,14 @@ class Batch:
         self.refuse_nan(next_obs, "step")
         if math.isnan(np.dot(reward, reward)):
             self.wrong(int(np.isnan(reward).argmax()), "step", "NaN as reward")
-        self.returns += reward
+        returns = self.returns = self.returns + reward
         token = token + 1  # wraps after 2**31 steps, which does no harm
         self.token = token.tobytes()
-        discount, last = self.ones.copy(), np.zeros(len(reward), np.bool_)
-        totals = [self.returns.copy(), token - self.began, *(values.copy() for values in self.infos)]
-        obs = next_obs
+        totals = [returns, token - self.began, *(values.copy() for values in self.infos)]
+        obs, discount, last = next_obs, self.ones, self.nowhere
         if ended:
-            obs = [leaf.copy() for leaf in next_obs]
+            self.returns = returns.copy()
+            obs, discount, last = [leaf.copy() for leaf in next_obs], discount.copy(), last.copy()
             for i in terminal:
                 discount[i] = 0
             for i in ended:

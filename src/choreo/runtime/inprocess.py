@@ -19,6 +19,7 @@ from choreo.runtime.execution import Execution, Orders
 from choreo.runtime.messages import Neighbourhood
 from choreo.runtime.profile import Profile, Recorder
 from choreo.runtime.schedule import Read, lag_metrics
+from choreo.runtime.threads import start_jax
 from choreo.types import Key, PyTree
 
 
@@ -30,6 +31,7 @@ class InProcess:
         self.plan, self.recorder = plan, Recorder() if profile else None
         self.replayed, self.log = replay, []
         watch = self.recorder and self.recorder.watch
+        start_jax(plan)
         platforms = {group: plan.platform(group) for group in plan.sites.replicas}
         self.device = Device(platforms, watch, carry_axes=plan.carry_axes, partitioned=plan.partitioned,
                              spread={group: plan.replicas(group) for group in plan.combining})  # fmt: skip

@@ -45,6 +45,7 @@ from choreo.runtime.messages import Neighbourhood, messages
 from choreo.runtime.profile import Profile
 from choreo.runtime.schedule import Read, from_json
 from choreo.runtime.shm import make_shm_channel
+from choreo.runtime.threads import XLA_THREADS, useful_threads
 from choreo.runtime.wire import Frame, receive_frame, send_frame
 from choreo.types import Key, PyTree
 
@@ -319,10 +320,9 @@ class Local:
     def _environment(self, name: str) -> dict[str, str]:
         """Environment variables of a worker: no more threads than it has cores to itself."""
         host = self.hosts[name]
-        threads = str(max(1, host.cpus // sum(other == host for other in self.hosts.values())))
-        limits = dict.fromkeys(
-            ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC", "PJRT_NPROC"), threads
-        )
+        cores = max(1, host.cpus // sum(other == host for other in self.hosts.values()))
+        limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(cores))
+        limits |= dict.fromkeys(XLA_THREADS, str(useful_threads(self.plan, cores)))
         platforms = {self.plan.platform(group) for group in self._groups(name)}
         chosen = {"JAX_PLATFORMS": ",".join(sorted(p for p in platforms if p))} if None not in platforms else {}
         # Several workers may share an accelerator: none may take all of its memory at the start.

@@ -12,6 +12,7 @@ arrays is the `Backend`'s.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -116,11 +117,11 @@ class Machine:
         if step.combines:
             return [self._segment_together(step, stores)]
         scalar = self.backend.scalar
-        slots, outs = [given.slot for given in step.ins], step.outs
+        take, outs = _taking([given.slot for given in step.ins]), step.outs
 
         def at(store: Store, index: Any, call: Callable[..., Sequence[Any]]) -> Action:
             def run(t: int) -> None:
-                store.update(zip(outs, call(index, scalar(t), *[store[slot] for slot in slots]), strict=True))
+                store.update(zip(outs, call(index, scalar(t), *take(store)), strict=True))
 
             return self.watch(kind_of(step.roles), step.name, run)
 
@@ -151,8 +152,8 @@ class Machine:
             def run(_: int) -> None:
                 given = []
                 for ref, cut in ins:
-                    value = _read(store, ref)
-                    if not isinstance(value, np.ndarray):
+                    value = store[ref] if ref.__class__ is int else ref.value  # pyright: ignore[reportAttributeAccessIssue]
+                    if value.__class__ is not np.ndarray:
                         host = to_host(value)
                         if on_host(value) and not isinstance(ref, Constant):
                             store[ref] = host  # who stacks it need not convert it again
@@ -275,6 +276,7 @@ class _LoopRun:
     def __init__(self, part: LoopPart, loop: Loop, outer: Store, inner: Store, backend: Backend):
         self.part, self.loop, self.outer, self.inner, self.backend = part, loop, outer, inner, backend
         self.stacked = [ref for ref, _, _ in part.ys]
+        self.goes_on = [(slot, after) for slot, _, after, _ in part.carry]
         self.stacks: list[Any] | None = None
 
     def begin(self) -> None:
@@ -301,7 +303,9 @@ class _LoopRun:
                 stack[t] = value
             else:
                 stack[t] = np.asarray(value)  # several times faster than to assign a device array
-        inner.update([(slot, _read(inner, after)) for slot, _, after, _ in self.part.carry])
+        values = [inner[after] if after.__class__ is int else after.value for _, after in self.goes_on]  # pyright: ignore[reportAttributeAccessIssue]
+        for (slot, _), value in zip(self.goes_on, values, strict=True):
+            inner[slot] = value
 
     def _stack(self, value: Any, aval: Any) -> Any:
         """What will hold a result of every step: in numpy where Python made it, else a list until the end."""
@@ -337,6 +341,11 @@ def _block(axis: Axis, r: int, n: int) -> Callable[[Any], Any]:
         return value[(slice(None),) * axis + (slice(r * size, (r + 1) * size),)]
 
     return cut
+
+
+def _taking(slots: Sequence[int]) -> Callable[[Store], Sequence[Any]]:
+    """What a store holds in these slots."""
+    return operator.itemgetter(*slots) if len(slots) > 1 else lambda store: [store[slot] for slot in slots]
 
 
 def _is_plain(aval: Any) -> bool:

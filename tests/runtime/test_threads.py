@@ -1,0 +1,40 @@
+"""How many threads XLA has in a process of ours: seen in the process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+THREADS = Path("/proc/self/task")
+SCRIPT = f"""
+import functools, pathlib, sys
+import choreo
+from choreo.networks import mlp
+from choreo.recipe import make_runtime
+network = functools.partial(mlp, hidden=(int(sys.argv[1]),) * 2)
+algo = choreo.PPO(unroll=32, epochs=1, minibatch_size=256, network=network)
+make_runtime("inprocess", choreo.plan(algo, "jax:CartPole-v1", num_envs=8), profile=False)
+print(sum("XLAEigen" in (task / "comm").read_text() for task in pathlib.Path("{THREADS}").iterdir()))
+"""
+
+pytestmark = pytest.mark.skipif(
+    not THREADS.exists() or os.cpu_count() == 1, reason="counts threads as Linux shows them"
+)
+
+
+def threads(hidden: int, **variables: str) -> int:
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(hidden)], env={**os.environ, **variables}, capture_output=True, check=True
+    )
+    return int(ran.stdout)
+
+
+def test_small_networks_are_computed_by_one_thread_unless_the_user_says_otherwise():
+    assert threads(64) == 1
+    assert threads(64, NPROC="2") == 2
+
+
+def test_large_ones_by_all():
+    assert threads(512) == os.cpu_count()
