@@ -4,7 +4,7 @@ Plain DQN (neither double nor dueling, 1-step), 8 environments, networks 2 x 128
 in each environment 8 updates with batches of 64 (Choreo's default), then the same with 1 (Stable-Baselines3's): `_seldom`.
 Equal for all but that Choreo's error is squared and the others' is Huber's. `fused` steps gymnax's CartPole (Choreo's own, if
 gymnax is not installed) in one compiled loop; `gymnasium` steps the environments that the others have too.
-Stable-Baselines3 has its DummyVecEnv; it and RLlib have one thread each, and RLlib keeps everything in one process. All take
+Stable-Baselines3 has its DummyVecEnv; all have one thread each, and RLlib keeps everything in one process. All take
 turns of a second or so (RLlib's are longer), without compiling, so that other load of the machine meets all of them. Printed
 and written, for each pair: the median of the ratio of steps per second over the turns, the spread, the same ratio in CPU time,
 and how many cores other processes kept busy meanwhile.
@@ -14,9 +14,12 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import os
 import statistics
 import time
 from pathlib import Path
+
+os.environ.setdefault("NPROC", "1")  # before JAX is used, which gymnax does while it is imported
 
 import jax
 from harness import write_result

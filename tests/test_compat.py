@@ -168,3 +168,12 @@ def test_is_key():
 def test_clients_exist_once_something_was_computed():
     jax.devices()
     assert _compat.clients_exist()
+
+
+def test_split_known():
+    """What a loop's keys give is drawn before it: `rest(*first(*known), *others)` is the whole."""
+    whole = jax.make_jaxpr(jax.jit(lambda a, b, c: (jnp.sin(a) * b, jnp.cos(a), b + c)))(1.0, 2.0, 3.0)
+    first, rest, types = _compat.split_known(whole, [True, False, False])
+    between = _compat.eval_jaxpr(first, [1.0])
+    assert [x.shape for x in types] == [x.shape for x in between]
+    assert _compat.eval_jaxpr(rest, [*between, 2.0, 3.0]) == _compat.eval_jaxpr(whole, [1.0, 2.0, 3.0])

@@ -70,6 +70,12 @@ def prune(closed: jec.ClosedJaxpr, used_outs: Sequence[bool]) -> tuple[jec.Close
     return jec.ClosedJaxpr(jaxpr, closed.consts), tuple(used_ins)
 
 
+def split_known(closed: jec.ClosedJaxpr, known: Sequence[bool]) -> tuple[jec.ClosedJaxpr, jec.ClosedJaxpr, list[Any]]:
+    """What needs only the known inputs, and all the rest: `rest(*first(*known), *others)`; and the types between them."""
+    first, rest, _, types = _pe.partial_eval_jaxpr_nounits(closed, [not each for each in known], instantiate=True)
+    return first, rest, types
+
+
 def call_name(eqn: jec.JaxprEqn) -> str | None:
     """The name of a jitted function called by this equation."""
     return eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else None

@@ -4,12 +4,14 @@ trace    algorithm x environment -> graphs of `init` and `iterate`
 place    a home for every op and value
 demand   who needs which piece of which value
 cut      one global order of segments, transfers and split loops
+ahead    random numbers, before the loops that use them
 donate   whose memory may be taken over
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from choreo.partition.ahead import draw_ahead
 from choreo.partition.cut import cut
 from choreo.partition.demand import find_needs
 from choreo.partition.donate import donate
@@ -49,4 +51,6 @@ def partition(
     homes = {i: next(iter(groups)) for i, groups in held.items()}
     init_placement = place(traced.init, init_sites, wanted_at=homes)
     init = cut(traced.init, find_needs(init_placement, traced.init.block, held), held)
-    return verify_program(init), donate(relaxed(verify_program(iterate)), num_carry=block.num_carry)
+    return verify_program(init), donate(
+        verify_program(draw_ahead(relaxed(verify_program(iterate)))), num_carry=block.num_carry
+    )

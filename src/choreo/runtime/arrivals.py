@@ -180,7 +180,7 @@ class Arrivals(Execution):
         for site in self.machines[copy].stores:
             own = self._site(site, copy)
             leaves = dict(enumerate(self.leaves[own]))
-            number = self.backend.number(self.parts[copy], site)
+            number = np.asarray(self.parts[copy], np.int32)
             given[site] = {**leaves, num_carry: self.keys[copy, site[0]], num_carry + 1: number}
         return given
 

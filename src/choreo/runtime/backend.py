@@ -65,10 +65,6 @@ class Backend(Protocol):
         """Another random key."""
         ...
 
-    def number(self, value: int, site: Site) -> Any:
-        """The number of an iteration."""
-        ...
-
     def copy(self, value: Any) -> Any:
         """The same in memory of its own."""
         ...
@@ -117,9 +113,6 @@ class PythonOnly:
 
     def fold_in(self, key: Any, number: int) -> np.ndarray:
         return key  # nothing here draws random numbers
-
-    def number(self, value: int, site: Site) -> np.ndarray:
-        return np.asarray(value, np.int32)
 
     def copy(self, value: Any) -> Any:
         return np.array(value)

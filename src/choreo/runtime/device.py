@@ -164,24 +164,19 @@ class Device:
     def fold_in(self, key: jax.Array, number: int) -> jax.Array:
         return jax.random.fold_in(key, number)
 
-    def number(self, value: int, site: Site) -> jax.Array:
-        return jax.device_put(np.int32(value), self.device(site))
-
     def copy(self, value: Any) -> jax.Array:
         return jnp.copy(value)
 
     def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
-        """No two leaves may share an array, nor be the user's constant: each may be taken over."""
+        """No two leaves may share a device array, nor be the user's constant: each may be taken over. Those of numpy are
+        copied by whoever takes over arguments."""
         seen: set[int] = set()
         row: list[Any] = []
         for value, ref in zip(values, refs, strict=True):
-            if value is not None:
-                shared = isinstance(ref, Constant) or id(value) in seen
-                seen.add(id(value))
-                if shared:
+            if value is not None and value.__class__ is not np.ndarray:
+                if isinstance(ref, Constant) or id(value) in seen:
                     value = jnp.copy(value)
-                elif not isinstance(value, jax.Array):  # `asarray` takes 20 us to find that it is one
-                    value = jnp.asarray(value)
+                seen.add(id(value))
             row.append(value)
         return row
 

@@ -147,7 +147,7 @@ class Execution:
     def _run_one(self, i: int) -> dict[Site, dict[str, Any]]:
         num_carry = self.orders.num_carry
         given = {
-            site: {**dict(enumerate(leaves)), num_carry: self.key[site], num_carry + 1: self.backend.number(i, site)}
+            site: {**dict(enumerate(leaves)), num_carry: self.key[site], num_carry + 1: np.asarray(i, np.int32)}
             for site, leaves in self.leaves.items()
         }
         self.leaves = {}  # segments may take over their memory

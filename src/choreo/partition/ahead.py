@@ -1,0 +1,111 @@
+"""Random numbers for all steps of a loop are drawn before it.
+
+A loop around Python environments calls a compiled function in every step, and half of what that function does may be to
+draw: DQN's act takes 155 us where 65 are left without. What depends on nothing but the keys of the steps is computed for all
+of them at once, and the function reads its slice:
+
+    128 x  act(params, obs, keys[t])        ->        noise = draw(keys);  128 x  act(params, obs, noise[t])
+
+The numbers are the same, since Threefry gives each key its own whether mapped or not; other generators are left alone.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+from jax import lax
+
+from choreo import _compat
+from choreo.partition.program import HostCall, Input, Loop, LoopPart, Program, Segment, Slot, Step, walk
+
+DRAWS = {"random_bits", "threefry2x32"}
+
+
+def draw_ahead(program: Program) -> Program:
+    """The same program, with draws before each loop that calls Python."""
+    slots = itertools.count(1 + max(_slots(program), default=0))
+    steps: list[Step] = []
+    for step in program.steps:
+        if isinstance(step, Loop) and any(isinstance(inner, HostCall) for inner in step.body):
+            steps += _before_and_loop(step, slots)
+        else:
+            steps.append(step)
+    return replace(program, steps=tuple(steps))
+
+
+def _before_and_loop(loop: Loop, slots: Iterator[Slot]) -> list[Step]:
+    before: list[Step] = []
+    body: list[Step] = []
+    parts = dict(loop.parts)
+    for step in loop.body:
+        split = _split(step, parts[step.group], loop.length, slots) if isinstance(step, Segment) else None
+        if split is None:
+            body.append(step)
+            continue
+        draws, step, drawn = split
+        part = parts[step.group]
+        parts[step.group] = replace(part, xs=(*part.xs, *drawn))
+        before.append(draws)
+        body.append(step)
+    return [*before, replace(loop, parts=parts, body=tuple(body))]
+
+
+def _split(segment: Segment, part: LoopPart, length: int, slots: Iterator[Slot]) -> Any:
+    """What draws, what is left, and the slots of what is drawn, inside and outside; None if there is nothing to gain."""
+    outside = dict(part.xs)
+    of_keys = [given.stacked and isinstance(outside[given.slot], Slot) and _is_threefry(given) for given in segment.ins]
+    if segment.combines or not any(of_keys):
+        return None
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    whole = jax.make_jaxpr(segment.fn)(number, number, *(given.aval for given in segment.ins))
+    drawing, rest, types = _compat.split_known(whole, [True, True, *of_keys])
+    if whole.effects or not DRAWS & set(_primitives(drawing)):
+        return None
+
+    def draw(index: Any, _: Any, *keys: Any) -> list[Any]:
+        return jax.vmap(lambda t: _compat.eval_jaxpr(drawing, [index, t, *keys]))(jnp.arange(length, dtype=jnp.int32))
+
+    def go_on(_: Any, t: Any, *values: Any) -> list[Any]:
+        drawn = [lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in values[: len(types)]]
+        return _compat.eval_jaxpr(rest, [*drawn, *values[len(types) :]])
+
+    avals = [jax.ShapeDtypeStruct((length, *one.shape), one.dtype) for one in types]
+    pairs = [(next(slots), next(slots)) for _ in types]
+    keys = [replace(given, slot=outside[given.slot], stacked=False)
+            for given, is_key in zip(segment.ins, of_keys, strict=True) if is_key]  # fmt: skip
+    kept = [given for given, is_key in zip(segment.ins, of_keys, strict=True) if not is_key]
+    drawn = [Input(inside, True, aval, None, "drawn") for (inside, _), aval in zip(pairs, avals, strict=True)]
+    draws = Segment(segment.group, "draws", tuple(keys), tuple(out for _, out in pairs), tuple(avals), draw,
+                    roles=segment.roles, out_axes=(None,) * len(avals))  # fmt: skip
+    return draws, replace(segment, ins=(*drawn, *kept), fn=go_on), pairs
+
+
+def _is_threefry(given: Input) -> bool:
+    return _compat.is_key(given.aval.dtype) and _compat.key_impl(given.aval.dtype) == "threefry2x32"
+
+
+def _primitives(closed: jec.ClosedJaxpr) -> Iterator[str]:
+    for eqn in closed.jaxpr.eqns:
+        yield eqn.primitive.name
+        for inner in _compat.inner_jaxprs(eqn):
+            yield from _primitives(inner)
+
+
+def _slots(program: Program) -> Iterator[Slot]:
+    """Every slot that something is written to."""
+    for port in program.ins:
+        yield from (slot for slot, _ in port.held.values() if isinstance(slot, Slot))
+    for step, _ in walk(program.steps):
+        if isinstance(step, Loop):
+            for part in step.parts.values():
+                yield from (slot for slot, *_ in (*part.consts, *part.carry, *part.xs, *part.slices))
+                yield from (last for *_, last in part.carry if last is not None)
+                yield from (slot for _, slot, _ in part.ys)
+        elif isinstance(step, Segment | HostCall):
+            yield from (slot for slot in step.outs if slot is not None)
+        else:
+            yield from (move.dst for move in step.moves)

@@ -1,0 +1,55 @@
+"""Random numbers are drawn before a loop around Python environments, and are those that would be drawn within it."""
+
+import jax
+import pytest
+
+from choreo.envs import make
+from choreo.layouts import coarse, fine, fused
+from choreo.partition import passes
+from choreo.partition.ahead import DRAWS, _primitives
+from choreo.partition.program import Loop, Segment
+from choreo.plans import plan
+from choreo.runtime.inprocess import InProcess
+from laws.reference import assert_same_bits, run_of
+from tiny import Tiny
+
+LAYOUTS = {"fused": fused(), "coarse x2": coarse(2), "fine x2": fine(2)}
+
+
+def programs(planned):
+    """The primitives of every segment: those before loops, and those within."""
+    found = {"before": set(), "within": set()}
+    for step in planned.iterate.steps:
+        for segment in step.body if isinstance(step, Loop) else [step]:
+            if isinstance(segment, Segment):
+                number = jax.ShapeDtypeStruct((), "int32")
+                jaxpr = jax.make_jaxpr(segment.fn)(number, number, *(given.aval for given in segment.ins))
+                found["within" if isinstance(step, Loop) else "before"] |= set(_primitives(jaxpr))
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_acting_draws_nothing_and_gives_the_same_bits(name, monkeypatch):
+    algo, env = Tiny(unroll=3), make("CartPole-v1", 4)
+    ahead = plan(algo, env, LAYOUTS[name])
+    assert DRAWS & programs(ahead)["before"] and not DRAWS & programs(ahead)["within"]
+    got = run_of(InProcess(ahead), jax.random.key(3), 3)
+
+    monkeypatch.setattr(passes, "draw_ahead", lambda program: program)
+    in_the_loop = plan(algo, env, LAYOUTS[name])
+    assert DRAWS & programs(in_the_loop)["within"]
+    assert_same_bits(got, run_of(InProcess(in_the_loop), jax.random.key(3), 3))
+
+
+def test_loops_without_python_are_left_alone():
+    loops = [step for step in plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), fine(2)).iterate.steps
+             if isinstance(step, Loop)]  # fmt: skip
+    assert loops and not any("drawn" in given.label for loop in loops for step in loop.body
+                             if isinstance(step, Segment) for given in step.ins)  # fmt: skip
+
+
+def test_another_generator_is_left_alone():
+    """`vmap` over its keys gives other numbers than the keys one by one."""
+    with jax.default_prng_impl("rbg"):
+        planned = plan(Tiny(unroll=3), make("CartPole-v1", 4), fused())
+    assert not any(isinstance(step, Segment) and step.name == "draws" for step in planned.iterate.steps)
