@@ -121,6 +121,18 @@ def test_ctrl_c_says_where_the_last_checkpoint_is_and_leaves_nothing_half_writte
     assert all(json.loads(line) for line in Path("x/metrics.jsonl").read_text().splitlines())
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_seen_enough_is_no_error_worth_words(unbuffered):
+    """`choreo list layouts | head -1`"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "choreo", "list", "layouts"]
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with os.fdopen(writer, "wb") as nobody:
+        ran = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, env=env, check=False)
+    assert ran.stderr == b"" and ran.returncode == 1
+
+
 # The run.toml of a run, given back.
 
 

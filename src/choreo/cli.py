@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,7 +45,27 @@ Main = Callable[[list[str]], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0, 1 if it failed, 2 if it was misused, 130 if it was interrupted."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return 1
+
+
+def _nobody_reads() -> bool:
+    """Has whoever read our output had enough, as `head` has? Then there is nobody to tell, and nothing more is written."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _run(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0 if args else 2
