@@ -25,7 +25,10 @@ demo: setup
 	rm -rf runs/demo
 	$(BIN)/choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/demo
 
-test: lint test-main test-next
+# Two at a time where a second core would wait: each of these sets up an environment, and then works alone.
+test:
+	$(MAKE) --no-print-directory --jobs 2 lint test-next
+	$(MAKE) --no-print-directory test-main
 
 lint: setup
 	$(BIN)/ruff check

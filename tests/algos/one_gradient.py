@@ -19,9 +19,10 @@ def learn(algo, env, iterations, seed):
     return jax.lax.scan(lambda c, k: algo.iterate(env, c, k), carry, jax.random.split(key, iterations))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def trajectory_of(algo, env):
     """The first carry, and the trajectory that begins there."""
-    carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
+    carry = algo.init(env, jax.random.key(0))
     params = carry.train.params
     fresh = algo.initial_state(params)
     return carry, rollout(env, algo.act, params, carry.position, jax.random.key(1), algo.unroll, fresh=fresh)[1]
@@ -29,7 +30,7 @@ def trajectory_of(algo, env):
 
 def by_hand(carry, trajectory, gamma, lambda_):
     """Advantages by a loop, and the values they were computed from: numpy, [time, env]."""
-    network = jax.vmap(jax.vmap(carry.train.params.network))
+    network = jax.jit(jax.vmap(jax.vmap(carry.train.params.network)))
     value_tm1, value_t = (np.asarray(network(obs)[1]) for obs in (trajectory.obs, trajectory.next_obs))
     reward, discount, last = map(np.asarray, (trajectory.reward, trajectory.discount, trajectory.last))
     advantage = np.zeros_like(reward)

@@ -10,7 +10,7 @@ from choreo.partition.trace import trace
 from laws.reference import assert_close, planned_run, reference_run
 from partition.ponds import Functions, Pond, learn, still
 
-LENGTH = 16
+LENGTH = 10
 """Longer than any number of rounds one would think of as enough."""
 
 

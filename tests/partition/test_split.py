@@ -65,7 +65,10 @@ def cut(value: Any, axis: int | None, r: int) -> Any:
     if axis is None:
         return value
     rows = SIZE.of(np.shape(value)[axis])
-    return lax.slice_in_dim(value, r * rows, (r + 1) * rows, axis=axis)
+    if _compat.is_key(value.dtype):
+        return lax.slice_in_dim(value, r * rows, (r + 1) * rows, axis=axis)
+    # NumPy compiles nothing.
+    return jnp.asarray(np.asarray(value)[(slice(None),) * axis + (slice(r * rows, (r + 1) * rows),)])
 
 
 def as_numpy(value: Any) -> np.ndarray:

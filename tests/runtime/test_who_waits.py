@@ -9,7 +9,6 @@ from pathlib import Path
 import gymnasium
 import jax
 import numpy as np
-import pytest
 
 import choreo
 from choreo import envs
@@ -72,17 +71,15 @@ def profiled(algo, factory, layout: Layout) -> Profile:
         runtime.close()
 
 
-@pytest.mark.parametrize("layout", [LOCKSTEP, ANY], ids=["lockstep", "any"])
-def test_slow_environments(layout):
-    verdict = profiled(Tiny(unroll=4), slow_factory(0.01), layout).verdict
+def test_slow_environments():
+    verdict = profiled(Tiny(unroll=4), slow_factory(0.01), ANY).verdict
     assert re.fullmatch(
         r"`buffer\+learner` waits \d+% of its time for `env\+actor-\d`, which spends \d+% of its time in env\.", verdict
     ), verdict
 
 
-@pytest.mark.parametrize("layout", [LOCKSTEP, LATE], ids=["lockstep", "late"])
-def test_a_slow_learner(layout):
-    verdict = profiled(SlowTiny(unroll=4), slow_factory(0.0), layout).verdict
+def test_a_slow_learner():
+    verdict = profiled(SlowTiny(unroll=4), slow_factory(0.0), LATE).verdict
     assert re.match(r"`env\+actor-\d` waits \d+% of its time for `buffer\+learner`, which spends", verdict), verdict
 
 

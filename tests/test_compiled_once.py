@@ -1,0 +1,80 @@
+"""What two programs must have in common to be taken for one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import compiled_once
+
+pytestmark = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="as the JAX of constraints.txt lowers")
+X = jnp.arange(3.0)
+
+
+def scaled(by):
+    """A new function every time, whose equations are those of the others."""
+    return lambda x: jax.lax.fori_loop(0, 2, lambda _, x: x * by, x)
+
+
+def lowered(by, x=X, **options):
+    return jax.jit(scaled(by), **options).lower(x)
+
+
+def test_the_same_program_is_lowered_once():
+    assert lowered(np.float32([1, 2, 3])) is lowered(np.float32([1, 2, 3]))
+    assert lowered(2.0) is lowered(2.0)
+
+
+@pytest.mark.parametrize("other", [3.0, -2.0, np.float32([2, 2, 2])], ids=str)
+def test_other_numbers(other):
+    assert lowered(2.0) is not lowered(other)
+
+
+def test_other_arrays_print_alike():
+    one, other = np.float32([1, 2, 3]), np.float32([1, 2, 4])
+    assert str(jax.make_jaxpr(scaled(one))(X)) == str(jax.make_jaxpr(scaled(other))(X))
+    assert lowered(one) is not lowered(other)
+    np.testing.assert_array_equal(lowered(other).compile()(X), [0, 4, 32])
+
+
+def test_other_arguments():
+    ways = [
+        lowered(2.0),
+        lowered(2.0, jnp.arange(4.0)),
+        lowered(2.0, donate_argnums=0),
+        lowered(2.0, jax.device_put(X, jax.devices()[1])),
+        lowered(2.0, np.arange(3, dtype=np.float32)),
+    ]
+    assert len({id(way) for way in ways}) == len(ways)
+
+
+def test_other_surroundings():
+    with jax.default_device(jax.devices()[1]):
+        there = lowered(2.0, np.arange(3, dtype=np.float32))
+    here = lowered(2.0, np.arange(3, dtype=np.float32))
+    assert here is not there
+    in_haste = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", not in_haste)
+    try:
+        assert lowered(2.0, np.arange(3, dtype=np.float32)) is not here
+    finally:
+        jax.config.update("jax_disable_most_optimizations", in_haste)
+
+
+def test_python_is_never_shared():
+    def calling(fn):
+        like = jax.ShapeDtypeStruct((3,), jnp.float32)
+        return jax.jit(lambda x: jax.pure_callback(fn, like, x)).lower(X).compile()(X)
+
+    np.testing.assert_array_equal(calling(lambda x: np.float32(x + 1)), X + 1)
+    np.testing.assert_array_equal(calling(lambda x: np.float32(x + 2)), X + 2)
+
+
+def test_only_the_last_are_kept():
+    first = lowered(0.5)
+    for i in range(compiled_once.MOST):
+        compiled_once._lowered[(i,)] = first
+    assert lowered(0.5) is first
+    assert len(compiled_once._lowered) == compiled_once.MOST
+    compiled_once.forget()
+    assert lowered(0.5) is not first
