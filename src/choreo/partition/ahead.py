@@ -10,7 +10,7 @@ The numbers are the same, since Threefry gives each key its own whether mapped o
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -62,19 +62,25 @@ def _split(segment: Segment, part: LoopPart, length: int, slots: Iterator[Slot])
         return None
     number = jax.ShapeDtypeStruct((), jnp.int32)
     whole = jax.make_jaxpr(segment.fn)(number, number, *(given.aval for given in segment.ins))
-    drawing, rest, types = _compat.split_known(whole, [True, True, *of_keys])
-    if whole.effects or not DRAWS & set(_primitives(drawing)):
+    known, rest, types = _compat.split_known(whole, [True, True, *of_keys])
+    if whole.effects or not DRAWS & set(_primitives(known)):
         return None
+    is_drawn = [any(_compat.prune(known, _only(i, types))[1][2:]) for i in range(len(types))]
+    drawing, others = (_outputs(known, wanted) for wanted in (is_drawn, [not drawn for drawn in is_drawn]))
 
     def draw(index: Any, _: Any, *keys: Any) -> list[Any]:
-        return jax.vmap(lambda t: _compat.eval_jaxpr(drawing, [index, t, *keys]))(jnp.arange(length, dtype=jnp.int32))
+        return jax.vmap(lambda t: drawing(index, t, *keys))(jnp.arange(length, dtype=jnp.int32))
 
-    def go_on(_: Any, t: Any, *values: Any) -> list[Any]:
-        drawn = [lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in values[: len(types)]]
-        return _compat.eval_jaxpr(rest, [*drawn, *values[len(types) :]])
+    def go_on(index: Any, t: Any, *values: Any) -> list[Any]:
+        drawn = (lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in values[: sum(is_drawn)])
+        known_here = iter(others(index, t))
+        first = [next(drawn) if each else next(known_here) for each in is_drawn]
+        return _compat.eval_jaxpr(rest, [*first, *values[sum(is_drawn) :]])
 
-    avals = [jax.ShapeDtypeStruct((length, *one.shape), one.dtype) for one in types]
-    pairs = [(next(slots), next(slots)) for _ in types]
+    avals = [
+        jax.ShapeDtypeStruct((length, *one.shape), one.dtype) for one, each in zip(types, is_drawn, strict=True) if each
+    ]
+    pairs = [(next(slots), next(slots)) for _ in avals]
     keys = [replace(given, slot=outside[given.slot], stacked=False)
             for given, is_key in zip(segment.ins, of_keys, strict=True) if is_key]  # fmt: skip
     kept = [given for given, is_key in zip(segment.ins, of_keys, strict=True) if not is_key]
@@ -82,6 +88,16 @@ def _split(segment: Segment, part: LoopPart, length: int, slots: Iterator[Slot])
     draws = Segment(segment.group, "draws", tuple(keys), tuple(out for _, out in pairs), tuple(avals), draw,
                     roles=segment.roles, out_axes=(None,) * len(avals))  # fmt: skip
     return draws, replace(segment, ins=(*drawn, *kept), fn=go_on), pairs
+
+
+def _only(i: int, among: list[Any]) -> list[bool]:
+    return [i == j for j in range(len(among))]
+
+
+def _outputs(closed: jec.ClosedJaxpr, wanted: list[bool]) -> Callable[..., list[Any]]:
+    """The function of some outputs; inputs that they do not need may be left out at the end."""
+    pruned, used = _compat.prune(closed, wanted)
+    return lambda *values: _compat.eval_jaxpr(pruned, [x for x, use in zip(values, used, strict=False) if use])
 
 
 def _is_threefry(given: Input) -> bool:
