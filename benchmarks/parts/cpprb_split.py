@@ -1,0 +1,88 @@
+"""cpprb's buffer for several processes, with the numbers of the benchmark; driven line by line.
+
+python cpprb_split.py uniform|prioritized      process ids of the others; then for each number of iterations on stdin: seconds
+
+    explorer                 learner (this process)
+    add 32 rows  --> shared memory --> sample 512 rows, sum them, update their priorities
+
+The buffer has no process of its own: both look into the same memory, behind cpprb's own locks. Two semaphores keep adding and
+drawing in step, as a user's own code has to. A row is a transition, with both observations.
+"""
+
+import multiprocessing
+import sys
+import time
+
+import numpy as np
+import replay_numbers as same  # pyright: ignore[reportMissingImports]
+
+ROW = {
+    "obs": {"shape": 4}, "action": {"dtype": np.int32}, "reward": {}, "discount": {}, "last": {"dtype": np.bool_},
+    "next_obs": {"shape": 4},
+}  # fmt: skip
+
+
+def main() -> None:
+    import cpprb
+
+    prioritized = sys.argv[1] == "prioritized"
+    context = multiprocessing.get_context("spawn")
+    if prioritized:
+        buffer = cpprb.MPPrioritizedReplayBuffer(same.CAPACITY, ROW, alpha=same.EXPONENT, ctx=context)
+    else:
+        buffer = cpprb.MPReplayBuffer(same.CAPACITY, ROW, ctx=context)
+    room, stored, (orders, others_end) = context.Semaphore(same.AHEAD), context.Semaphore(0), context.Pipe()
+    explorer = context.Process(target=explore, args=(buffer, room, stored, others_end))
+    explorer.start()
+    orders.recv()  # it has filled the buffer
+    print(explorer.pid, flush=True)
+    for line in sys.stdin:
+        began = time.perf_counter()
+        orders.send(int(line))
+        for _ in range(int(line)):
+            stored.acquire()
+            draw(buffer, prioritized)
+            room.release()
+        orders.recv()
+        print(time.perf_counter() - began, flush=True)
+    orders.send(0)
+    explorer.join()
+
+
+def draw(buffer, prioritized: bool) -> float:
+    """An iteration's items in one call, as Choreo draws them."""
+    rows = buffer.sample(same.ITEMS)
+    total = sum(float(np.sum(rows[name], dtype=np.float32)) for name in ROW)
+    if prioritized:
+        buffer.update_priorities(rows["indexes"], np.abs(rows["obs"][:, 0]) + rows["reward"][:, 0])
+    return total
+
+
+def explore(buffer, room, stored, orders) -> None:
+    new = _rows(same.STEPS)
+    for _ in range(same.FILLED // same.STEPS):
+        buffer.add(**new)
+    orders.send("filled")
+    while iterations := orders.recv():
+        for _ in range(iterations):
+            room.acquire()
+            buffer.add(**new)
+            stored.release()
+        orders.send("done")
+
+
+def _rows(num: int) -> dict[str, np.ndarray]:
+    # Made beforehand: the rivals step no environments.
+    rng = np.random.default_rng(0)
+    return {
+        "obs": rng.normal(size=(num, 4)).astype(np.float32),
+        "action": np.ones(num, np.int32),
+        "reward": np.ones(num, np.float32),
+        "discount": np.ones(num, np.float32),
+        "last": np.zeros(num, np.bool_),
+        "next_obs": rng.normal(size=(num, 4)).astype(np.float32),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Only the traffic of replay, as an algorithm: environments make steps, a replay stores them, a learner draws and sums them.
+
+    env, actor          buffer               learner
+    4 steps in each --> stored
+                        512 items drawn  --> summed
+                        priorities      <--  theirs, if drawn by priority
+
+Nothing leads from the learner to the actor, as nothing does in what it is compared with: actions are random.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from parts import replay_numbers as same
+
+import choreo
+from choreo.algos import off_policy
+from choreo.algos.off_policy import Batches, Carry
+from choreo.buffers import Replay
+from choreo.envs.base import Env
+from choreo.loops import Position, rollout
+from choreo.types import Key
+
+
+class Train(NamedTuple):
+    total: jax.Array
+    """The sum of everything in the last batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Adds, draws, and writes priorities back; learns nothing."""
+
+    prioritized: bool = False
+    """Draw items in proportion to the priorities that the learner gives them."""
+    capacity: int = same.CAPACITY
+    """Steps that are stored."""
+    unroll: int = same.UNROLL
+    """Steps per environment and iteration."""
+
+    @property
+    def replay(self) -> Replay:
+        return off_policy.make_replay(
+            capacity=self.capacity, unroll=self.unroll, length=same.LENGTH, updates=same.BATCHES,
+            batch_size=same.BATCH_SIZE, min_size=same.BATCH_SIZE, prioritized=self.prioritized, exponent=same.EXPONENT,
+        )  # fmt: skip
+
+    def init(self, env: Env, key: Key) -> Carry:
+        env_state, obs = env.reset(env.keys(key))
+        step = off_policy.step_types(env, self.act, ())
+        replay = off_policy.init_replay(self.replay, step, env.num_envs, 1)
+        return Carry(Train(jnp.zeros(())), replay, Position(env_state, obs))
+
+    def policy(self, train: Train) -> tuple[()]:
+        del train
+        return ()
+
+    @choreo.fragment("actor")
+    def act(self, params: tuple[()], obs: jax.Array, key: Key):
+        """One environment: a random action."""
+        return jax.random.bernoulli(key).astype(jnp.int32), None
+
+    @choreo.fragment("learner")
+    def learn(self, batches: Batches) -> tuple[Train, jax.Array]:
+        """The sum of everything, and a priority for each item [batch, item]."""
+        total = sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(batches))
+        return Train(jnp.asarray(total)), jnp.abs(batches.steps.obs[:, :, 0, 0]) + batches.steps.reward[:, :, 0]
+
+    def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
+        key_draw, key_act = jax.random.split(key)
+        replay, batches, where = off_policy.draw(self.replay, carry.replay, key_draw, updates=same.BATCHES, shards=1)
+        train, priorities = self.learn(batches)
+        end, trajectory, _ = rollout(env, self.act, (), carry.position, key_act, self.unroll)
+        if self.prioritized:
+            replay = off_policy.learned(self.replay, replay, where, priorities)
+        replay, stored = off_policy.add(self.replay, replay, trajectory, 1)
+        return Carry(train, replay, end), {**stored, "total": train.total}

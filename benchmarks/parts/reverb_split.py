@@ -1,0 +1,145 @@
+"""Reverb's server with a client that inserts and one that samples, with the numbers of the benchmark; driven line by line.
+
+python reverb_split.py uniform|prioritized     process ids of the others; then for each number of iterations on stdin: seconds
+
+    inserting client       server                       sampling client (this process)
+    StructuredWriter --gRPC--> table, rate limiter --gRPC--> TrajectoryDataset, batches of 64; update_priorities
+
+As its documentation advises: a dataset in place of `Client.sample`, with three batches in flight and a worker for each core; a
+signature; a rate limiter that keeps 16 samples per insert. What was fastest here of what was tried: an item is one step with
+both observations (a fifth faster than two steps that share chunks with their neighbours), a StructuredWriter, which makes items
+in C++ (twice as fast as the TrajectoryWriter), batches of 64 rather than 512, priorities once per iteration.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow speaks of GPUs, else
+
+import numpy as np
+import replay_numbers as same  # pyright: ignore[reportMissingImports]
+import reverb  # pyright: ignore[reportMissingImports]
+import tensorflow as tf  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+
+TABLE = "items"
+STEP = {
+    "obs": np.ones(4, np.float32), "action": np.int32(1), "reward": np.float32(1), "discount": np.float32(1),
+    "last": np.bool_(False), "next_obs": np.ones(4, np.float32),
+}  # fmt: skip
+PENDING = 16
+"""Items that may be on their way when the next iteration begins; Reverb warns of more than 50."""
+
+
+def main() -> None:
+    job = sys.argv[1]
+    if job == "serve":
+        serve(sys.argv[2])
+    elif job == "insert":
+        insert(sys.argv[2])
+    else:
+        measure(job)
+
+
+def measure(sampler: str) -> None:
+    server = _start("serve", sampler)
+    address = f"localhost:{_line(server)}"
+    inserter = _start("insert", address)
+    _line(inserter)  # it has filled the table
+    batches = iter(_dataset(address))
+    client = reverb.TFClient(address)
+    print(server.pid, inserter.pid, flush=True)
+    for line in sys.stdin:
+        began = time.perf_counter()
+        print(line.strip(), file=inserter.stdin, flush=True)
+        for _ in range(int(line)):
+            draw(batches, client, prioritized=sampler == "prioritized")
+        _line(inserter)
+        print(time.perf_counter() - began, flush=True)
+    del batches
+    for process in (inserter, server):
+        process.communicate()  # its stdin ends, and so does it
+
+
+def draw(batches, client, *, prioritized: bool) -> float:
+    """An iteration's batches; what is drawn by priority gets new ones, all in one call."""
+    total, keys, priorities = 0.0, [], []
+    for _ in range(same.BATCHES):
+        sample = next(batches)
+        data = {name: column.numpy() for name, column in sample.data.items()}
+        total += sum(float(np.sum(column, dtype=np.float32)) for column in data.values())
+        keys.append(sample.info.key.numpy())
+        priorities.append(np.abs(data["obs"][:, 0]) + data["reward"])
+    if prioritized:
+        client.update_priorities(TABLE, np.concatenate(keys), np.concatenate(priorities).astype(np.float64))
+    return total
+
+
+def _dataset(address: str):
+    dataset = reverb.TrajectoryDataset.from_table_signature(
+        address,
+        TABLE,
+        max_in_flight_samples_per_worker=3 * same.BATCH_SIZE,
+        num_workers_per_iterator=os.cpu_count() or 1,
+    )
+    return dataset.batch(same.BATCH_SIZE, drop_remainder=True).prefetch(same.BATCHES)
+
+
+def serve(sampler: str) -> None:
+    """Until stdin ends."""
+    by_priority, uniform = reverb.selectors.Prioritized(same.EXPONENT), reverb.selectors.Uniform()
+    # What was drawn and what was inserted may be apart by as many iterations as with the other rival.
+    limiter = reverb.rate_limiters.SampleToInsertRatio(
+        same.ITEMS / same.STEPS, min_size_to_sample=same.FILLED, error_buffer=float(same.AHEAD * same.ITEMS)
+    )
+    table = reverb.Table(
+        name=TABLE,
+        sampler=by_priority if sampler == "prioritized" else uniform,
+        remover=reverb.selectors.Fifo(),
+        max_size=same.CAPACITY,
+        rate_limiter=limiter,
+        signature={name: tf.TensorSpec(x.shape, x.dtype) for name, x in STEP.items()},
+    )
+    with tempfile.TemporaryDirectory() as folder:  # it makes one anyway, and leaves it behind
+        server = reverb.Server([table], port=None, checkpointer=reverb.checkpointers.DefaultCheckpointer(folder))
+        print(server.port, flush=True)
+        sys.stdin.read()
+        server.stop()
+
+
+def insert(address: str) -> None:
+    client = reverb.Client(address)
+    structured = reverb.structured_writer
+    pattern = structured.pattern_from_transform(STEP, lambda step: {name: x[-1] for name, x in step.items()})
+    writer = client.structured_writer([structured.create_config(pattern, TABLE, conditions=[])])
+    _add(writer, same.FILLED // same.STEPS)
+    print("filled", flush=True)
+    for line in sys.stdin:
+        _add(writer, int(line))
+        print("done", flush=True)
+
+
+def _add(writer, iterations: int) -> None:
+    for _ in range(iterations):
+        for _ in range(same.STEPS):
+            writer.append(STEP)
+        writer.flush(block_until_num_items=PENDING)
+    writer.flush()
+
+
+def _start(*args: str) -> subprocess.Popen:
+    command = [sys.executable, "-W", "ignore", __file__, *args]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _line(process: subprocess.Popen) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    assert line, "the server or the inserting client ended; its error stands above"
+    return line
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""With replay at a site of its own, how many steps does it take in and how many items give out, beside Reverb and cpprb?
+
+One process makes steps, one holds the replay (1e5 steps of CartPole), one draws: for every 4 steps of each of 8 environments
+8 batches of 64 items, at the same ratio for all; uniformly, then by priority, with new priorities written back. Choreo's is an
+algorithm under a layout of three sites, in lockstep, over shared memory and over TCP; it steps CartPole meanwhile, where the
+rivals add steps made beforehand. Reverb has its server, an inserting and a sampling client over loopback, and prefetches: its
+priorities are a few batches old, Choreo's never. cpprb has no process for its buffer and sends nothing: a process that adds
+and one that draws look into the same memory, so its ratio says what a site of its own costs. Each rival is used as it is
+fastest here (`parts/reverb_split.py`, `parts/cpprb_split.py`). All take turns of a second or so, without compiling. Printed
+and written, for each pair: the median ratio of iterations per second over the turns, the spread, and how much is added and
+drawn per second.
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from harness import write_result
+from parts import replay_numbers as same
+from parts import replay_rivals
+from parts.load import Others
+from parts.replay_traffic import Traffic
+
+import choreo
+from choreo.recipe import make_runtime
+
+LAYOUT = choreo.Layout(choreo.Group("env", "actor"), choreo.Group("buffer"), choreo.Group("learner"))
+CARRIERS = {"shm": "shared memory", "tcp": "TCP"}
+WORDS = {"cpprb": "cpprb (in memory that two processes share)", "reverb": "Reverb over loopback", "tcp": "TCP"}
+CARRIER_OF = {"cpprb": "shm", "reverb": "tcp"}
+"""What a rival is nearest to; the ratio over the other carrier is written too."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short turn, without rivals: does it run?")
+    parser.add_argument("--sampler", choices=("uniform", "prioritized"), help="only this one")
+    options = parser.parse_args()
+    samplers = [options.sampler] if options.sampler else ["uniform", "prioritized"]
+    rivals = {} if options.quick else replay_rivals.installed()
+    for sampler in samplers[-1:] if options.quick else samplers:
+        compare(sampler, rivals, quick=options.quick)
+
+
+def compare(sampler: str, commands: dict[str, tuple[Path, str]], *, quick: bool) -> None:
+    repeats, seconds = (1, 0.01) if quick else (9, 1.0)
+    with contextlib.ExitStack() as stack:
+        sides: dict[str, Any] = {}
+        for name in CARRIERS:
+            sides[name] = stack.enter_context(contextlib.closing(Site(sampler, name, quick=quick)))
+        for name, command in commands.items():
+            sides[name] = stack.enter_context(contextlib.closing(replay_rivals.Process(command, sampler)))
+        speeds, load = take_turns(sides, repeats, seconds)
+    for other, our in [("tcp", "shm")] if quick else [(rival, CARRIER_OF[rival]) for rival in commands]:
+        ratios = {name: [a / b for a, b in zip(speeds[name], speeds[other], strict=True)] for name in CARRIERS}
+        ours, others = statistics.median(speeds[our]), statistics.median(speeds[other])
+        write_result(
+            f"replay_split_{sampler}_vs_{other}",
+            quick=quick,
+            question=f"adding to and drawing from a replay at a site of its own ({sampler}, over {CARRIERS[our]}), as a "
+            f"ratio to {WORDS[other]}",
+            ratio=statistics.median(ratios[our]),
+            ratios=ratios[our],
+            **{f"ratio_over_{name}": statistics.median(ratios[name]) for name in CARRIERS},
+            inserts_per_second=[ours * same.STEPS, others * same.STEPS],
+            samples_per_second=[ours * same.ITEMS, others * same.ITEMS],
+            items_per_insert=same.ITEMS / same.STEPS,
+            busy_cores_of_others=load,
+            repeats=repeats,
+        )
+
+
+def take_turns(sides: dict[str, Any], repeats: int, seconds: float) -> tuple[dict[str, list[float]], float]:
+    """Iterations per second of each side and turn, and how many cores others kept busy."""
+    counts = {}
+    for name, side in sides.items():
+        side.seconds(5)  # what a first draw prepares
+        counts[name] = max(5, round(5 * seconds / side.seconds(5)))
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    with Others([pid for side in sides.values() for pid in side.pids]) as others:
+        for _ in range(repeats):
+            for name, side in sides.items():
+                speeds[name].append(counts[name] / side.seconds(counts[name]))
+    return speeds, others.cores
+
+
+class Site:
+    """Choreo's, with a worker process for each of the three sites."""
+
+    def __init__(self, sampler: str, carrier: str, *, quick: bool):
+        algo = Traffic(prioritized=sampler == "prioritized")
+        plan = choreo.plan(algo, "jax:CartPole-v1", LAYOUT, num_envs=same.NUM_ENVS)
+        self.runtime, self.done = make_runtime("local", plan, profile=False, carrier=carrier), 0
+        self.runtime.start(jax.random.key(0))
+        self.seconds(2 if quick else same.FILLED // same.STEPS)  # compiles, and fills
+
+    @property
+    def pids(self) -> list[int]:
+        return [member.process.pid for member in self.runtime.members.values()]
+
+    def seconds(self, iterations: int) -> float:
+        began = time.perf_counter()
+        self.runtime.run(self.done, self.done + iterations)
+        self.done += iterations
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+if __name__ == "__main__":
+    main()
