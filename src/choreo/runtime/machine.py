@@ -13,6 +13,7 @@ arrays is the `Backend`'s.
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ class Machine:
         self.updates = Updates(one_by_one=one_by_one, versions=None if one_by_one else versions)
         self.publishers: list[BundleHere | BundleSender] = []
         self.stores: dict[Site, Store] = {site: {} for site in hood.sites}
+        self.read_once = _read_once(program)
         self.actions = self._lower(program.steps, self.stores, inside=False)
 
     def publish(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
@@ -262,10 +264,10 @@ class Machine:
                 buffers[i][piece.put] = backend.to_host(stores[step.src, piece.sender][piece.move.src])[piece.take]
             for receive, where in gets:
                 receive([buffers[i][(*index, ...)] for i, index in where])  # a view, also of one number
-            # Within a loop a compiled function takes numpy as it is; what many steps will read is put on the device once.
+            # A compiled function takes numpy as it is; what is read again and again is put on the device once.
             for buffer, (site, slot, aval) in zip(buffers, moves, strict=True):
-                store = stores[site]
-                store[slot] = buffer if inside and _is_plain(aval) else backend.from_host(buffer, aval, site)
+                as_it_is = _is_plain(aval) and (inside or slot in self.read_once)
+                stores[site][slot] = buffer if as_it_is else backend.from_host(buffer, aval, site)
 
         return wait
 
@@ -341,6 +343,22 @@ def _block(axis: Axis, r: int, n: int) -> Callable[[Any], Any]:
         return value[(slice(None),) * axis + (slice(r * size, (r + 1) * size),)]
 
     return cut
+
+
+def _read_once(program: Program) -> set[int]:
+    """Slots that one compiled call reads, and nobody else."""
+    segments = [{given.slot for given in step.ins} for step in program.steps if isinstance(step, Segment)]
+    others: list[Ref] = [ref for port in program.outs for ref, _ in port.held.values()]
+    for step in program.steps:
+        if isinstance(step, Loop):
+            for part in step.parts.values():
+                others += [ref for _, ref, *_ in (*part.consts, *part.carry, *part.xs, *part.slices)]
+        elif isinstance(step, Transfer):
+            others += [move.src for move in step.moves]
+        elif isinstance(step, HostCall):
+            others += step.ins
+    counts = Counter(itertools.chain(*segments))
+    return {slot for slot, count in counts.items() if count == 1} - {ref for ref in others if isinstance(ref, int)}
 
 
 def _taking(slots: Sequence[int]) -> Callable[[Store], Sequence[Any]]:
