@@ -10,10 +10,13 @@ out: `pip install -e .[bench]`.
 
 import argparse
 import importlib.util
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+os.environ.setdefault("NPROC", "1")  # one thread, as in a run of such small programs
 
 import jax
 import jax.numpy as jnp
