@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from choreo.runtime.threads import XLA_THREADS
+
 THREADS = Path("/proc/self/task")
 SCRIPT = f"""
 import functools, pathlib, sys
@@ -25,9 +27,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def threads(hidden: int, **variables: str) -> int:
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(hidden)], env={**os.environ, **variables}, capture_output=True, check=True
-    )
+    env = {name: value for name, value in os.environ.items() if name not in XLA_THREADS} | variables
+    ran = subprocess.run([sys.executable, "-c", SCRIPT, str(hidden)], env=env, capture_output=True, check=True)
     return int(ran.stdout)
 
 
