@@ -12,17 +12,15 @@ import functools
 import os
 import statistics
 import tempfile
-import time
 
-import jax
 from harness import write_result
 from parts.envs import Straggling, Waiting
 from parts.load import Others
+from parts.running import Running
 
 import choreo
 from choreo import networks
 from choreo.algos.impala import IMPALA
-from choreo.recipe import make_runtime
 
 NUM_ENVS, UNROLL = 4, 16
 SCENES = {
@@ -86,28 +84,13 @@ def _made(env, mark: str):
     return functools.partial(env, mark, os.getpid()) if env is Straggling else env
 
 
-class Training:
+class Training(Running):
     """IMPALA in some layout, with worker processes."""
 
     def __init__(self, env, layout, hidden):
         algo = IMPALA(unroll=UNROLL, network=functools.partial(networks.mlp, hidden=hidden))
-        self.runtime = make_runtime("local", choreo.plan(algo, env, layout, num_envs=NUM_ENVS), profile=True)
-        self.runtime.start(jax.random.key(0))
-        self.done = 0
+        super().__init__("local", choreo.plan(algo, env, layout, num_envs=NUM_ENVS), profile=True)
         self.seconds(2)  # compiles
-
-    @property
-    def pids(self) -> list[int]:
-        return [member.process.pid for member in self.runtime.members.values()]
-
-    def seconds(self, iterations: int) -> float:
-        began = time.perf_counter()
-        self.runtime.run(self.done, self.done + iterations)
-        self.done += iterations
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        self.runtime.close()
 
 
 if __name__ == "__main__":

@@ -14,19 +14,17 @@ drawn per second.
 import argparse
 import contextlib
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
-import jax
 from harness import write_result
 from parts import replay_numbers as same
 from parts import replay_rivals
 from parts.load import Others
 from parts.replay_traffic import Traffic
+from parts.running import Running
 
 import choreo
-from choreo.recipe import make_runtime
 
 LAYOUT = choreo.Layout(choreo.Group("env", "actor"), choreo.Group("buffer"), choreo.Group("learner"))
 CARRIERS = {"shm": "shared memory", "tcp": "TCP"}
@@ -88,28 +86,14 @@ def take_turns(sides: dict[str, Any], repeats: int, seconds: float) -> tuple[dic
     return speeds, others.cores
 
 
-class Site:
+class Site(Running):
     """Choreo's, with a worker process for each of the three sites."""
 
     def __init__(self, sampler: str, carrier: str, *, quick: bool):
         algo = Traffic(prioritized=sampler == "prioritized")
         plan = choreo.plan(algo, "jax:CartPole-v1", LAYOUT, num_envs=same.NUM_ENVS)
-        self.runtime, self.done = make_runtime("local", plan, profile=False, carrier=carrier), 0
-        self.runtime.start(jax.random.key(0))
+        super().__init__("local", plan, profile=False, carrier=carrier)
         self.seconds(2 if quick else same.FILLED // same.STEPS)  # compiles, and fills
-
-    @property
-    def pids(self) -> list[int]:
-        return [member.process.pid for member in self.runtime.members.values()]
-
-    def seconds(self, iterations: int) -> float:
-        began = time.perf_counter()
-        self.runtime.run(self.done, self.done + iterations)
-        self.done += iterations
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        self.runtime.close()
 
 
 if __name__ == "__main__":

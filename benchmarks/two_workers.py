@@ -11,15 +11,14 @@ import contextlib
 import importlib.util
 import os
 import statistics
-import time
 
 import jax
 from harness import write_result
 from parts.envs import Computing, Waiting
 from parts.load import Others
+from parts.running import Running
 
 import choreo
-from choreo.recipe import make_runtime
 
 NUM_ENVS, UNROLL = 8, 128
 CASES = {
@@ -71,32 +70,14 @@ def compare(case: str, *, quick: bool) -> None:
     )
 
 
-class Training:
+class Training(Running):
     """PPO in some layout, in the runtime that `choreo.train` would take."""
 
     def __init__(self, env, layout, quick: bool):
         algo = choreo.PPO(unroll=8, epochs=1, minibatch_size=64) if quick else choreo.PPO(unroll=UNROLL)
         self.steps_per_iteration = algo.unroll * NUM_ENVS
-        plan = choreo.plan(algo, env, layout, num_envs=NUM_ENVS)
-        self.runtime = make_runtime(None, plan, profile=False)
-        self.runtime.start(jax.random.key(0))
-        self.done = 0
+        super().__init__(None, choreo.plan(algo, env, layout, num_envs=NUM_ENVS), profile=False)
         self.seconds(2)  # compiles
-
-    @property
-    def pids(self) -> list[int]:
-        """Of its workers."""
-        members = getattr(self.runtime, "members", {})
-        return [member.process.pid for member in members.values()]
-
-    def seconds(self, iterations: int) -> float:
-        began = time.perf_counter()
-        self.runtime.run(self.done, self.done + iterations)
-        self.done += iterations
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        self.runtime.close()
 
 
 if __name__ == "__main__":
