@@ -1,11 +1,12 @@
 # make setup          .venv with the `choreo` command, versions pinned in constraints.txt
 # make demo           trains PPO on CartPole in seconds; look into runs/demo
-# make test           every check: ruff, pyright, imports, tests, and the graph tests on the newest JAX
+# make test           every check of CI: ruff, pyright, imports, tests, and the graph tests on the newest JAX
+# make test-long      what `make test` proves once, in all combinations: more layouts, kills, environments, benchmarks
 # make test-learning  trains to the stated returns, over several seeds
 # make bench          one question per script in benchmarks/; writes benchmarks/results/*.json
 # make constraints    takes the newest versions that fit pyproject.toml; commit the result
 
-.PHONY: setup demo test lint test-main test-next test-learning bench constraints clean
+.PHONY: setup demo test lint test-main test-next test-long test-learning bench constraints clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= $(shell bash .ci/find-python 3.11 3.12 3.13)
@@ -57,6 +58,9 @@ test-next:
 	$(NEXT_PYTHON) -m venv .venv-next
 	.venv-next/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[test]'
 	@touch $@
+
+test-long: setup
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 25 -m long
 
 test-learning: setup
 	$(BIN)/pytest -m learning tests/learning

@@ -70,7 +70,6 @@ def test_nothing_is_copied(sampler, order, shards):
     assert memory.temp_size_in_bytes < 0.02 * stored
 
 
-@pytest.mark.slow
 def test_pong_takes_what_its_frames_take():
     """1e5 transitions of 84 x 84 frames, four to a stack: their raw size, and a tenth."""
     frame = jax.ShapeDtypeStruct((84, 84, 4), jnp.uint8)

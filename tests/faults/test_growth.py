@@ -12,7 +12,7 @@ from faults.scenes import KEY, cartpole
 FIRST, LAST = 2_000, 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_and_files_do_not_grow_over_10000_iterations():
     with contextlib.closing(Local(cartpole("fine x1", unroll=1, num_envs=1))) as local:
         local.start(KEY)
