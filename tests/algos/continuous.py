@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from algos.one_gradient import learn
+from algos.one_gradient import iterate_often, learn
 from algos.one_step import OneStep
-from algos.toys import batch, box, number
+from algos.toys import batch, box, number, one_of
 from choreo import ops
 from choreo.algos import control
 from choreo.algos.control import Network
@@ -23,6 +23,12 @@ from choreo.envs import Step
 from choreo.roles import SHARD_AXIS
 
 GAMMA = 0.8
+WIDE = gymnasium.spaces.Box(-1.0, 3.0, (1,), np.float32)
+
+
+def within_one(action):
+    """From WIDE to [-1, 1]."""
+    return (action - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class Shoot:
     name: str = "toy:Shoot"
     time_limit: int | None = None
     observation_space = property(lambda self: box(1))
-    action_space = property(lambda self: gymnasium.spaces.Box(-1.0, 3.0, (1,), np.float32))
+    action_space = property(lambda self: WIDE)
 
     def reset(self, key):
         target = jax.random.uniform(key, (1,), minval=-1.0, maxval=1.0)
@@ -48,7 +54,7 @@ class Shoot:
 
 @dataclass(frozen=True)
 class Walk:
-    """Two steps: go somewhere, and then say where you are; 0.5 is the place to be.
+    """Two steps: go somewhere, and then say where you are; 0.5 is the place to be. Actions are taken `within_one`.
 
     The second action is worth 1 - (action - place)^2 - (place - 0.5)^2, the first one GAMMA * (1 - (action - 0.5)^2).
     """
@@ -56,14 +62,14 @@ class Walk:
     name: str = "toy:Walk"
     time_limit: int | None = None
     observation_space = property(lambda self: box(2))
-    action_space = property(lambda self: box(1))
+    action_space = property(lambda self: WIDE)
 
     def reset(self, key):
         return jnp.zeros(2, jnp.result_type(float)), jnp.zeros(2, jnp.result_type(float))
 
     def step(self, state, action, key):
         moved, place = state
-        action = jnp.clip(action[0], -1, 1).astype(place.dtype)
+        action = within_one(action[0]).astype(place.dtype)
         paid = 1 - (action - place) ** 2 - (place - 0.5) ** 2
         after = jnp.stack([jnp.ones_like(place), action])
         return after, Step(after, jnp.where(moved > 0, paid, 0.0), moved > 0)
@@ -71,18 +77,18 @@ class Walk:
 
 @dataclass(frozen=True)
 class Rest:
-    """Each step pays 1 - action^2, and there is no end but the time limit. The best value is 1 / (1 - GAMMA) = 5."""
+    """Each step pays 1 - action^2, `within_one`; no end but the time limit. The best value is 1 / (1 - GAMMA) = 5."""
 
     name: str = "toy:Rest"
     time_limit: int | None = 4
     observation_space = property(lambda self: box(1))
-    action_space = property(lambda self: box(1))
+    action_space = property(lambda self: WIDE)
 
     def reset(self, key):
         return jnp.int32(0), jnp.ones(1, jnp.result_type(float))
 
     def step(self, state, action, key):
-        return state, Step(jnp.ones(1, jnp.result_type(float)), 1 - number(action[0]) ** 2, jnp.zeros((), bool))
+        return state, Step(jnp.ones(1, jnp.result_type(float)), 1 - number(within_one(action[0])) ** 2, jnp.zeros((), bool))
 
 
 @dataclass(frozen=True)
@@ -124,34 +130,48 @@ def actions(algo, train, obs) -> np.ndarray:
     return np.asarray(jax.vmap(lambda o: act(params, o, jax.random.key(0))[0])(jnp.asarray(obs)))[:, 0]
 
 
+TASKS = {"shoot": Shoot(), "walk": Walk(), "rest": Rest()}
+
+
+def learn_task(algo, task, iterations):
+    """In 8 environments; compiled once for all tasks."""
+    return _learn_task(algo, iterations, jnp.int32(list(TASKS).index(task)))[0].train
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _learn_task(algo, iterations, which):
+    return iterate_often(algo, one_of(TASKS, which, 8), iterations, 0)
+
+
 def check_one_step(algo, network_of, iterations):
     """Shoot: the action, its value, and that of actions beside it."""
-    carry, _ = learn(algo, shoot(), iterations, 0)
-    obs = np.linspace(-0.9, 0.9, 7, dtype=np.float32)[:, None]
-    best = 1 + obs[:, 0]
-    np.testing.assert_allclose(actions(algo, carry.train, obs), best, atol=0.15)
+    train = learn_task(algo, "shoot", iterations)
+    seen = np.linspace(-0.9, 0.9, 7, dtype=np.float32)
+    obs, best = np.stack([seen, np.zeros(7, np.float32)], axis=1), 1 + seen
+    np.testing.assert_allclose(actions(algo, train, obs), best, atol=0.15)
     for beside in (0.0, 0.4, -0.4):
-        found = values(network_of(carry.train), obs, best + np.float32(beside))
+        found = values(network_of(train), obs, best + np.float32(beside))
         np.testing.assert_allclose(found, -(beside**2), atol=0.1)
 
 
 def check_two_steps(algo, network_of, iterations):
     """Walk: what the second step pays reaches the first, discounted."""
-    carry, _ = learn(algo, batch(Walk(), 8), iterations, 0)
+    train = learn_task(algo, "walk", iterations)
     start, there = np.zeros((1, 2), np.float32), np.array([[1.0, 0.5]], np.float32)
-    network = network_of(carry.train)
-    np.testing.assert_allclose(actions(algo, carry.train, np.concatenate([start, there])), 0.5, atol=0.15)
-    np.testing.assert_allclose(values(network, there, np.full(1, 0.5, np.float32)), 1.0, atol=0.1)
-    np.testing.assert_allclose(values(network, start, np.full(1, 0.5, np.float32)), GAMMA, atol=0.1)
-    np.testing.assert_allclose(values(network, start, np.full(1, -0.1, np.float32)), GAMMA * (1 - 0.36), atol=0.1)
+    network, best = network_of(train), np.full(1, 2.0, np.float32)
+    found = within_one(actions(algo, train, np.concatenate([start, there])))
+    np.testing.assert_allclose(found, 0.5, atol=0.15)
+    np.testing.assert_allclose(values(network, there, best), 1.0, atol=0.1)
+    np.testing.assert_allclose(values(network, start, best), GAMMA, atol=0.1)
+    np.testing.assert_allclose(values(network, start, best - np.float32(1.2)), GAMMA * (1 - 0.36), atol=0.1)
 
 
 def check_discounting(algo, network_of, iterations):
     """Rest: a time limit is no end, values go on behind it."""
-    carry, _ = learn(algo, batch(Rest(), 8), iterations, 0)
-    obs = np.ones((1, 1), np.float32)
-    np.testing.assert_allclose(actions(algo, carry.train, obs), 0.0, atol=0.15)
-    found = values(network_of(carry.train), obs, np.full(1, 0.0, np.float32))
+    train = learn_task(algo, "rest", iterations)
+    obs = np.array([[1.0, 0.0]], np.float32)
+    np.testing.assert_allclose(within_one(actions(algo, train, obs)), 0.0, atol=0.15)
+    found = values(network_of(train), obs, np.full(1, 1.0, np.float32))
     np.testing.assert_allclose(found, 1 / (1 - GAMMA), atol=0.1)
 
 
@@ -173,6 +193,16 @@ def check_beginning(algo):
     assert abs(actions(algo, carry.train, np.zeros((1, 1), np.float32))[0] - 1) < 0.1  # the middle of the space
     carry, metrics = iterate(env, carry, jax.random.key(num))
     assert metrics["learned"] == 1 and carry.train.updates == algo.updates
+
+
+def check_first_actions(algo):
+    """Before the first update, acting alone: uniform, or the middle of the space if greedy."""
+    train = jax.jit(algo.init, static_argnums=0)(shoot(), jax.random.key(0)).train
+    obs, keys = jnp.zeros(1), jax.random.split(jax.random.key(1), 500)
+    taken = np.asarray(jax.jit(jax.vmap(lambda key: algo.act(algo.policy(train), obs, key)[0]))(keys))
+    assert taken.min() < -0.8 and taken.max() > 2.8 and (-1 <= taken).all() and (taken <= 3).all()
+    np.testing.assert_allclose([taken.mean(), taken.std()], [1.0, 4 / 12**0.5], atol=0.2)
+    assert abs(actions(algo, train, np.zeros((1, 1), np.float32))[0] - 1) < 0.1
 
 
 def check_precision(algo, x64):
@@ -231,15 +261,26 @@ def some_batches(*, updates: int, items: int) -> Batches:
     return Batches(steps, ones[..., 0], jnp.bool(True))
 
 
-def on_two_shards(algo, updates: int = 2):
-    """`learn` on halves of some batches, on two shards (so everything twice), and on all of them on one."""
-    carry = jax.jit(algo.init, static_argnums=0)(shoot(), jax.random.key(0))
-    whole = some_batches(updates=updates, items=8)
+def on_two_shards(algo):
+    """`learn` on halves of some batches, on two shards: everything twice."""
+    train, whole = _to_learn_from(algo)
+    updates, items = whole.probability.shape
     halves = whole._replace(
-        steps=jax.tree.map(lambda x: jnp.moveaxis(x.reshape(updates, 2, 4, *x.shape[2:]), 1, 0), whole.steps),
-        probability=whole.probability.reshape(2, updates, 4),
+        steps=jax.tree.map(
+            lambda x: jnp.moveaxis(x.reshape(updates, 2, items // 2, *x.shape[2:]), 1, 0), whole.steps
+        ),
+        probability=whole.probability.reshape(2, updates, items // 2),
     )
     axes = whole._replace(steps=0, probability=0, ready=None)
     keys = jax.random.split(jax.random.key(1), 2)
-    shards = jax.jit(jax.vmap(algo.learn, (None, axes, 0), axis_name=SHARD_AXIS))(carry.train, halves, keys)[0]
-    return shards, jax.jit(algo.learn)(carry.train, whole, keys[0])[0]
+    return jax.jit(jax.vmap(algo.learn, (None, axes, 0), axis_name=SHARD_AXIS))(train, halves, keys)[0]
+
+
+def on_one_shard(algo):
+    """`learn` on the same batches, whole."""
+    return jax.jit(algo.learn)(*_to_learn_from(algo), jax.random.key(1))[0]
+
+
+def _to_learn_from(algo):
+    train = jax.jit(algo.init, static_argnums=0)(shoot(), jax.random.key(0)).train
+    return train, some_batches(updates=2, items=8)

@@ -6,17 +6,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo.algos.actor_critic import count_steps
+from algos.toys import DISCRETE, one_of
+from choreo.algos.actor_critic import apply, count_steps
 from choreo.loops import rollout
 from choreo.roles import SHARD_AXIS, all_reduce
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def learn(algo, env, iterations, seed):
+    return iterate_often(algo, env, iterations, seed)
+
+
+def iterate_often(algo, env, iterations, seed):
     """-> the last carry, and the metrics of every iteration."""
     key_init, key = jax.random.split(jax.random.key(seed))
     carry = algo.init(env, key_init)
     return jax.lax.scan(lambda c, k: algo.iterate(env, c, k), carry, jax.random.split(key, iterations))
+
+
+def learn_task(algo, task, iterations, num_envs=16):
+    """The same on a task of `DISCRETE`; compiled once for all of them."""
+    return _learn_task(algo, iterations, num_envs, jnp.int32(list(DISCRETE).index(task)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _learn_task(algo, iterations, num_envs, which):
+    return iterate_often(algo, one_of(DISCRETE, which, num_envs), iterations, 0)
+
+
+def first_value(carry):
+    """What the network says of the first thing one sees in most tasks of `DISCRETE`."""
+    return apply(carry.train.params, jnp.array([1.0, 0.0, 0.0]), None)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -87,7 +87,7 @@ class Pieces:
 
     observation_space = property(
         lambda self: spaces.Dict(
-            sign=spaces.Discrete(2),
+            sign=spaces.Discrete(2, start=3),
             rest=spaces.Tuple([spaces.Box(0.0, 1.0, (1,), np.float32), spaces.Dict(flag=spaces.MultiBinary(1))]),
         )
     )
@@ -95,11 +95,11 @@ class Pieces:
 
     def see(self, key):
         sign, level, flag = jax.random.randint(key, (3,), 0, 2)
-        return {"sign": sign, "rest": (number(level)[None], {"flag": flag[None].astype(jnp.int8)})}
+        return {"sign": 3 + sign, "rest": (number(level)[None], {"flag": flag[None].astype(jnp.int8)})}
 
     def pay(self, obs, action):
         level, inner = obs["rest"]
-        pieces = (obs["sign"], level[0], inner["flag"][0])
+        pieces = (obs["sign"] - 3, level[0], inner["flag"][0])
         return jnp.mean(number(action == jnp.stack([x.astype(jnp.int8) for x in pieces])))
 
 

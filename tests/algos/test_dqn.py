@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from algos.one_gradient import learn
-from algos.one_step import FORBIDDEN, Name, OneStep
-from algos.toys import Income, Match, TwoStep, batch, one_hot
+from algos.one_gradient import learn, learn_task
+from algos.one_step import FORBIDDEN, OneStep
+from algos.toys import one_hot
 from choreo import envs
 from choreo.algos.dqn import DQN
 from choreo.buffers import Step
@@ -28,6 +28,7 @@ TOY = DQN(
     learning_rate=3e-3, unroll=2, updates=4, batch_size=32, gamma=GAMMA, n_step=1, target_period=20, capacity=4_000,
     min_size=64, epsilon=(1.0, 0.5), epsilon_steps=2_000, network=SMALL,
 )  # fmt: skip
+ITERATIONS = 500
 VARIANTS = {
     "plain": {"double": False, "dueling": False},
     "double, dueling": {},
@@ -35,7 +36,7 @@ VARIANTS = {
     "prioritized": {"prioritized": True},
     "2 buffer shards": {"prioritized": True, "buffer_shards": 2},
     "c51": {"head": "c51", "value_range": (-1.0, 6.0), "atoms": 29},
-    "qr": {"head": "qr", "atoms": 11},
+    "qr": {"head": "qr", "atoms": 11, "double": False, "dueling": False},
 }
 
 
@@ -43,59 +44,62 @@ def values(algo: DQN, train, obs) -> np.ndarray:
     return np.asarray(algo.values(train.params.network, jnp.asarray(obs)).q)
 
 
-@pytest.mark.parametrize("variant", ["double, dueling", "3-step", "prioritized", "2 buffer shards"])
+def variants(*in_ci: str, but: str | None = None):
+    """Each variant once in CI, on one of the three tasks; the default on all of them."""
+    marks = {name: () if name in (*in_ci, "double, dueling") else pytest.mark.long for name in VARIANTS if name != but}
+    return pytest.mark.parametrize("variant", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+@variants("2 buffer shards")  # which are prioritized
 def test_values_of_one_step(variant):
-    """1 for the sign seen, 0 for the others. The other variants: below, over two steps."""
+    """1 for the sign seen, 0 for the others."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
-    carry, _ = learn(algo, batch(Match(), 8), 400, 0)
+    carry, _ = learn_task(algo, "match", ITERATIONS, 8)
     found = np.stack([values(algo, carry.train, one_hot(jnp.int32(sign), 3)) for sign in range(3)])
     np.testing.assert_allclose(found, np.eye(3), atol=0.1)
 
 
-@pytest.mark.parametrize("variant", ["plain", "c51", "qr"])
+@variants("c51", "qr", but="3-step")  # whose returns count what was then done, at random
 def test_values_reach_back_over_a_step(variant):
     """The second step pays 0.5 on the left, and on the right 1 or 0; the first is worth the better of each, discounted."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
-    carry, _ = learn(algo, batch(TwoStep(), 8), 600, 0)
+    carry, _ = learn_task(algo, "two_step", ITERATIONS, 8)
     found = np.stack([values(algo, carry.train, one_hot(jnp.int32(place), 3)) for place in range(3)])
-    np.testing.assert_allclose(found, [[0.5 * GAMMA, GAMMA], [0.5, 0.5], [1.0, 0.0]], atol=0.1)
+    left, right = 0.5 * GAMMA, GAMMA
+    np.testing.assert_allclose(found, [[left, right, left], [0.5] * 3, [1.0, 0.0, 0.0]], atol=0.1)
 
 
-@pytest.mark.parametrize("variant", ["3-step", "c51"])
+@variants("3-step")
 def test_values_go_on_behind_a_time_limit(variant):
     """The value of an endless income is 1 / (1 - gamma) = 5; cut off after 5 steps it would be 3.4 at most."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
-    carry, _ = learn(algo, batch(Income(), 8), 800, 0)
-    np.testing.assert_allclose(values(algo, carry.train, jnp.ones(1)), [5.0, 5.0], atol=0.1)
+    carry, _ = learn_task(algo, "income", ITERATIONS, 8)
+    np.testing.assert_allclose(values(algo, carry.train, one_hot(jnp.int32(0), 3)), [5.0] * 3, atol=0.1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """Take the highest action that may be taken."""
+    """Say the number seen, which may be said, as may some others; spaces are not counted from 0."""
 
     observation_space = property(
-        lambda self: spaces.Dict(action_mask=spaces.MultiBinary(3), sign=spaces.Box(0.0, 1.0, (3,), np.float32))
+        lambda self: spaces.Dict(action_mask=spaces.MultiBinary(3), number=spaces.Discrete(3, start=2))
     )
-    action_space = property(lambda self: spaces.Discrete(3))
+    action_space = property(lambda self: spaces.Discrete(3, start=-1))
 
     def see(self, key):
-        mask = jax.random.bernoulli(key, 0.5, (3,)).at[0].set(True)
-        return {"action_mask": mask.astype(jnp.int8), "sign": mask.astype(jnp.float32)}
+        key_mask, key_number = jax.random.split(key)
+        number = jax.random.randint(key_number, (), 0, 3)
+        mask = jax.random.bernoulli(key_mask, 0.5, (3,)).at[number].set(True)
+        return {"action_mask": mask.astype(jnp.int8), "number": 2 + number}
 
     def pay(self, obs, action):
-        mask = obs["action_mask"]
-        best = 2 - jnp.argmax(mask[::-1])
-        return jnp.where(mask[action] > 0, (action == best).astype(jnp.float32), FORBIDDEN)
+        allowed = obs["action_mask"][action + 1] > 0
+        return jnp.where(allowed, (action + 1 == obs["number"] - 2).astype(jnp.float32), FORBIDDEN)
 
 
-def test_masked_actions_are_never_taken():
+def test_masked_actions_are_never_taken_and_spaces_begin_anywhere():
     _, metrics = learn(dataclasses.replace(TOY, epsilon=(1.0, 0.0)), OneStep(Allowed(), 8), 300, 0)
     assert metrics["episode_return"].min() >= 0  # a masked action costs far more
-    assert metrics["episode_return"][-20:].mean() >= 0.95
-
-
-def test_actions_and_observations_that_are_not_counted_from_0():
-    _, metrics = learn(dataclasses.replace(TOY, epsilon=(1.0, 0.0)), OneStep(Name(), 8), 300, 0)
     assert metrics["episode_return"][-20:].mean() >= 0.95
 
 
@@ -146,8 +150,8 @@ def test_epsilon_falls_with_environment_steps():
 
 def test_nothing_is_learned_before_there_is_enough():
     assert TOY.min_size == 64  # 2 x 8 steps in an iteration: from the fifth on
-    _, metrics = learn(TOY, batch(Match(), 8), 400, 0)
-    np.testing.assert_array_equal(metrics["learned"], [0] * 4 + [1] * 396)
+    _, metrics = learn_task(TOY, "match", ITERATIONS, 8)
+    np.testing.assert_array_equal(metrics["learned"], [0] * 4 + [1] * (ITERATIONS - 4))
 
 
 def test_importance_undoes_priorities():
@@ -155,7 +159,7 @@ def test_importance_undoes_priorities():
     np.testing.assert_allclose(algo.importance(jnp.array([[0.1, 0.2, 0.4]])), [[1.0, 0.5, 0.25]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["3-step", "2 buffer shards"])
+@pytest.mark.parametrize("variant", [pytest.param("3-step", marks=pytest.mark.long), "2 buffer shards"])
 def test_keeps_the_protocol(variant):
     algo = dataclasses.replace(TOY, total_steps=10_000, **VARIANTS[variant])
     check_algorithm(algo, envs.make("jax:CartPole-v1", num_envs=4))

@@ -38,6 +38,12 @@ def test_values_go_on_behind_a_time_limit():
 
 
 def test_begins_with_any_action():
+    continuous.check_first_actions(TOY)
+
+
+@pytest.mark.long
+def test_learns_nothing_before_there_is_enough():
+    """In CI: DDPG, with the same `control.learn`."""
     continuous.check_beginning(TOY)
 
 
@@ -59,7 +65,8 @@ def test_targets_are_smoothed_over_actions_nearby():
     algo = TD3(gamma=0.9, target_noise=1e4, target_noise_clip=0.1)
     network, target = by_hand(0.0, [1.0]), by_hand(0.5, [2.0])
     keys = jax.random.split(jax.random.key(0), 64)
-    losses, _ = jax.vmap(algo.item_loss, (None, None, None, 0))(network.critics, target, window(), keys)
+    step = functools.partial(algo.item_loss, network.critics, target, window())
+    losses, _ = jax.jit(jax.vmap(step))(keys)
     expected = [0.5 * (-0.4 - (1 + 0.9 * (2 * action + 0.2))) ** 2 for action in (0.4, 0.6)]
     np.testing.assert_allclose(np.unique(np.round(losses, 4)), expected, rtol=1e-4)
 
@@ -68,7 +75,7 @@ def test_smoothed_actions_stay_in_the_space():
     algo = TD3(gamma=0.9, target_noise=1e4, target_noise_clip=0.4)
     keys = jax.random.split(jax.random.key(0), 64)
     step = functools.partial(algo.item_loss, by_hand(0.0, [1.0]).critics, by_hand(0.9, [2.0]), window())
-    losses, _ = jax.vmap(step)(keys)
+    losses, _ = jax.jit(jax.vmap(step))(keys)
     expected = [0.5 * (-0.4 - (1 + 0.9 * (2 * action + 0.2))) ** 2 for action in (0.5, 1.0)]
     np.testing.assert_allclose(np.unique(np.round(losses, 4)), expected, rtol=1e-4)
 
@@ -106,13 +113,15 @@ def _differ(before, after, part):
 def test_two_shards_are_one_twice_as_large():
     with jax.enable_x64(True):
         algo = TD3(learning_rate=0.1, target_noise=0.0, network=SMALL, optimizer=optax.sgd)
-        shards, whole = continuous.on_two_shards(algo)
+        shards, whole = continuous.on_two_shards(algo), continuous.on_one_shard(algo)
         for both, one in zip(jax.tree.leaves(shards), jax.tree.leaves(whole), strict=True):
             np.testing.assert_array_equal(both[0], both[1])
             np.testing.assert_allclose(both[0], one, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 def test_keeps_the_protocol():
+    """In CI: DDPG; all of TD3 runs in the law matrix."""
     check_algorithm(TOY, continuous.parts())
 
 

@@ -1,5 +1,6 @@
 """Environments small enough to know the best return by thought. All are `JaxEnv`s: one environment."""
 
+import functools
 from dataclasses import dataclass
 
 import gymnasium
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo.envs import Step, VmapEnv
+from choreo.envs import JaxEnv, Step, VmapEnv
 
 
 def box(num: int) -> gymnasium.spaces.Box:
@@ -111,6 +112,49 @@ class Income:
         return state, Step(
             jnp.ones(1, jnp.result_type(float)), jnp.ones((), jnp.result_type(float)), jnp.zeros((), bool)
         )
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["which"], meta_fields=["tasks", "observation_space", "action_space"]
+)
+@dataclass(frozen=True)
+class OneOf:
+    """One of several tasks, by a number that a program is given: it is compiled once for all of them.
+
+    Observations are filled up with zeros to the longest; all take the actions of the first.
+    """
+
+    which: jax.Array
+    tasks: tuple[JaxEnv, ...]
+    observation_space: gymnasium.Space
+    action_space: gymnasium.Space
+    name = property(lambda self: "toy:OneOf")
+    time_limit = property(lambda self: max(task.time_limit or 0 for task in self.tasks))
+
+    def reset(self, key):
+        states, obs = zip(*(task.reset(key) for task in self.tasks), strict=True)
+        return states, self.chosen([self.filled(x) for x in obs])
+
+    def step(self, states, action, key):
+        pairs = [task.step(state, action, key) for task, state in zip(self.tasks, states, strict=True)]
+        states, steps = zip(*pairs, strict=True)
+        obs = self.chosen([self.filled(step.obs) for step in steps])
+        return states, Step(obs, self.chosen([x.reward for x in steps]), self.chosen([x.terminated for x in steps]))
+
+    def chosen(self, each):
+        return jnp.stack(each)[self.which]
+
+    def filled(self, obs):
+        return jnp.pad(obs, (0, self.observation_space.shape[0] - obs.size))
+
+
+DISCRETE = {"match": Match(), "two_step": TwoStep(), "recall": Recall(), "income": Income()}
+
+
+def one_of(tasks: dict[str, JaxEnv], which: jax.Array, num_envs: int) -> VmapEnv:
+    each = tuple(tasks.values())
+    longest = max((task.observation_space for task in each), key=lambda space: space.shape)
+    return batch(OneOf(which, each, longest, each[0].action_space), num_envs)
 
 
 def batch(env, num_envs: int) -> VmapEnv:

@@ -24,6 +24,7 @@ ONE_BY_ONE = 'With merge="any" the learner hears one worker at a time, and `carr
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 
 
+@functools.cache
 def algorithm(name: str) -> Any:
     cls = ALGOS[name]
     fields = {field.name for field in dataclasses.fields(cls)}
@@ -56,8 +57,11 @@ def refused(algo: str, layout: str) -> str | None:
     """How a cell that cannot exist is refused."""
     if layout == "per_agent":
         return NO_AGENTS
-    has_replay = "capacity" in {field.name for field in dataclasses.fields(ALGOS[algo])}
-    return ONE_BY_ONE if has_replay and layouts()[layout].merge == "any" else None
+    return ONE_BY_ONE if has_replay(algo) and layouts()[layout].merge == "any" else None
+
+
+def has_replay(algo: str) -> bool:
+    return "capacity" in {field.name for field in dataclasses.fields(ALGOS[algo])}
 
 
 def kind(algo: str, layout: str) -> str:
@@ -71,15 +75,30 @@ CELLS = [(algo, layout) for algo in ALGOS for layout in layouts()]
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Each algorithm and each layout that exists at least once."""
-    names = [*ALGOS]
+    """Each algorithm and each layout that exists at least once.
+
+    Each algorithm with replay is met once, where replay has sites of its own or where there are fewest processes: it takes
+    longest to compile. The others share the rest, the simplest where there are most.
+    """
+    wanted = layouts()
+    names = sorted(ALGOS, key=lambda algo: 0 if has_replay(algo) else len(dataclasses.fields(ALGOS[algo])))
     found = []
-    for layout in layouts():
+    for layout in sorted(wanted, key=lambda name: (not _own_buffers(wanted[name]), _processes(wanted[name]))):
         algo = next((algo for algo in names if not refused(algo, layout)), None)
         if algo:
-            names.append(names.pop(names.index(algo)))  # it had its turn
+            names.remove(algo)
+            if not has_replay(algo):
+                names.append(algo)  # after the others have had their turn
             found.append((algo, layout))
     return found
+
+
+def _own_buffers(layout: Layout) -> bool:
+    return any(group.roles == ("buffer",) for group in layout.groups)
+
+
+def _processes(layout: Layout) -> int:
+    return sum(group.replicas or 1 for group in layout.groups)
 
 
 def page(passed: set[tuple[str, str]]) -> str:

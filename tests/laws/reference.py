@@ -1,5 +1,7 @@
 """The reference meaning of an algorithm, `jax.jit(iterate)`, and a planned run to compare with it."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -21,7 +23,7 @@ Run = dict[str, np.ndarray]
 def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> Run:
     """Without any of Choreo's machinery: `jax.jit` of the algorithm's own functions."""
     init_key, run_key = jax.random.split(key)
-    carry = eqx.filter_jit(lambda key: algo.init(env, key))(init_key)
+    carry = init_of(algo, env)(init_key)
     iterate = eqx.filter_jit(lambda carry, key: algo.iterate(env, carry, key))
     rows = []
     for i in range(iterations):
@@ -33,7 +35,7 @@ def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> R
 def sharded_reference(algo: Any, env: Any, shards: int, key: jax.Array, iterations: int = 3) -> Run:
     """The meaning of shards, without any of Choreo's machinery but the way a carry is divided."""
     init_key, run_key = jax.random.split(key)
-    leaves, tree = jax.tree.flatten(jax.jit(lambda key: algo.init(env, key))(init_key))
+    leaves, tree = jax.tree.flatten(init_of(algo, env)(init_key))
     twice = jax.eval_shape(lambda: algo.init(env.with_num_envs(2 * env.num_envs), init_key))
     axes = [next((d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if b == 2 * a), None)
             for one, two in zip(leaves, jax.tree.leaves(twice), strict=True)]  # fmt: skip
@@ -56,6 +58,12 @@ def sharded_reference(algo: Any, env: Any, shards: int, key: jax.Array, iteratio
     carry = jax.tree.unflatten(tree, [merge_shards(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)])
     metrics = {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
     return named(carry, combine_metrics(metrics))
+
+
+@functools.lru_cache(maxsize=8)
+def init_of(algo: Any, env: Any) -> Callable[[jax.Array], Any]:
+    """Compiled once, with shards or without."""
+    return eqx.filter_jit(lambda key: algo.init(env, key))
 
 
 def planned_run(algo: Any, env: Any, layout: Layout | Plan, key: jax.Array, iterations: int = 3) -> Run:

@@ -44,34 +44,53 @@ def traced(algo: str, shards: int, one_by_one: Layout | None):
     return trace_for(matrix.algorithm(algo), matrix.environment(algo), layout)
 
 
+PAIRS = matrix.pairs()
+OTHERS = [cell for cell in matrix.CELLS if cell not in PAIRS and not matrix.refused(*cell)]
+
+
 @pytest.mark.parametrize(("algo", "layout"), matrix.CELLS)
 def test_cell(algo, layout):
+    """In one process; a pair also with worker processes, here, where it is planned and compiled already."""
     if refusal := matrix.refused(algo, layout):
         with pytest.raises((LayoutError, PartitionError)) as error:
             planned(algo, layout)
         assert str(error.value).startswith(refusal)
         return
-    check(InProcess(planned(algo, layout)), algo, layout)
+    run = check(InProcess(planned(algo, layout)), algo, layout)
+    if (algo, layout) in PAIRS:
+        check_with_worker_processes(algo, layout, run)
 
 
-@pytest.mark.parametrize(("algo", "layout"), matrix.pairs())
+@pytest.mark.long
+@pytest.mark.parametrize(("algo", "layout"), OTHERS)
 def test_with_worker_processes(algo, layout):
-    the_plan = planned(algo, layout)
-    run = check(Local(the_plan), algo, layout)
-    if not the_plan.layout.is_relaxed:
-        assert_same_bits(run, run_of(InProcess(the_plan), KEY))
+    check_with_worker_processes(algo, layout, run_of(InProcess(planned(algo, layout)), KEY))
 
 
 def check(runtime, algo: str, layout: str):
     the_plan = runtime.plan
     run = run_of(runtime, KEY)
     if the_plan.layout.is_relaxed:
-        log = list(runtime.log)
-        assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY), run)
-        check_bounds(log, run, the_plan.layout, iterations=3)
+        check_log(runtime, run)
     else:
         assert_close(run, reference(algo, the_plan.shards), 1e-5)
     return run
+
+
+def check_log(runtime, run):
+    log = list(runtime.log)
+    assert_same_bits(run_of(InProcess(runtime.plan, replay=log), KEY), run)
+    check_bounds(log, run, runtime.plan.layout, iterations=3)
+
+
+def check_with_worker_processes(algo: str, layout: str, in_one_process):
+    """By its own log, or the bits of one process, which are close to the reference."""
+    runtime = Local(planned(algo, layout))
+    run = run_of(runtime, KEY)
+    if runtime.plan.layout.is_relaxed:
+        check_log(runtime, run)
+    else:
+        assert_same_bits(run, in_one_process)
 
 
 def test_every_algorithm_and_every_layout_has_cells():

@@ -35,7 +35,8 @@ class HostMethod:
 
     make: Callable[[range], Any]
     """From the numbers of the site's environments to its object. Methods with an equal `make` share the object; a `close`
-    method ends it."""
+    method ends it. If it has an attribute `exact` that is true, what the methods return is not looked at: it is known to be
+    as declared."""
     method: str
     outs: tuple[Spec, ...]
     """Types of the results for all environments."""
@@ -77,6 +78,7 @@ class HostObjects:
         envs = range(self.replica * size, (self.replica + 1) * size)
         shapes, dtypes = [(size, *spec.shape[1:]) for spec in fn.outs], [np.dtype(spec.dtype) for spec in fn.outs]
         method: Callable[..., Any] | None = None
+        trusted = getattr(fn.make, "exact", False)
 
         def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:
             nonlocal method
@@ -88,7 +90,7 @@ class HostObjects:
                 found = method = getattr(self.made[fn.make], fn.method)
             results = found(*leaves)
             self.calls += 1
-            if [x.shape for x in results] != shapes or [x.dtype for x in results] != dtypes:
+            if not trusted and ([x.shape for x in results] != shapes or [x.dtype for x in results] != dtypes):
                 raise _wrong_types(fn, results, shapes, dtypes)
             return results
 

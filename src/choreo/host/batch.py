@@ -49,6 +49,9 @@ class MakeBatch:
     wide: bool = False
     """Whether JAX computes in 64 bits."""
 
+    exact = True
+    """A batch looks at all that comes from an environment, and makes its arrays itself."""
+
     def __call__(self, envs: range) -> "Batch":
         if self.form.vector:
             from choreo.host.vector import VectorBatch
@@ -135,7 +138,7 @@ class Batch:
     ) -> tuple[np.ndarray, ...]:
         """What `step` returns; `restart` writes the first observations of new episodes over those of `ended` ones."""
         self.refuse_nan(next_obs, "step")
-        if math.isnan(np.dot(reward, reward)):
+        if math.isnan(reward.dot(reward)):
             self.wrong(int(np.isnan(reward).argmax()), "step", "NaN as reward")
         returns = self.returns = self.returns + reward
         token = token + 1  # wraps after 2**31 steps, which does no harm

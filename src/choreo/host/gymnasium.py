@@ -96,7 +96,11 @@ class GymBatch(Batch):
         self.current = None
         self.steps, limits = zip(*(_bare_step(env) for env in self.members), strict=True)
         self.limits: tuple[float, ...] = limits
-        self.remaining: list[float] = list(limits)
+        self.count = 0
+        """Steps taken."""
+        self.due: list[float] = list(limits)
+        """The count at which each episode is cut off."""
+        self.first_due = min(self.due)
 
     def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
         return self.begun(self._stack([self._begin_episode(i, seed) for i, seed in enumerate(seeds.tolist())], "reset"))
@@ -104,32 +108,27 @@ class GymBatch(Batch):
     def step(self, token: np.ndarray, *action: np.ndarray) -> tuple[np.ndarray, ...]:
         self.check_token(token)
         actions = self.each([prepare(leaf) for prepare, leaf in zip(self.prepare, action, strict=True)])
-        i, first, masked, remaining = 0, self.envs.start, self.form.masked, self.remaining
-        seen, rewards, ended, terminal = [], [], [], []
+        results = []
         try:
-            for step, one in zip(self.steps, actions, strict=True):
-                self.current = first + i
-                result = step(one)
-                if result.__class__ is not tuple or len(result) != 5:
-                    self.wrong(i, "step", f"{words(result)}, not (obs, reward, terminated, truncated, info)")
-                obs, reward, terminated, truncated, info = result
-                seen.append(_with_mask(obs, info, i) if masked else obs)
-                rewards.append(reward)
-                left = remaining[i] = remaining[i] - 1
-                if terminated:
-                    terminal.append(i)
-                    ended.append(i)
-                elif truncated or left <= 0:
-                    ended.append(i)
-                if self.info_keys:
-                    self._note(i, info)
-                i += 1
-        except EnvError:
-            raise
-        except spaces.WrongValue as wrong:
-            self.wrong(wrong.index, "step", f"an observation {wrong}")
+            for self.current, step, one in zip(self.envs, self.steps, actions, strict=True):
+                results.append(step(one))
         except (Exception, SystemExit) as error:
-            raise raised(self.name, f"Environment {first + i}", "step", error) from error
+            raise raised(self.name, f"Environment {self.current}", "step", error) from error
+        try:
+            seen, rewards, terminated, truncated, infos = zip(*results, strict=True)
+            over = any(terminated) or any(truncated)
+        except (TypeError, ValueError) as error:
+            raise self._malformed(results) from error
+        self.count += 1
+        ended, terminal = [], []
+        if over or self.count >= self.first_due:
+            terminal = [i for i, is_terminal in enumerate(terminated) if is_terminal]
+            ended = [i for i, due in enumerate(self.due) if terminated[i] or truncated[i] or self.count >= due]
+        if self.form.masked:
+            seen = [self._masked(obs, info, i, "step") for i, (obs, info) in enumerate(zip(seen, infos, strict=True))]
+        if self.info_keys:
+            for i, info in enumerate(infos):
+                self._note(i, info)
 
         def restart(obs: list[np.ndarray]) -> None:
             fresh = self._stack([self._begin_episode(i, None) for i in ended], "reset", ended)
@@ -151,13 +150,26 @@ class GymBatch(Batch):
             raise raised(self.name, f"Environment {self.current}", "reset", error) from error
         if not isinstance(result, tuple) or len(result) != 2:
             self.wrong(i, "reset", f"{words(result)}, not (obs, info)")
-        self.remaining[i] = self.limits[i]
-        try:
-            return _with_mask(*result, i) if self.form.masked else result[0]
-        except spaces.WrongValue as wrong:
-            self.wrong(i, "reset", f"an observation {wrong}")
+        self.due[i] = self.count + self.limits[i]
+        self.first_due = min(self.due)
+        return self._masked(*result, i, "reset") if self.form.masked else result[0]
 
-    def _stack(self, seen: list[Any], part: str, which: Sequence[int] | None = None) -> list[np.ndarray]:
+    def _masked(self, seen: Any, info: dict[str, Any], i: int, part: str) -> dict[str, Any]:
+        if MASK not in info:
+            self.wrong(i, part, f"an observation without info[{MASK!r}], which its first reset had")
+        return {"obs": seen, MASK: info[MASK]}
+
+    def _malformed(self, results: list[Any]) -> EnvError:
+        """The first of these results that is not what `step` should return."""
+        for i, result in enumerate(results):
+            if not isinstance(result, tuple) or len(result) != 5:
+                self.wrong(i, "step", f"{words(result)}, not (obs, reward, terminated, truncated, info)")
+            for name, value in zip(("terminated", "truncated"), result[2:4], strict=True):
+                if np.ndim(value):
+                    self.wrong(i, "step", f"{words(value)} as {name}, not a truth value")
+        raise AssertionError("one of them is")
+
+    def _stack(self, seen: Sequence[Any], part: str, which: Sequence[int] | None = None) -> list[np.ndarray]:
         """New arrays of observations, one for each leaf; `which` environments they are of."""
         try:
             if not self.is_tree:
@@ -176,7 +188,7 @@ class GymBatch(Batch):
                 except (TypeError, ValueError):
                     self.wrong(i, "step", f"{words(info[key])} as info[{key!r}], not a number")
 
-    def _rewards(self, rewards: list[Any]) -> np.ndarray:
+    def _rewards(self, rewards: Sequence[Any]) -> np.ndarray:
         try:
             reward = np.array(rewards, self.float)
         except (TypeError, ValueError):
@@ -216,9 +228,3 @@ class Choice(int):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np.int64(self), name)
-
-
-def _with_mask(seen: Any, info: dict[str, Any], i: int) -> dict[str, Any]:
-    if MASK not in info:
-        raise spaces.WrongValue(i, f"without info[{MASK!r}], which its first reset had")
-    return {"obs": seen, MASK: info[MASK]}

@@ -6,7 +6,7 @@ The order of leaves is JAX's own for the same tree: keys of a dictionary sorted,
 JAX's too: every float becomes its default one, and 64-bit integers become 32-bit ones unless it computes in 64 bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ class Leaf:
         # A Box says what it holds; the others hold whole numbers, of whatever type.
         self.kinds = None if isinstance(space, spaces.Box) else "iub"
 
-    def stack(self, values: list[Any]) -> np.ndarray:
+    def stack(self, values: Sequence[Any]) -> np.ndarray:
         """A new array [env, ...]; raises WrongValue with the index of the value that is not in the space."""
         shape, dtype = self.shape, self.dtype
         for value in values:

@@ -40,7 +40,7 @@ class ArrayType:
     dtype: np.dtype | KeyType
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Constant:
     """A known array, in place of a slot."""
 

@@ -134,9 +134,7 @@ class Device:
         return self.scalars[number]
 
     def to_host(self, value: Any) -> np.ndarray:
-        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            value = jax.random.key_data(value)
-        return np.asarray(value)
+        return np.asarray(value if isinstance(value.dtype, np.dtype) else jax.random.key_data(value))
 
     def on_host(self, value: Any) -> bool:
         return self.cpu or isinstance(value, np.ndarray)
