@@ -153,7 +153,7 @@ def test_one_step_of_gradient_descent_by_hand():
 
 def _vtrace_by_hand(algo, network, trajectory):
     (pi, value_tm1), (_, value_t) = (jax.vmap(jax.vmap(network))(x) for x in (trajectory.obs, trajectory.next_obs))
-    ratio = np.exp(np.asarray(pi.log_prob(trajectory.action) - trajectory.extras))
+    ratio = np.exp(np.asarray(pi.log_prob(trajectory.action) - trajectory.extras.log_prob(trajectory.action)))
     reward, discount, last, value_tm1, value_t = map(
         np.asarray, (trajectory.reward, trajectory.discount * algo.gamma, trajectory.last, value_tm1, value_t)
     )

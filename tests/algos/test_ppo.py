@@ -99,7 +99,8 @@ def test_the_learner_recomputes_what_the_actor_did():
     assert trajectory.last.any() and jnp.abs(start.memory[0]).sum() > 0
     again = jax.jit(jax.vmap(lambda *args: unfold(params, *args)[0]))
     pi = again(sequences.obs, sequences.last, start.memory)
-    np.testing.assert_allclose(pi.log_prob(sequences.action), sequences.extras, rtol=1e-4, atol=1e-5)
+    acted = sequences.extras.log_prob(sequences.action)
+    np.testing.assert_allclose(pi.log_prob(sequences.action), acted, rtol=1e-4, atol=1e-5)
     assert np.asarray(sequences.extras).std() > 0.1  # nor is it the same everywhere
 
 
@@ -119,7 +120,8 @@ def test_one_step_of_gradient_descent_by_hand():
 
         def textbook(module):
             pi, value = jax.vmap(jax.vmap(module))(trajectory.obs)
-            ratio = jnp.exp(pi.log_prob(trajectory.action) - trajectory.extras)
+            acted = trajectory.extras.log_prob(trajectory.action)
+            ratio = jnp.exp(pi.log_prob(trajectory.action) - acted)
             gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
             probs = jax.nn.softmax(pi.logits)
             entropy = -jnp.sum(probs * jnp.log(probs), axis=-1)

@@ -69,7 +69,7 @@ class A2C:
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
-        """One environment: -> action, log-probability; and, if the network has one, its new memory."""
+        """One environment: -> action, what it was drawn from; and, if the network has one, its new memory."""
         return actor_critic.act(params, obs, key, memory, greedy=greedy)
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
@@ -111,4 +111,4 @@ class A2C:
             return self.optimizer(learning_rate)
         # As in the paper: at most settings we tried, Adam left some seeds far behind, RMSProp none (docs/algorithms/a2c.md).
         rmsprop = optax.rmsprop(learning_rate, decay=0.99, eps=1e-5)
-        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), rmsprop)
+        return ops.clipped(rmsprop, self.max_grad_norm)

@@ -100,11 +100,10 @@ def initial_state(params: Params) -> PyTree:
 
 
 def act(params: Params, obs: PyTree, key: Key, memory: PyTree, *, greedy: bool):
-    """One environment: -> action, log-probability; and, if the network has one, its new memory."""
+    """One environment: -> action, what it was drawn from; and, if the network has one, its new memory."""
     pi, _, memory = apply(params, obs, memory)
     action = pi.mode() if greedy else pi.sample(key)
-    log_prob = pi.log_prob(action)
-    return (action, log_prob) if memory is None else (action, log_prob, memory)
+    return (action, pi) if memory is None else (action, pi, memory)
 
 
 def predict(params: Params, trajectory: Transition, memory: PyTree) -> Predictions:

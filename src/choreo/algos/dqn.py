@@ -296,4 +296,4 @@ class DQN:
     def make_optimizer(self, learning_rate) -> optax.GradientTransformation:
         if self.optimizer is not None:
             return self.optimizer(learning_rate)
-        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), optax.adam(learning_rate))
+        return ops.clipped(optax.adam(learning_rate), self.max_grad_norm)

@@ -82,7 +82,7 @@ class IMPALA:
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
-        """One environment: -> action, log-probability; and, if the network has one, its new memory."""
+        """One environment: -> action, what it was drawn from; and, if the network has one, its new memory."""
         return actor_critic.act(params, obs, key, memory, greedy=greedy)
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
@@ -111,7 +111,7 @@ class IMPALA:
     def loss(self, network: PyTree, moments: PyTree, trajectory: Transition, memory: PyTree):
         """Section 4.2 of the paper; means over the trajectory where the paper has sums."""
         pi, value_tm1, value_t = actor_critic.predict(Params(network, moments), trajectory, memory)
-        log_prob, behaviour_log_prob = pi.log_prob(trajectory.action), trajectory.extras
+        log_prob, behaviour_log_prob = (policy.log_prob(trajectory.action) for policy in (pi, trajectory.extras))
         log_ratio = jax.lax.stop_gradient(log_prob) - behaviour_log_prob
         ratio = jnp.exp(log_ratio)
         target, advantage = ops.vtrace(
@@ -143,4 +143,4 @@ class IMPALA:
             return self.optimizer(learning_rate)
         # As in the paper: with actors four iterations behind, some seeds collapsed under Adam (docs/algorithms/impala.md).
         rmsprop = optax.rmsprop(learning_rate, decay=0.99, eps=1e-5)
-        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), rmsprop)
+        return ops.clipped(rmsprop, self.max_grad_norm)

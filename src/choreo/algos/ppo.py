@@ -91,7 +91,7 @@ class PPO:
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
-        """One environment: -> action, log-probability; and, if the network has one, its new memory."""
+        """One environment: -> action, what it was drawn from; and, if the network has one, its new memory."""
         return actor_critic.act(params, obs, key, memory, greedy=greedy)
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
@@ -161,13 +161,14 @@ class PPO:
         discount_t = self.gamma * trajectory.discount
         advantage = ops.gae(trajectory.reward, discount_t, trajectory.last, value_tm1.T, value_t.T, self.gae_lambda).T
         s = sequences
-        batch = Batch(s.obs, s.action, s.extras, s.last, advantage, advantage + value_tm1, memory)
+        log_prob = s.extras.log_prob(s.action)  # not in `act`, where it would be one small computation in every step
+        batch = Batch(s.obs, s.action, log_prob, s.last, advantage, advantage + value_tm1, memory)
         return batch if memory is not None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
     def make_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
         if self.optimizer is not None:
             return self.optimizer(learning_rate)
-        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), optax.adam(learning_rate, eps=1e-5))
+        return ops.clipped(optax.adam(learning_rate, eps=1e-5), self.max_grad_norm)
 
     def sequences_per_minibatch(self, num_envs: int, *, recurrent: bool) -> int:
         """How many sequences (of `unroll` steps with memory, else of one) make a minibatch."""

@@ -66,7 +66,7 @@ class REINFORCE:
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
-        """One environment: -> action, log-probability; and, if the network has one, its new memory."""
+        """One environment: -> action, what it was drawn from; and, if the network has one, its new memory."""
         return actor_critic.act(params, obs, key, memory, greedy=greedy)
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
@@ -108,4 +108,4 @@ class REINFORCE:
     def make_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
         if self.optimizer is not None:
             return self.optimizer(learning_rate)
-        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), optax.adam(learning_rate, eps=1e-5))
+        return ops.clipped(optax.adam(learning_rate, eps=1e-5), self.max_grad_norm)

@@ -110,7 +110,7 @@ class GymBatch(Batch):
         actions = self.each([prepare(leaf) for prepare, leaf in zip(self.prepare, action, strict=True)])
         results = []
         try:
-            for self.current, step, one in zip(self.envs, self.steps, actions, strict=True):
+            for self.current, step, one in zip(self.envs, self.steps, actions, strict=True):  # noqa: B020
                 results.append(step(one))
         except (Exception, SystemExit) as error:
             raise raised(self.name, f"Environment {self.current}", "step", error) from error

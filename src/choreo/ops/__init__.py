@@ -12,6 +12,7 @@ from choreo.ops.normalise import look as look
 from choreo.ops.normalise import merge_moments as merge_moments
 from choreo.ops.normalise import normalise as normalise
 from choreo.ops.normalise import update_moments as update_moments
+from choreo.ops.optimisers import clipped as clipped
 from choreo.ops.returns import NStep as NStep
 from choreo.ops.returns import discounted_return as discounted_return
 from choreo.ops.returns import gae as gae
