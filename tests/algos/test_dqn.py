@@ -124,14 +124,14 @@ def test_the_target_by_hand(double):
     algo = DQN(gamma=0.5, n_step=3, double=double)
     network, target = Linear(jnp.array([-1.0, 1.0])), Linear(jnp.array([3.0, 2.0]))
     best = 2.0 if double else 3.0  # the network would take action 1, the target network action 0
-    _, error, q = algo.item_loss(network, target, window())
+    _, error, q = algo.item_loss(network, target, algo.item(window()))
     assert q == 0.5
     np.testing.assert_allclose(error, 1 + 0.5 * 10 + 0.25 * 100 + 0.125 * (best * 3 + 0.5) - 0.5, rtol=1e-6)
-    _, error, _ = algo.item_loss(network, target, window((False, True, False, False), (1.0, 0.0, 1.0, 1.0)))
+    _, error, _ = algo.item_loss(network, target, algo.item(window((False, True, False, False), (1.0, 0.0, 1.0, 1.0))))
     np.testing.assert_allclose(error, 1 + 0.5 * 10 - 0.5, rtol=1e-6)
-    _, error, _ = algo.item_loss(network, target, window((False, True, False, False)))  # a time limit
+    _, error, _ = algo.item_loss(network, target, algo.item(window((False, True, False, False))))  # a time limit
     np.testing.assert_allclose(error, 1 + 0.5 * (best * 1 + 0.5) - 0.5, rtol=1e-6)
-    loss, error, _ = algo.item_loss(network, target, window((True, False, False, False)))
+    loss, error, _ = algo.item_loss(network, target, algo.item(window((True, False, False, False))))
     assert loss == 0 and error == 0  # its successor was never stored
 
 

@@ -66,6 +66,16 @@ class Values(NamedTuple):
     """Of its distribution: logits of fixed values, quantiles, or the value itself: [action, atom]"""
 
 
+class Item(NamedTuple):
+    """What stored steps say about the first of them."""
+
+    obs: PyTree
+    action: jax.Array
+    ret: ops.NStep
+    next_obs: PyTree
+    """To bootstrap from."""
+
+
 class Played(NamedTuple):
     """What an actor knew of a step, for the first priority of an item."""
 
@@ -220,8 +230,8 @@ class DQN:
         optimizer = self.make_optimizer(learning_rate)
         weights = self.importance(batches.probability)
 
-        def update(train: Train, batch: tuple[Step, jax.Array]):
-            grads, (errors, metrics) = jax.grad(self.loss, has_aux=True)(train.params.network, train.target, *batch)
+        def update(train: Train, batch: tuple[Item, jax.Array]):
+            grads, said = jax.grad(self.loss, has_aux=True)(train.params.network, train.target, *batch)
             changes, opt_state = optimizer.update(all_reduce(grads), train.optimizer, train.params.network)
             network = optax.apply_updates(train.params.network, changes)
             number = train.updates + 1
@@ -229,36 +239,41 @@ class DQN:
                 lambda new, old: jnp.where(number % self.target_period == 0, new, old), network, train.target
             )
             params = train.params._replace(network=network)
-            return Train(params, target, opt_state, number, train.iterations), (errors, metrics)
+            return Train(params, target, opt_state, number, train.iterations), said
 
         steps = batches.steps._replace(action=batches.steps.action - train.params.start)
-        after, (errors, metrics) = jax.lax.scan(update, train, (steps, weights))
+        items = jax.vmap(jax.vmap(self.item))(steps)
+        after, (losses, errors, q) = jax.lax.scan(update, train, (items, weights))
         after = jax.tree.map(lambda new, old: jnp.where(batches.ready, new, old), after, train)
-        metrics = {name: jnp.mean(x) for name, x in metrics.items()}
+        metrics = {"loss": jnp.mean(losses), "q": jnp.mean(q), "td_error": jnp.mean(jnp.abs(errors))}
         metrics |= {"learning_rate": learning_rate, "learned": batches.ready.astype(jnp.float32)}
         metrics |= {"epsilon": self.epsilon_at(train.params.env_steps)}
         iterations = train.iterations + 1
         params = after.params._replace(env_steps=iterations.astype(num_steps.dtype) * num_steps)
         return after._replace(iterations=iterations, params=params), jnp.abs(errors), metrics
 
-    def loss(self, network: PyTree, target: PyTree, steps: Step, weight: jax.Array):
-        """Of items [item, step, ...]: the loss, and by how much each was wrong."""
-        losses, errors, q = jax.vmap(self.item_loss, (None, None, 0))(network, target, steps)
-        loss = jnp.mean(weight * losses)
-        return loss, (errors, {"loss": loss, "q": jnp.mean(q), "td_error": jnp.mean(jnp.abs(errors))})
-
-    def item_loss(self, network: PyTree, target: PyTree, steps: Step):
-        """Of one item [step, ...]: -> loss, error, value."""
+    def item(self, steps: Step) -> Item:
+        """From steps [step, ...]."""
         ret = ops.n_step(steps.reward, steps.discount, steps.last, self.gamma)
-        obs, next_obs = jax.tree.map(lambda x: x[0], steps.obs), jax.tree.map(lambda x: x[ret.steps], steps.obs)
-        action = steps.action[0]
-        values, beyond = self.values(network, obs), self.values(target, next_obs)
-        chooser = self.values(network, next_obs).q if self.double else beyond.q
+        obs, next_obs = (jax.tree.map(lambda x, at=at: x[at], steps.obs) for at in (0, ret.steps))
+        return Item(obs, steps.action[0], ret, next_obs)
+
+    def loss(self, network: PyTree, target: PyTree, items: Item, weight: jax.Array):
+        """Of items [item, ...]: the loss; and of each its own, by how much it was wrong, and its value."""
+        losses, errors, q = jax.vmap(self.item_loss, (None, None, 0))(network, target, items)
+        losses = weight * losses
+        return jnp.mean(losses), (losses, errors, q)
+
+    def item_loss(self, network: PyTree, target: PyTree, item: Item):
+        """-> loss, error, value."""
+        values, beyond, ret = self.values(network, item.obs), self.values(target, item.next_obs), item.ret
+        chooser = self.values(network, item.next_obs).q if self.double else beyond.q
         best = jnp.argmax(jax.lax.stop_gradient(chooser))
         wanted = ret.reward + ret.discount * jax.lax.stop_gradient(beyond.q[best])
-        error = wanted - values.q[action]
-        loss = self.head_loss(values.atoms[action], jax.lax.stop_gradient(beyond.atoms[best]), ret, error)
-        return ret.weight * loss, ret.weight * jax.lax.stop_gradient(error), values.q[action]
+        q, atoms = _of(item.action, values.q), _of(item.action, values.atoms)
+        error = wanted - q
+        loss = self.head_loss(atoms, jax.lax.stop_gradient(beyond.atoms[best]), ret, error)
+        return ret.weight * loss, ret.weight * jax.lax.stop_gradient(error), q
 
     def head_loss(self, atoms: jax.Array, beyond: jax.Array, ret: ops.NStep, error: jax.Array) -> jax.Array:
         if self.head == "c51":
@@ -297,3 +312,9 @@ class DQN:
         if self.optimizer is not None:
             return self.optimizer(learning_rate)
         return ops.clipped(optax.adam(learning_rate), self.max_grad_norm)
+
+
+def _of(action: jax.Array, values: jax.Array) -> jax.Array:
+    """`values[action]`, as a product: its gradient is one too, where that of indexing is a scatter."""
+    chosen = jax.nn.one_hot(action, len(values), dtype=values.dtype)
+    return jnp.sum(values * chosen.reshape(-1, *(1,) * (values.ndim - 1)), axis=0)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from choreo.types import Key
 
-MEMBERS = 16
+MEMBERS = 8
 
 
 def no_weights(num_envs: int, num_items: int) -> jax.Array:
