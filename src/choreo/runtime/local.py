@@ -19,9 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -29,18 +27,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo import errors
 from choreo._compat import is_key, key_impl
-from choreo.cluster import Cluster, Host, place
-from choreo.errors import ChoreoError, PartitionError, RunError
-from choreo.host import HostMethod
+from choreo.cluster import Cluster
+from choreo.errors import PartitionError
 from choreo.partition.program import HostCall, Segment, Transfer, walk
 from choreo.plans import Plan, array_type, exported
 from choreo.runtime.agent import RemoteProcess, ask_for_worker
 from choreo.runtime.bundles import BUNDLE
 from choreo.runtime.channel import message_bytes
 from choreo.runtime.device import host_type
+from choreo.runtime.homes import environments_of, homes_of, hosts_of
 from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
+from choreo.runtime.member import Member, WorkerError, describe
 from choreo.runtime.messages import Neighbourhood, messages
 from choreo.runtime.profile import Profile
 from choreo.runtime.schedule import Read, from_json
@@ -55,41 +53,10 @@ GRACE_S = 2.0
 """How long to look for the worker that failed first, and how long workers have to end."""
 START_S = 120.0
 """How long a worker may take to be ready."""
-LAST_LINES = 60
-"""Of a worker's output, shown when it dies without a word: a traceback of every thread fits."""
 ASIDES = ("output", "iteration")
 """What workers say without being asked."""
-COLLECTIVES = ("Gloo", "NCCL", "coordination service")
-"""Whose errors tell that a peer of a worker is gone."""
 CHATTER = "[Gloo] Rank "
 """How the lines begin that a library prints when all is well."""
-HANGS = "Timeout ("
-"""How the last words begin of a worker that was stopped because an environment holds the interpreter."""
-
-
-class WorkerError(RunError):
-    """A worker failed or was lost."""
-
-
-@dataclass(eq=False)
-class Member:
-    """A worker as its coordinator sees it."""
-
-    name: str
-    process: "subprocess.Popen[bytes] | RemoteProcess"
-    control: socket.socket
-    lines: "deque[str]" = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    """Its last output."""
-    rest: bytes = b""
-    """Output that is no whole line yet."""
-    error: dict[str, Any] | None = None
-    """Why it ended, in its own words."""
-    talks: bool = True
-    """Until it reported an error, or its control socket closed."""
-    state: str = "starting"
-    """For people: what it is doing."""
-    combines: bool = False
-    """Does it combine values with others inside of compiled programs?"""
 
 
 class Local:
@@ -114,9 +81,9 @@ class Local:
         """What was read, where that may be out of date."""
         self.members: dict[str, Member] = {}
         self.selector = selectors.DefaultSelector()
-        self.hood = Neighbourhood(me="coordinator", homes=_homes(plan))
+        self.hood = Neighbourhood(me="coordinator", homes=homes_of(plan))
         self.workers = list(dict.fromkeys(self.hood.homes.values()))
-        self.hosts = _place(plan, cluster or Cluster.local())
+        self.hosts = hosts_of(plan, cluster or Cluster.local())
         self.token = (cluster and cluster.token()) or os.urandom(32)
         self.over_tcp = carrier == "tcp" or any(host.port for host in self.hosts.values())
         self.meet = (self.over_tcp and len(self.workers) > 1) or any(map(self._together, self.workers))
@@ -183,7 +150,7 @@ class Local:
                     send_frame(member.control, {"kind": "stop"})
                 if not member.talks:
                     self._stop_listening(member)
-            while any(_runs(member) for member in self.members.values()) and time.monotonic() < deadline:
+            while any(member.lives for member in self.members.values()) and time.monotonic() < deadline:
                 for member in self._select(timeout_s=0.02):
                     self._hear(member)
         except TimeoutError:
@@ -372,15 +339,15 @@ class Local:
         lost, deadline = [member], time.monotonic() + GRACE_S
         while member.talks and member in self._select(timeout_s=0.0):
             self._hear(member)
-        while all(_only_suffers(each) for each in lost) and time.monotonic() < deadline:
+        while all(each.only_suffers for each in lost) and time.monotonic() < deadline:
             heard = [other for other in self._select(timeout_s=0.05) if self._hear(other) is None]
             lost += [other for other in dict.fromkeys([*heard, *self._ended()]) if other not in lost]
-        culprit = next((each for each in lost if not _only_suffers(each)), member)
+        culprit = next((each for each in lost if not each.only_suffers), member)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a worker that reported may take a moment to end
             culprit.process.wait(timeout=1.0)
         code = culprit.process.poll()
         self._kill()
-        raise _describe(culprit, code, _environments(self.plan, self.hood, culprit.name))
+        raise describe(culprit, code, environments_of(self.plan, self.hood, culprit.name))
 
     def _select(self, *, timeout_s: float) -> list[Member]:
         """Wait for workers to say something: pass on what they print, and return those with a frame for us."""
@@ -461,42 +428,6 @@ class Local:
             self.selector.close()
 
 
-def _homes(plan: Plan) -> dict[tuple[str, int], str]:
-    """The worker of each site: one each; with `exact`, several blocks of environments share one."""
-    homes = {}
-    for group, r in plan.all_sites:
-        blocks = plan.replicas(group)
-        workers = _num_workers(plan, group)
-        homes[group, r] = group if workers is None else f"{group}-{r * workers // blocks}"
-    return homes
-
-
-def _num_workers(plan: Plan, group: str) -> int | None:
-    """How many processes a group has; None for one that is never divided."""
-    (found,) = (g for g in plan.layout.groups if g.name == group)
-    return plan.replicas(group) if found.axis else found.replicas
-
-
-def _place(plan: Plan, cluster: Cluster) -> dict[str, Host]:
-    """The host of each worker."""
-    workers = {group: _num_workers(plan, group) for group in plan.sites.replicas}
-    found = place(workers, cluster, devices={group: plan.platform(group) for group in workers})
-    return {p.group if workers[p.group] is None else f"{p.group}-{p.replica}": p.host for p in found}
-
-
-def _environments(plan: Plan, hood: Neighbourhood, worker: str) -> list[range]:
-    """The numbers of the environments that run in a worker as Python."""
-    found = {
-        (site, step.fn.num_envs)
-        for step, _ in walk(plan.iterate.steps)
-        if isinstance(step, HostCall) and isinstance(step.fn, HostMethod)
-        for site, home in hood.homes.items()
-        if home == worker and site[0] == step.group
-    }
-    blocks = [(r, count // hood.replicas(group)) for (group, r), count in sorted(found)]
-    return [range(r * size, (r + 1) * size) for r, size in blocks]
-
-
 def _message_bytes(pieces: list[Any]) -> int:
     types = [host_type(array_type(piece.move.aval)) for piece in pieces]
     head = jax.ShapeDtypeStruct((2,), np.uint64)  # of a bundle: its version
@@ -512,61 +443,6 @@ def _to_jax(array: np.ndarray, aval: Any) -> jax.Array:
 
 def _to_numpy(leaf: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf)
-
-
-def _runs(member: Member) -> bool:
-    """Does it live, as far as one can tell? Of a worker on another host, only its connection tells."""
-    return member.process.poll() is None and (member.talks or isinstance(member.process, subprocess.Popen))
-
-
-def _only_suffers(member: Member) -> bool:
-    """Did it end because another one did?"""
-    if member.error is None:
-        return member.combines and member.process.poll() == -signal.SIGABRT  # so does JAX end who lost a peer
-    lost = member.error["type"] in ("PeerLost", "ReceiverClosed", "EndOfChannel")
-    return lost or (member.combines and any(word in member.error["what"] for word in COLLECTIVES))
-
-
-def _describe(member: Member, code: int | None, envs: list[range]) -> ChoreoError:
-    """The one error for a worker's end: in its own words, or by its exit code."""
-    if member.error is not None:
-        return _in_its_words(member.name, member.error)
-    if code is None:
-        ended = "was lost: its connection was cut" if member.process.pid < 0 else "closed its connection"
-    else:
-        ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    what = f"Worker `{member.name}` ({_whereabouts(member)}) {ended}."
-    if any(line.startswith(HANGS) for line in member.lines):
-        what = f"An environment of worker `{member.name}` hangs, and lets no other thread run."
-    # A process that ends by itself was most likely ended by an environment.
-    blocks = " and ".join(str(b[0]) if len(b) == 1 else f"{b[0]} to {b[-1]}" for b in envs)
-    running = f" It was running environments {blocks}." if blocks else ""
-    last = "".join(f"\n  {line}" for line in member.lines)
-    return WorkerError(
-        f"{what}{running}{' Its last output:' if last else ''}{last}",
-        fix="SIGKILL without a cause is often the kernel, out of memory: use fewer workers or environments."
-        if code == -signal.SIGKILL
-        else None,
-    )
-
-
-def _in_its_words(name: str, error: dict[str, Any]) -> ChoreoError:
-    cls = getattr(errors, error["type"], None) if error["known"] else None
-    if isinstance(cls, type) and issubclass(cls, ChoreoError):
-        found = cls(error["what"], fix=error["fix"], **{**error["places"], "worker": name})
-    else:
-        found = WorkerError(f"Worker `{name}` failed: {error['type']}: {error['what']}", fix=error["fix"])
-    found.add_note(f"In worker `{name}`:\n{error['traceback'].rstrip()}")
-    return found
-
-
-def _whereabouts(member: Member) -> str:
-    process = member.process
-    return f"on {process.host.address}" if isinstance(process, RemoteProcess) else f"process {process.pid}"
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in {s.value for s in signal.Signals} else f"signal {number}"
 
 
 def _print_line(worker: str, line: str) -> None:

@@ -1,0 +1,43 @@
+"""Which worker a site lives in, and on which host."""
+
+from choreo.cluster import Cluster, Host, place
+from choreo.host import HostMethod
+from choreo.partition.program import HostCall, walk
+from choreo.plans import Plan
+from choreo.runtime.messages import Neighbourhood
+
+
+def homes_of(plan: Plan) -> dict[tuple[str, int], str]:
+    """The worker of each site: one each; with `exact`, several blocks of environments share one."""
+    homes = {}
+    for group, r in plan.all_sites:
+        blocks = plan.replicas(group)
+        workers = _num_workers(plan, group)
+        homes[group, r] = group if workers is None else f"{group}-{r * workers // blocks}"
+    return homes
+
+
+def _num_workers(plan: Plan, group: str) -> int | None:
+    """How many processes a group has; None for one that is never divided."""
+    (found,) = (g for g in plan.layout.groups if g.name == group)
+    return plan.replicas(group) if found.axis else found.replicas
+
+
+def hosts_of(plan: Plan, cluster: Cluster) -> dict[str, Host]:
+    """The host of each worker."""
+    workers = {group: _num_workers(plan, group) for group in plan.sites.replicas}
+    found = place(workers, cluster, devices={group: plan.platform(group) for group in workers})
+    return {p.group if workers[p.group] is None else f"{p.group}-{p.replica}": p.host for p in found}
+
+
+def environments_of(plan: Plan, hood: Neighbourhood, worker: str) -> list[range]:
+    """The numbers of the environments that run in a worker as Python."""
+    found = {
+        (site, step.fn.num_envs)
+        for step, _ in walk(plan.iterate.steps)
+        if isinstance(step, HostCall) and isinstance(step.fn, HostMethod)
+        for site, home in hood.homes.items()
+        if home == worker and site[0] == step.group
+    }
+    blocks = [(r, count // hood.replicas(group)) for (group, r), count in sorted(found)]
+    return [range(r * size, (r + 1) * size) for r, size in blocks]
