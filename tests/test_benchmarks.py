@@ -11,6 +11,8 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if p.name not in ("harness.py", "table.py"))
+CI = ("channels.py", "gymnasium_ppo.py", "start_and_size.py")
+"""The cheapest of each kind: channels, training in one process, processes of their own. The others are only imported."""
 
 
 @pytest.fixture
@@ -25,12 +27,19 @@ def as_a_script(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a script may leave files to its end
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=[] if script in CI else [pytest.mark.long]) for script in SCRIPTS]
+)
 def test_quick(script, as_a_script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, "--quick"])
     runpy.run_path(str(FOLDER / script), run_name="__main__")
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["quick"] and result["ratio"] > 0 and result["jax"]
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in CI])
+def test_what_it_imports_is_there(script, as_a_script):
+    assert runpy.run_path(str(FOLDER / script), run_name="imported")["__doc__"]
 
 
 def test_results_are_of_full_runs():

@@ -83,27 +83,23 @@ def test_it_learns():
 
 
 def test_steps_are_rounded_up_to_whole_iterations():
-    run = train(Tiny(), CARTPOLE, steps=2 * PER_ITERATION + 1)
+    run = train(Tiny(total_steps=10 * PER_ITERATION), CARTPOLE, steps=2 * PER_ITERATION + 1)
     assert len(run.rows) == 3
-    assert run.algo.total_steps == 3 * PER_ITERATION  # the horizon is what is run
-    assert train(Tiny(total_steps=10_000), CARTPOLE, steps=1).algo.total_steps == 10_000
+    assert run.algo.total_steps == 10 * PER_ITERATION
 
 
 def test_the_seed_decides_everything():
-    one, again, other = (run_tiny(2, seed=seed).summary for seed in (0, 0, 1))
-    assert one["params_hash"] == again["params_hash"] != other["params_hash"]
-    assert one["return"] == again["return"]
+    one, again, other = (run_tiny(2, seed=seed) for seed in (0, 0, 1))
+    one_hash, again_hash, other_hash = (run.training_summary["params_hash"] for run in (one, again, other))
+    assert one_hash == again_hash != other_hash
+    assert one.summary["return"] == again.summary["return"]
 
 
 def test_boundaries_do_not_change_the_result():
     plain = run_tiny(6)
     busy = run_tiny(6, eval_every=2, eval_episodes=3, checkpoint_every=3)
     assert plain.training_summary["params_hash"] == busy.training_summary["params_hash"]
-
-
-def test_evaluation_during_training():
-    run = run_tiny(6, eval_every=2, eval_episodes=5)
-    measured = np.isfinite(run.metrics["eval_return"])
+    measured = np.isfinite(busy.metrics["eval_return"])
     assert measured.tolist() == [False, True, False, True, False, True]
 
 
@@ -126,6 +122,7 @@ def test_on_iteration_sees_every_iteration_and_may_end_the_run():
     assert [loss for _, loss in seen] == run.metrics["loss"].tolist()
 
 
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(
     st.integers(1, 5000), st.sampled_from([1, 8, 512]), st.none() | st.integers(1, 60), st.none() | st.integers(1, 60)
 )
@@ -163,6 +160,7 @@ def test_train_return_is_the_mean_of_the_last_hundred_episodes():
 
 def test_the_run_folder_is_complete_and_nothing_else_is_left(tmp_path):
     out = tmp_path / "runs" / "x"
+    out.mkdir(parents=True)  # an empty folder is welcome
     run = run_tiny(4, out=out)
     files = ["checkpoint.safetensors", "curve.png", "graph.svg", "metrics.jsonl", "run.toml", "summary.json"]
     assert sorted(p.name for p in out.iterdir()) == files
@@ -236,11 +234,6 @@ def test_a_folder_has_one_writer(tmp_path):
     run_tiny(2, out=tmp_path / "x", checkpoint_every=1, on_iteration=lambda i, m: interfere(i, m) if i == 1 else None)
 
 
-def test_an_empty_folder_is_welcome(tmp_path):
-    run_tiny(1, out=tmp_path)
-    assert (tmp_path / "run.toml").is_file()
-
-
 def test_a_run_that_fails_at_once_leaves_no_folder(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class Broken(Tiny):
@@ -310,7 +303,8 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path):
 
 
 def test_a_horizon_nobody_fixed_moves_with_the_steps(tmp_path):
-    run_tiny(4, fields={"total_steps": None}, out=tmp_path / "x")
+    run = train(Tiny(), CARTPOLE, steps=3 * PER_ITERATION + 1, out=tmp_path / "x")
+    assert run.algo.total_steps == 4 * PER_ITERATION  # the horizon is what is run
     longer = resume(tmp_path / "x", steps=8 * PER_ITERATION)
     np.testing.assert_allclose(longer.metrics["rate"][4], 0.1 * (1 - 4 / 8), rtol=1e-6)
 
@@ -323,7 +317,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
 
 
 def test_several_sites_cannot_be_resumed(tmp_path):
-    run_tiny(2, out=tmp_path / "x", layout="coarse")
+    run_tiny(2, out=tmp_path / "x", layout="coarse", runtime="inprocess")
     with pytest.raises(RunError, match="This run has 2 sites; only runs with one site can be resumed") as error:
         resume(tmp_path / "x", steps=1000)
     assert "--layout fused" in str(error.value)

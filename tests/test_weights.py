@@ -92,7 +92,11 @@ class Twice(Tiny):
 # The law.
 
 
-@pytest.mark.parametrize(("layout", "runtime"), [("fused", "inprocess"), ("coarse", "inprocess"), ("coarse", "local")])
+@pytest.mark.parametrize(
+    ("layout", "runtime"),
+    # Workers are given the same carry as `inprocess`: tests/laws/test_runtimes.py.
+    [("fused", "inprocess"), ("coarse", "inprocess"), pytest.param("coarse", "local", marks=pytest.mark.long)],
+)
 def test_the_weights_of_an_untrained_run_change_nothing(tmp_path, layout, runtime):
     first = write_run(tmp_path / "first", Tiny(), seed=3)
     plain = run_tiny(3, seed=3, layout=layout, runtime="inprocess")
@@ -101,6 +105,7 @@ def test_the_weights_of_an_untrained_run_change_nothing(tmp_path, layout, runtim
     assert begun.metrics["loss"].tolist() == plain.metrics["loss"].tolist()
 
 
+@pytest.mark.long
 def test_the_weights_of_an_untrained_ppo_change_nothing(tmp_path):
     first = write_run(tmp_path / "first", SMALL_PPO, seed=5, num_envs=4)
     plain, begun = (

@@ -88,7 +88,9 @@ class Rest:
         return jnp.int32(0), jnp.ones(1, jnp.result_type(float))
 
     def step(self, state, action, key):
-        return state, Step(jnp.ones(1, jnp.result_type(float)), 1 - number(within_one(action[0])) ** 2, jnp.zeros((), bool))
+        return state, Step(
+            jnp.ones(1, jnp.result_type(float)), 1 - number(within_one(action[0])) ** 2, jnp.zeros((), bool)
+        )
 
 
 @dataclass(frozen=True)
@@ -266,9 +268,7 @@ def on_two_shards(algo):
     train, whole = _to_learn_from(algo)
     updates, items = whole.probability.shape
     halves = whole._replace(
-        steps=jax.tree.map(
-            lambda x: jnp.moveaxis(x.reshape(updates, 2, items // 2, *x.shape[2:]), 1, 0), whole.steps
-        ),
+        steps=jax.tree.map(lambda x: jnp.moveaxis(x.reshape(updates, 2, items // 2, *x.shape[2:]), 1, 0), whole.steps),
         probability=whole.probability.reshape(2, updates, items // 2),
     )
     axes = whole._replace(steps=0, probability=0, ready=None)

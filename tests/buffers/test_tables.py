@@ -44,19 +44,37 @@ def one_table(batch: int = 64, *, capacity: int = 24, unroll: int = 2, length: i
     return Replay(capacity=capacity, unroll=unroll, tables=(Table(length=length, batch=batch, **options),))
 
 
+def replays(max_examples: int):
+    """Random ones; to shrink one would compile a hundred more."""
+
+    def decorate(test):
+        run = settings(max_examples=max_examples, phases=[Phase.explicit, Phase.generate])
+        return run(
+            given(
+                capacity=st.integers(4, 60),
+                unroll=st.integers(1, 5),
+                length=st.integers(1, 5),
+                num_envs=st.integers(1, 4),
+                additions=st.integers(0, 14),
+            )(test)
+        )
+
+    return decorate
+
+
 class TestEveryItemIsReal:
-    @settings(max_examples=12, phases=[Phase.explicit, Phase.generate])  # to shrink one would compile a hundred more
-    @given(
-        capacity=st.integers(4, 60),
-        unroll=st.integers(1, 5),
-        length=st.integers(1, 5),
-        num_envs=st.integers(1, 4),
-        additions=st.integers(0, 14),
-        sampler=st.sampled_from(["uniform", "prioritized", "fifo", "shuffled"]),
-    )
-    def test_of_one_environment_consecutive_and_not_overwritten(
-        self, capacity, unroll, length, num_envs, additions, sampler
-    ):
+    @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo", "shuffled"])
+    @replays(max_examples=1)
+    def test_of_one_environment_consecutive_and_not_overwritten(self, sampler, **sizes):
+        self.check(sampler, **sizes)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo", "shuffled"])
+    @replays(max_examples=10)
+    def test_of_one_environment_consecutive_and_not_overwritten_often(self, sampler, **sizes):
+        self.check(sampler, **sizes)
+
+    def check(self, sampler, *, capacity, unroll, length, num_envs, additions):
         options = {"sampler": "uniform", "max_times_sampled": 2} if sampler == "shuffled" else {"sampler": sampler}
         batch = 3 if sampler == "shuffled" else 16
         replay = one_table(batch, capacity=capacity, unroll=unroll, length=length, **options)
@@ -101,15 +119,16 @@ class TestHowOften:
         assert scipy.stats.chisquare([counts[item] for item in model.items(3)]).pvalue > 0.01
         np.testing.assert_allclose(drawn.where.probability, 1 / len(model.items(3)), rtol=1e-6)
 
-    @pytest.mark.parametrize("num_envs", [1, 3, 20])
+    @pytest.mark.parametrize("num_envs", [pytest.param(1, marks=pytest.mark.long), 3, 20])
     def test_in_proportion_to_priorities(self, num_envs):
         replay = one_table(30_000, capacity=12 * num_envs, sampler="prioritized", exponent=0.5)
         state, model = filled(replay, num_envs, 20)
         items = model.items(3)
         # Every item by its number, through the first priority that `add` asks for.
+        add = jax.jit(partial(replay.add, priority=lambda s: 1 + s.action[0].astype(jnp.float32) % 5))
         state = replay.init(ONE_STEP, num_envs)
         for i in range(20):
-            state = replay.add(state, steps(2 * i, 2, num_envs), lambda s: 1 + s.action[0].astype(jnp.float32) % 5)
+            state = add(state, steps(2 * i, 2, num_envs))
         _, drawn = sample(replay, state, jax.random.key(3))
         weights = np.array([math.sqrt(1 + item[0] % 5) for item in items])
         counts = Counter(numbers(drawn.steps))
@@ -132,10 +151,10 @@ class TestHowOften:
 
     def test_never_an_item_without_weight(self):
         """At the very end of the total, rounding may lead beyond the last item."""
-        weights = sums.put_in_all(sums.no_weights(3, 100), jnp.arange(5), jnp.full((3, 5), 0.1))
+        put = jax.jit(lambda: sums.put_in_all(sums.no_weights(3, 100), jnp.arange(5), jnp.full((3, 5), 0.1)))
         # The largest number below 1: the last of 32 parts would end at the total itself.
         almost_one = jnp.full((32,), np.nextafter(np.float32(1), np.float32(0)))
-        env, item, probability = sums.at(weights, almost_one)
+        env, item, probability = jax.jit(sums.at)(put(), almost_one)
         assert (np.asarray(probability) > 0).all()
         assert int(item.max()) == 4 and (int(env[-1]), int(item[-1])) == (2, 4)
 
@@ -177,8 +196,9 @@ class TestInOrder:
         state, model = filled(replay, 2, 3)
         state, drawn = sample(replay, state, jax.random.key(0))
         assert numbers(drawn.steps) == model.items(3)[:4]
+        add = jax.jit(replay.add)
         for i in range(3, 30):
-            state = replay.add(state, steps(2 * i, 2, 2))
+            state = add(state, steps(2 * i, 2, 2))
             model.add(2 * i, 2)
         _, drawn = sample(replay, state, jax.random.key(0))
         assert numbers(drawn.steps) == model.items(3)[:4]
@@ -223,7 +243,7 @@ class TestAtMost:
             state, drawn = sample(replay, state, jax.random.key(i))
             assert drawn.ready
         assert not sample(replay, state, jax.random.key(0))[1].ready
-        state, drawn = replay.sample(replay.add(state, steps(8, 2, 1)), jax.random.key(0))
+        state, drawn = sample(replay, jax.jit(replay.add)(state, steps(8, 2, 1)), jax.random.key(0))
         assert drawn.ready and numbers(drawn.steps)[0] in [(8000,), (9000,)]
 
 

@@ -152,7 +152,9 @@ def test_moments_of_a_stream_are_those_of_all_data():
     assert ops.normalise(moments, jnp.full(3, 1e6)).tolist() == [10.0] * 3
 
 
+@pytest.mark.long
 def test_against_distrax():
+    """In CI: SciPy, above."""
     distrax = pytest.importorskip("distrax", reason="distrax is not installed; SciPy above stands alone")
     ours, theirs = ops.Categorical(jnp.asarray(LOGITS)), distrax.Categorical(logits=jnp.asarray(LOGITS))
     action = jnp.array([1, 3], jnp.int32)

@@ -37,7 +37,7 @@ def window(ends):
 def test_every_end_at_every_place(n):
     windows = [window(ends) for ends in itertools.product(ENDS, repeat=n + 1)]
     reward, discount, last = (np.array(x) for x in zip(*windows, strict=True))
-    got = jax.vmap(lambda *args: ops.n_step(*args, GAMMA))(
+    got = jax.jit(jax.vmap(lambda *args: ops.n_step(*args, GAMMA)))(
         jnp.asarray(reward, jnp.float32), jnp.asarray(discount, jnp.float32), jnp.asarray(last)
     )
     for i, one in enumerate(windows):
@@ -52,13 +52,14 @@ def test_every_end_at_every_place(n):
 def test_where_no_time_limit_cuts_it_is_that_of_rlax():
     """rlax knows no time limits; and its n-step returns go on after the end with a discount of 0, which is the same."""
     rlax = pytest.importorskip("rlax", reason="rlax is not installed; the loop above stands alone")
+    n_step = jax.jit(lambda *args: ops.n_step(*args, GAMMA))
     rng = np.random.default_rng(0)
     for _ in range(20):
         reward = rng.normal(size=6).astype(np.float32)
         value = rng.normal(size=6).astype(np.float32)  # of the observation at each step
         last = rng.random(6) < 0.2
         discount = np.where(last, 0.0, 1.0).astype(np.float32)
-        got = ops.n_step(jnp.asarray(reward), jnp.asarray(discount), jnp.asarray(last), GAMMA)
+        got = n_step(jnp.asarray(reward), jnp.asarray(discount), jnp.asarray(last))
         target = got.reward + got.discount * value[int(got.steps)]
         # reward_t, discount_t and value_t belong to the step from t to t + 1.
         theirs = rlax.n_step_bootstrapped_returns(

@@ -28,7 +28,9 @@ def programs(planned):
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["coarse x2", *(pytest.param(name, marks=pytest.mark.long) for name in ("fused", "fine x2"))]
+)
 def test_acting_draws_nothing_and_gives_the_same_bits(name, monkeypatch):
     algo, env = Tiny(unroll=3), make("CartPole-v1", 4)
     ahead = plan(algo, env, LAYOUTS[name])

@@ -199,7 +199,9 @@ class TestSegments:
         assert {group for group, *_ in segments(planned)} == {WORKERS, "learner"}
 
 
-@pytest.mark.parametrize(("env_sites", "actor_sites", "num_envs"), [(2, 3, 6), (3, 2, 6), (2, 3, 12)])
+@pytest.mark.parametrize(
+    ("env_sites", "actor_sites", "num_envs"), [pytest.param(2, 3, 6, marks=pytest.mark.long), (3, 2, 6), (2, 3, 12)]
+)
 def test_blocks_are_put_together_anew_between_uneven_groups(env_sites, actor_sites, num_envs):
     layout = Layout(Group("env", replicas=env_sites), Group("actor", replicas=actor_sites), Group("learner"))
     env = Pond(num_envs=num_envs)

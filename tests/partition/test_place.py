@@ -33,7 +33,7 @@ def go(env, carry, key):
     return {"w": w, "slow": slow, "s": s, "line": line}, {"m": jnp.sum(carry["line"][0]), "first": jnp.sum(first)}
 
 
-@pytest.mark.parametrize("layout", [coarse(2), fine(2)], ids=["coarse", "fine"])
+@pytest.mark.parametrize("layout", [pytest.param(coarse(2), marks=pytest.mark.long), fine(2)], ids=["coarse", "fine"])
 def test_a_long_delay_line(layout):
     algo, env, key = Functions(start, go), Pond(6), jax.random.key(0)
     traced = trace(algo, env)

@@ -518,7 +518,14 @@ def random_dots(draw) -> Example:
     return Example(lambda x, y: lax.dot_general(x, y, numbers), (lhs, rhs), (), 0)
 
 
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(max_examples=20)
 @given(example=random_examples())
 def test_the_law_for_random_equations(example):
+    check(example)
+
+
+@pytest.mark.long
+@hypothesis_settings(max_examples=200)
+@given(example=random_examples())
+def test_the_law_for_many_random_equations(example):
     check(example)
