@@ -20,7 +20,9 @@ def gymnax_promotes_types():
         yield
 
 
-@pytest.mark.parametrize("name", ["Pendulum-v1", "Breakout-MinAtar", "FourRooms-misc"])
+@pytest.mark.parametrize(
+    "name", ["Pendulum-v1", "Breakout-MinAtar", pytest.param("FourRooms-misc", marks=pytest.mark.long)]
+)
 def test_keeps_the_contract(name):
     check_env(envs.make(f"gymnax:{name}", num_envs=3), steps=60)
 

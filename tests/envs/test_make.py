@@ -14,7 +14,10 @@ def test_what_is_built_in_keeps_the_contract(name):
     check_env(envs.make(name, num_envs=4))
 
 
-@pytest.mark.parametrize("name", envs.names())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "jax:Pendulum-v1" else [pytest.mark.long]) for name in envs.names()],
+)
 def test_and_in_float64(name):
     with jax.enable_x64(True):
         env = envs.make(name, num_envs=4)

@@ -6,12 +6,13 @@ import uuid
 
 import pytest
 
-from faults.scenes import traces
-
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch):
     """A mark that every process of the test inherits; afterwards none of them is left, nor anything else."""
+    # Here: `pytest tests/faults` imports this file before it sets XLA's flags, and scenes use JAX at once.
+    from faults.scenes import traces
+
     mark = uuid.uuid4().hex
     monkeypatch.setenv("FAULTS_MARK", mark)
     gc.freeze()  # to look for what this test left, not for what all tests before it did

@@ -21,7 +21,8 @@ TINY = Path(__file__).parents[1] / "tiny.py"
 
 
 @pytest.mark.parametrize(
-    ("layout", "carrier", "who"), [("fine x2", "shm", "env-1"), ("coarse x2", "tcp", "env+actor-0")]
+    ("layout", "carrier", "who"),
+    [("fine x2", "shm", "env-1"), pytest.param("coarse x2", "tcp", "env+actor-0", marks=pytest.mark.long)],
 )
 def test_a_worker_that_is_stopped_for_a_while_spoils_nothing(layout, carrier, who):
     local = Local(cartpole(layout), carrier=carrier)
@@ -36,18 +37,22 @@ def test_a_worker_that_is_stopped_for_a_while_spoils_nothing(layout, carrier, wh
     wake.join()
 
 
-def test_two_runs_at_once_do_not_meet():
-    carriers = {"fine x2": "shm", "coarse x2": "tcp"}
+@pytest.mark.parametrize(
+    ("layouts", "carrier"),
+    [(["fine x1", "fine x2"], "shm"), pytest.param(["fine x2", "coarse x2"], "tcp", marks=pytest.mark.long)],
+)
+def test_two_runs_at_once_do_not_meet(layouts, carrier):
     with ThreadPoolExecutor() as pool:
-        runs = pool.map(lambda layout: play(Local(cartpole(layout), carrier=carriers[layout])), carriers)
-        for layout, run in zip(carriers, runs, strict=True):
+        runs = pool.map(lambda layout: play(Local(cartpole(layout), carrier=carrier)), layouts)
+        for layout, run in zip(layouts, runs, strict=True):
             assert_same_bits(run, alone(layout))
 
 
 @pytest.mark.parametrize(
     ("number", "code", "layout"),
     [
-        (signal.SIGINT, 130, "coarse"),
+        (signal.SIGINT, 130, "fine"),
+        pytest.param(signal.SIGINT, 130, "coarse", marks=pytest.mark.long),
         (signal.SIGTERM, -signal.SIGTERM, "fine"),
         (signal.SIGKILL, -signal.SIGKILL, "fine"),
     ],

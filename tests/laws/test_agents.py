@@ -125,6 +125,7 @@ def test_agents_that_share_parameters_combine_them_at_one_site():
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
 
 
+@pytest.mark.long
 def test_they_learn_to_meet():
     runtime = InProcess(plan(Bandits(unroll=8), Meeting(64), per_agent()))
     runtime.start(KEY)

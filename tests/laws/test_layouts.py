@@ -58,21 +58,28 @@ FOUR_SITES = Layout(Group("env"), Group("actor"), Group("critic"), Group("learne
 MANY_SITES = Layout(Group("env", replicas=3), Group("actor", replicas=2), Group("critic"), Group("learner"))
 
 
-OPTIMISED = {("ppo", "fused"), ("ppo", "three sites"), ("ppo", "coarse x2"), ("other", "fine x1")}
-"""One of each kind, with XLA's optimisations."""
+OPTIMISED = {("ppo", "fused"), ("ppo", "three sites")}
+"""Whole and cut, with XLA's optimisations; one with workers is in `test_runtimes.py`."""
+CI = {
+    "other-fused", "ppo-lstm-coarse x1", "ppo-continuous-fine x1", "ppo-gymnasium-three sites",
+    "ppo-lstm-coarse x2", "ppo-continuous-coarse x4", "other-fine x2", "ppo-gymnasium-env x2, actor x3",
+    "ppo-coarse x4", "ppo-env x6, actor x4",
+}  # fmt: skip
+"""Each layout once, each algorithm once: in the same shapes, in replicas, and in float64 those of one algorithm."""
 
 
 def cells(layouts):
     return [
-        pytest.param(
-            algorithm,
-            layout,
-            id=f"{algorithm}-{name}",
-            marks=[pytest.mark.optimised] if (algorithm, name) in OPTIMISED else [],
-        )
+        pytest.param(algorithm, layout, id=f"{algorithm}-{name}", marks=marks(algorithm, name))
         for algorithm in ALGORITHMS
         for name, layout in layouts.items()
     ]
+
+
+def marks(algorithm, name):
+    if (algorithm, name) in OPTIMISED:
+        return [pytest.mark.optimised]
+    return [] if f"{algorithm}-{name}" in CI else [pytest.mark.long]
 
 
 @functools.cache
@@ -110,7 +117,11 @@ def test_same_shapes_give_the_same_bits(algorithm, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [coarse(1), fine(1), pytest.param(FOUR_SITES, marks=pytest.mark.optimised)],
+    [
+        pytest.param(coarse(1), marks=pytest.mark.long),
+        pytest.param(fine(1), marks=pytest.mark.long),
+        pytest.param(FOUR_SITES, marks=pytest.mark.optimised),
+    ],
     ids=["coarse", "fine", "four"],
 )
 def test_what_xla_fuses_across_a_cut(layout):
@@ -161,6 +172,7 @@ def test_replicas_agree_in_float64(algorithm, layout):
         assert_close(run_in(layout, algorithm, x64=True), reference_of(algorithm, x64=True)[-1], 1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["ppo-lstm", "ppo-continuous"])
 def test_exact_gives_the_same_bits_for_any_number_of_workers(algorithm):
     one = run_in(coarse(1, exact=True), algorithm)
@@ -178,7 +190,7 @@ def test_exact_with_four_workers():
         assert_same_bits(planned_run(algo, env, layout, jax.random.key(3)), reference)
 
 
-@pytest.mark.parametrize("layout", [fused(), fine(2)], ids=["fused", "fine"])
+@pytest.mark.parametrize("layout", [pytest.param(fused(), marks=pytest.mark.long), fine(2)], ids=["fused", "fine"])
 def test_a_plan_back_from_a_pickle_gives_the_same_bits(layout):
     algo, env = Tiny(unroll=4), make("jax:CartPole-v1", 4)
     here = plan(algo, env, layout)

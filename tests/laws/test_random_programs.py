@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -266,7 +267,14 @@ PROGRAMS = st.builds(
 SOME_LAYOUTS = {name: MORE_LAYOUTS[name] for name in ("coarse x2", "env x2, actor x3", "actor x3")}
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(program=PROGRAMS)
 def test_random_programs_are_refused_or_equal(program):
     refuse_or_equal(program, Pond(E), __file__, SOME_LAYOUTS, tolerance=2e-5)
+
+
+@pytest.mark.long
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(program=PROGRAMS)
+def test_many_more_are(program):
+    refuse_or_equal(program, Pond(E), __file__, MORE_LAYOUTS, tolerance=2e-5)

@@ -46,6 +46,7 @@ def test_a_seeded_run_is_the_same_again_and_keeps_its_bounds(cell):
     check_bounds(log, run, CELLS[cell], iterations=6)
 
 
+@pytest.mark.long  # in CI with two workers, in the matrix
 def test_a_run_of_workers_is_the_same_again_by_its_log():
     the_plan = planned("central, any")
     run, log = logged_run(Local(the_plan))

@@ -32,6 +32,7 @@ LAYOUTS = {
     "4 workers, 2 learners": choreo.sebulba(4, 2),
     "2 workers, 4 learners": choreo.sebulba(2, 4),
 }
+DEVICES = ["one site", "2 devices", "4 devices"]
 NETWORK = functools.partial(networks.mlp, hidden=(16,))
 
 
@@ -59,27 +60,35 @@ def planned(make, float64: bool, layout: str):
     return plan_traced(traced(make, float64), LAYOUTS[layout], title=layout)
 
 
-@pytest.mark.parametrize("layout", ["one site", "2 devices", "4 devices"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", DEVICES)
 def test_any_number_of_devices_carries_the_shards(layout):
     run = run_of(InProcess(planned(ppo, False, layout)), KEY)
     assert_close(run, reference(ppo, float64=False), 1e-5)
 
 
-@pytest.mark.parametrize("layout", ["one site", "2 devices", "4 devices"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", DEVICES)
 def test_in_float64_with_plain_gradient_descent(layout):
+    """PPO in float32 is in the matrix, too; in CI float64 is for the algorithm that compiles faster, below."""
     with jax.enable_x64(True):
         run = run_of(InProcess(planned(ppo, True, layout)), KEY)
         assert_close(run, reference(ppo, float64=True), 1e-10)
 
 
-@pytest.mark.parametrize("layout", ["coarse x2", "fine x2", "4 workers, 2 learners", "2 workers, 4 learners"])
-def test_any_number_of_sites_carries_the_shards(layout):
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.long] if name == "4 devices" else []) for name in LAYOUTS],
+)
+def test_any_number_of_sites_or_devices_carries_the_shards(layout):
     with jax.enable_x64(True):
         run = run_of(InProcess(planned(a2c, True, layout)), KEY)
         assert_close(run, reference(a2c, float64=True), 1e-10)
 
 
+@pytest.mark.long
 def test_on_two_processes():
+    """In CI with Python environments, below."""
     with jax.enable_x64(True):
         the_plan = planned(ppo, True, "2 sites")
         run = run_of(Local(the_plan), KEY)
@@ -105,17 +114,16 @@ def test_one_shard_on_several_devices_is_divided_by_the_compiler():
 
 def test_devices_that_are_not_there_are_refused():
     with pytest.raises(LayoutError) as refusal:
-        InProcess(plan(ppo(), ENV, choreo.fused(devices=8)))
+        InProcess(plan(a2c(), ENV, choreo.fused(devices=8)))
     assert str(refusal.value).startswith(
         "The layout wants 8 devices for `env+actor+buffer+learner`, and JAX sees 4 (cpu) here.\nUse devices=4; on a CPU"
     )
 
 
 def test_statistics_of_observations_are_those_of_all_shards():
-    env = envs.make("jax:Pendulum-v1", 8)
     algo = A2C(unroll=4, network=NETWORK, normalise_obs=True)
-    run = run_of(InProcess(plan(algo, env, choreo.multi_learner(2))), KEY)
-    assert_close(run, sharded_reference(algo, env, 2, KEY), 1e-5)
+    run = run_of(InProcess(plan(algo, ENV, choreo.multi_learner(2))), KEY)
+    assert_close(run, sharded_reference(algo, ENV, 2, KEY), 1e-5)
 
 
 def test_python_environments():

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from choreo.envs import make
-from choreo.layouts import coarse, fused
+from choreo.layouts import fine, fused
 from choreo.plans import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
@@ -58,7 +58,7 @@ def test_a_run_in_this_process():
 
 
 def test_a_run_with_workers():
-    runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), coarse(2)), profile=True)
+    runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), fine(2)), profile=True)
     try:
         runtime.start(jax.random.key(0))
         runtime.run(0, 3)
@@ -67,7 +67,7 @@ def test_a_run_with_workers():
         runtime.close()
     workers = list(profile.workers)
     assert len(workers) == 3 and workers[-1] not in profile.waits(workers[-1])
-    assert set(profile.waits(workers[-1])) == set(workers[:2]), "the learner waits for both actors"
+    assert set(profile.waits(workers[-1])) == set(workers[:2]), "the learner waits for both of them"
     assert profile.shares(workers[0])["env"] > 0
     events = json.loads(profile.trace())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} == set(workers)
@@ -76,7 +76,7 @@ def test_a_run_with_workers():
 
 def test_what_workers_are_doing_is_told():
     heard = []
-    runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), coarse(1)), on_states=heard.append)
+    runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), fine(1)), on_states=heard.append)
     try:
         runtime.start(jax.random.key(0))
         runtime.run(0, 2)

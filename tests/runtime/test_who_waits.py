@@ -9,16 +9,18 @@ from pathlib import Path
 import gymnasium
 import jax
 import numpy as np
+import pytest
 
 import choreo
 from choreo import envs
-from choreo.layouts import Layout, coarse
+from choreo.layouts import Layout, coarse, fine
 from choreo.plans import plan
 from choreo.runtime.local import Local
 from choreo.runtime.profile import Profile
 from tiny import Tiny
 
 LOCKSTEP, LATE, ANY = coarse(2), coarse(2, max_lag=2), coarse(2, max_lag=4, merge="any")
+"""In CI others, whose workers begin sooner: those that only step environments, or one."""
 
 
 def slow_factory(seconds: float, mark: str = ""):
@@ -71,22 +73,29 @@ def profiled(algo, factory, layout: Layout) -> Profile:
         runtime.close()
 
 
-def test_slow_environments():
-    verdict = profiled(Tiny(unroll=4), slow_factory(0.01), ANY).verdict
+@pytest.mark.parametrize("layout", [fine(1), pytest.param(ANY, marks=pytest.mark.long)], ids=["fine", "any"])
+def test_slow_environments(layout):
+    verdict = profiled(Tiny(unroll=4), slow_factory(0.01), layout).verdict
+    workers, learner = (re.escape(group.name) for group in layout.groups)
     assert re.fullmatch(
-        r"`buffer\+learner` waits \d+% of its time for `env\+actor-\d`, which spends \d+% of its time in env\.", verdict
+        rf"`{learner}` waits \d+% of its time for `{workers}-\d`, which spends \d+% of its time in env\.", verdict
     ), verdict
 
 
-def test_a_slow_learner():
-    verdict = profiled(SlowTiny(unroll=4), slow_factory(0.0), LATE).verdict
+@pytest.mark.parametrize(
+    "layout", [coarse(1, max_lag=2), pytest.param(LATE, marks=pytest.mark.long)], ids=["one", "two"]
+)
+def test_a_slow_learner(layout):
+    verdict = profiled(SlowTiny(unroll=4), slow_factory(0.0), layout).verdict
     assert re.match(r"`env\+actor-\d` waits \d+% of its time for `buffer\+learner`, which spends", verdict), verdict
 
 
-def test_a_straggler(tmp_path):
+@pytest.mark.parametrize("layout", [fine(2), pytest.param(LOCKSTEP, marks=pytest.mark.long)], ids=["fine", "coarse"])
+def test_a_straggler(layout, tmp_path):
     """In lockstep the fast worker waits for the learner, who waits for the slow one."""
-    profile = profiled(Tiny(unroll=4), slow_factory(0.02, str(tmp_path / "mark")), LOCKSTEP)
-    slow = max(("env+actor-0", "env+actor-1"), key=lambda worker: profile.shares(worker)["env"])
+    profile = profiled(Tiny(unroll=4), slow_factory(0.02, str(tmp_path / "mark")), layout)
+    workers = [f"{layout.groups[0].name}-{i}" for i in range(2)]
+    slow = max(workers, key=lambda worker: profile.shares(worker)["env"])
     assert profile.verdict.rpartition("for ")[2].startswith(f"`{slow}`, which spends"), profile.verdict
 
 

@@ -16,6 +16,9 @@ import nbformat
 import psutil
 import pytest
 
+import choreo
+from tiny import Tiny
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_environment.py"
 TIMEOUT_S = 240
 
@@ -65,17 +68,18 @@ def test_script_without_guard(user):
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 32
 
 
-def test_script_without_a_run_folder(user):
+def test_without_a_run_folder(tmp_path, monkeypatch):
     """Loggers by name need a place to write to."""
-    script = EXAMPLE.read_text().replace('    out="runs/safe",\n', "").replace("coarse(workers=2)", "fused()")
-    (user.folder / "script.py").write_text(script.replace("8_192", "256"))
-    assert user.run("script.py").startswith("Share of the safe: ")
-    (events,) = user.folder.glob("runs/*/tensorboard/*")
+    monkeypatch.chdir(tmp_path)
+    choreo.train(Tiny(unroll=4), "jax:CartPole-v1", num_envs=2, steps=16, loggers=["tensorboard"], progress=False)
+    (events,) = tmp_path.glob("runs/*/tensorboard/*")
     assert events.stat().st_size
 
 
 def test_notebook(user):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells_of(EXAMPLE)])
+    """With workers that only step environments, which begin sooner."""
+    texts = [text.replace("choreo.coarse(", "choreo.fine(") for text in cells_of(EXAMPLE)]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in texts])
     nbformat.write(notebook, user.folder / "own.ipynb")
     user.run("-c", "from nbclient.cli import main; main()", "own.ipynb", "--inplace", "--kernel_name", "python3")
     done = nbformat.read(user.folder / "own.ipynb", as_version=4)
@@ -106,7 +110,7 @@ def test_command_line(user):
     """Arguments of the environment reach its factory in every worker, and run.toml keeps them for evaluation."""
     (user.folder / "my_env.py").write_text(cells_of(EXAMPLE)[0] + MAKE_ENV)
     (user.folder / "scales.py").write_text("def heavier(reward):\n    return 3 * reward\n")
-    options = "--layout coarse --workers 2 --num-envs 8 --unroll 32 --steps 8192 --seed 1 --out runs/x --quiet"
+    options = "--layout fine --workers 2 --num-envs 8 --unroll 32 --steps 8192 --seed 1 --out runs/x --quiet"
     user.run("-m", "choreo", "train", "ppo", "my_env.py:make_env", "--env.difficulty=3", *options.split())
     kept = tomllib.loads((user.folder / "runs" / "x" / "run.toml").read_text())
     assert kept["environment"]["kwargs"] == {"difficulty": 3}

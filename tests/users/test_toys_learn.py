@@ -68,12 +68,18 @@ class Dials(Toy):
 
 
 @pytest.mark.parametrize("toy", [Signs, Dials])
-def test_learned(toy):
+@pytest.mark.parametrize(
+    "layout",
+    # In CI the one whose workers begin soonest.
+    [choreo.fine(workers=1), pytest.param(choreo.coarse(workers=2), marks=pytest.mark.long)],
+    ids=["fine", "coarse"],
+)
+def test_learned(toy, layout):
     run = choreo.train(
         choreo.PPO(unroll=32, minibatch_size=64, gamma=0.0),
         toy,
         num_envs=8,
-        layout=choreo.coarse(workers=2),
+        layout=layout,
         runtime="local",
         steps=8_192,
         seed=0,
