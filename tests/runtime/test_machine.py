@@ -1,4 +1,5 @@
-"""What is sent is what arrives: pieces from any number of senders to any number of receivers, in any blocks."""
+"""What is sent is what arrives: pieces from any number of senders to any number of receivers, in any blocks. What a loop
+gives is stacked, and who reads what is known."""
 
 import jax
 import numpy as np
@@ -6,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from choreo.partition.program import Move, Transfer
+from choreo.host import HostObjects
+from choreo.partition.program import Constant, HostCall, Input, Loop, LoopPart, Move, Port, Program, Segment, Transfer
+from choreo.runtime import machine
+from choreo.runtime.backend import PythonOnly
 from choreo.runtime.device import block, reshard
 from choreo.runtime.messages import Neighbourhood, messages
 
@@ -45,3 +49,60 @@ def test_only_blocks_that_meet_are_sent(src, dst, count):
     homes = {("a", s): f"a-{s}" for s in range(4)} | {("b", d): f"b-{d}" for d in range(4)}
     found = messages(Transfer("a", "b", (move,)), Neighbourhood(me="a-0", homes=homes))
     assert sum(len(pieces) for pieces in found.values()) == count
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_loop_stacks_what_its_steps_give(reverse):
+    """Small rows, large ones, which are written where they stay, and one that is always the same."""
+    large = machine.SMALL  # in numbers of 4 bytes
+
+    def count(x):
+        return x + 1, np.full(large, x[0], np.float32)
+
+    stacks = [_type((4, 1), np.int32), _type((4, large), np.float32), _type((4, 1), np.int32)]
+    part = LoopPart(
+        carry=((0, 10, 1, 11),),
+        ys=tuple(zip((1, 2, Constant(np.full(1, 7, np.int32))), (12, 13, 14), stacks, strict=True)),
+    )
+    body = HostCall("env", "count", ins=(0,), cuts=(False,), outs=(1, 2), fn=count)
+    program = Program(
+        "iterate",
+        steps=(Loop(4, reverse, {"env": part}, (body,)),),
+        ins=(Port("x", _type((1,), np.int32), {"env": (10, None)}),),
+        outs=tuple(Port(str(slot), None, {"env": (slot, None)}) for slot in (11, 12, 13, 14)),
+    )
+    site = ("env", 0)
+    runs = machine.Machine(program, Neighbourhood(me="env", homes={site: "env"}), PythonOnly(), {site: HostObjects()})
+    for first in (0, 5):
+        last, small, rows, same = runs.run({site: {0: np.full(1, first, np.int32)}})[site]
+        in_order = np.arange(first, first + 4)[:: -1 if reverse else 1]
+        np.testing.assert_array_equal(last, [first + 4])
+        np.testing.assert_array_equal(small[:, 0], in_order + 1)
+        np.testing.assert_array_equal(rows, np.repeat(in_order, large).reshape(4, large))
+        np.testing.assert_array_equal(same, np.full((4, 1), 7))
+        assert (small.dtype, rows.dtype) == (np.int32, np.float32)
+
+
+def test_what_one_compiled_call_reads_and_nobody_else():
+    """Slot 1 by one segment; 2 by two; 3 by a segment and the output; 4 by a segment and a loop; 5 by one, and sent on."""
+    program = Program(
+        "iterate",
+        steps=(
+            _segment(1, 2, 3, 4, 5),
+            _segment(2, 6),
+            Loop(2, False, {"a": LoopPart(consts=((7, 4),))}, ()),
+            Transfer("a", "b", (Move("x", None, 5, None, 8, None),)),
+        ),
+        ins=(),
+        outs=(Port("y", None, {"a": (3, None)}),),
+    )
+    assert machine._read_once(program) == {1, 6}
+
+
+def _segment(*slots: int) -> Segment:
+    ins = tuple(Input(slot, False, None, None, "") for slot in slots)
+    return Segment("a", "learn", ins, (), (), lambda *_: [])
+
+
+def _type(shape, dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
