@@ -40,7 +40,7 @@ lint: setup
 # Compiled in haste; then some of the laws, compiled as users' programs are.
 test-main: setup
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 25
-	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m optimised tests/laws tests/docs
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m optimised tests/laws
 
 # What we use of JAX beyond its documented API, and the graph code that stands on it, against the newest release.
 test-next:

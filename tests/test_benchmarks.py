@@ -11,7 +11,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if p.name not in ("harness.py", "table.py"))
-CI = ("channels.py", "gymnasium_ppo.py", "start_and_size.py")
+CI = ("gymnasium_ppo.py",)
 """The cheapest of each kind: channels, training in one process, processes of their own. The others are only imported."""
 
 

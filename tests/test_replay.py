@@ -20,6 +20,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.long  # in CI a page of the docs does it: docs/law.md
 def test_the_same_parameters(folder, capsys):
     assert main(["replay", str(folder), "--quiet"]) == 0
     digest = load(folder).training_summary["params_hash"]

@@ -179,6 +179,7 @@ def test_every_number_has_the_precision_asked_for(network, x64):
         assert {x.dtype.name for x in leaves} == {"float64" if x64 else "float32"}
 
 
+@pytest.mark.long  # in CI for A2C, whose update it shares
 def test_two_shards_are_one_twice_as_large():
     with jax.enable_x64(True):
         algo = dataclasses.replace(TOY, unroll=5, network=MEMORY, normalise_obs=True, optimizer=optax.sgd)

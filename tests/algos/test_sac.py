@@ -132,6 +132,7 @@ def test_each_loss_changes_its_own_part():
             assert np.any(x != 0)
 
 
+@pytest.mark.long  # in CI in the matrix, under multi_learner
 def test_shards_stay_equal():
     algo = SAC(network=SMALL)
     for leaf in jax.tree.leaves(continuous.on_two_shards(algo)):

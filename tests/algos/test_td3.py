@@ -110,6 +110,7 @@ def _differ(before, after, part):
     return not all(np.array_equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.long  # in CI for DDPG, whose loop it shares
 def test_two_shards_are_one_twice_as_large():
     with jax.enable_x64(True):
         algo = TD3(learning_rate=0.1, target_noise=0.0, network=SMALL, optimizer=optax.sgd)

@@ -67,15 +67,7 @@ def commands_in(block: Block) -> list[tuple[str, str]]:
     return found
 
 
-def documents():
-    """The law is read with the compiler that a user has."""
-    return [
-        pytest.param(p, id=str(p.relative_to(ROOT)), marks=[pytest.mark.optimised] if p.stem == "law" else [])
-        for p in DOCUMENTS
-    ]
-
-
-@pytest.mark.parametrize("path", documents())
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_document(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

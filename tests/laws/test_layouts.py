@@ -61,11 +61,11 @@ MANY_SITES = Layout(Group("env", replicas=3), Group("actor", replicas=2), Group(
 OPTIMISED = {("ppo", "fused"), ("ppo", "three sites")}
 """Whole and cut, with XLA's optimisations; one with workers is in `test_runtimes.py`."""
 CI = {
-    "other-fused", "ppo-lstm-coarse x1", "ppo-continuous-fine x1", "ppo-gymnasium-three sites",
+    "other-fused", "ppo-gymnasium-three sites",
     "ppo-lstm-coarse x2", "ppo-continuous-coarse x4", "other-fine x2", "ppo-gymnasium-env x2, actor x3",
     "ppo-coarse x4", "ppo-env x6, actor x4",
 }  # fmt: skip
-"""Each layout once, each algorithm once: in the same shapes, in replicas, and in float64 those of one algorithm."""
+"""Each algorithm once: whole or cut, in replicas, and in float64 those of one algorithm; coarse and fine are in the matrix."""
 
 
 def cells(layouts):

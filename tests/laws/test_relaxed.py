@@ -54,6 +54,7 @@ def test_a_run_of_workers_is_the_same_again_by_its_log():
     check_bounds(log, run, the_plan.layout, iterations=6)
 
 
+@pytest.mark.long  # in CI TCP is in test_runtimes.py, and relaxed workers in the matrix
 def test_python_environments_over_tcp():
     the_plan = plan(ALGO, envs.make("CartPole-v1", 8), choreo.coarse(2, max_lag=3, merge="any"))
     run, log = logged_run(Local(the_plan, carrier="tcp"))

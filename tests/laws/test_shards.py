@@ -96,6 +96,7 @@ def test_on_two_processes():
         assert_same_bits(run, run_of(InProcess(the_plan), KEY))
 
 
+@pytest.mark.long  # in CI among the sites and devices above
 def test_more_replicas_than_devices():
     """They take turns on one."""
     run = run_of(InProcess(plan(a2c(), ENV, choreo.multi_learner(8))), KEY)
