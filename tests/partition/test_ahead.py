@@ -54,4 +54,4 @@ def test_another_generator_is_left_alone():
     """`vmap` over its keys gives other numbers than the keys one by one."""
     with jax.default_prng_impl("rbg"):
         planned = plan(Tiny(unroll=3), make("CartPole-v1", 4), fused())
-    assert not any(isinstance(step, Segment) and step.name == "draws" for step in planned.iterate.steps)
+    assert DRAWS & programs(planned)["within"]

@@ -77,7 +77,7 @@ class Batch:
         ]
         self.float_leaves = [k for k, leaf in enumerate(self.leaves) if leaf.dtype_out.kind == "f"]
         self.prepare = [_preparation(leaf) for _, leaf in spaces.leaves(make.form.action_space, what=self.name)]
-        self.token: bytes | None = None
+        self.token: np.ndarray | None = None
         """The latest one."""
         # In our type, so that what is handed out is a copy and no conversion.
         self.returns = np.zeros(len(envs), self.float)
@@ -106,11 +106,11 @@ class Batch:
         for totals in (self.began, *self.infos):
             totals[:] = 0
         token = np.zeros(len(self.envs), np.int32)
-        self.current, self.token = None, token.tobytes()
+        self.current, self.token = None, token
         return (token, *obs)
 
     def check_token(self, token: np.ndarray) -> None:
-        if token.tobytes() != self.token:
+        if token is not self.token and (self.token is None or token.tobytes() != self.token.tobytes()):
             raise self._no_way_back(int(token[0]))
 
     def _no_way_back(self, step: int) -> EnvError:
@@ -121,9 +121,8 @@ class Batch:
                 fix="Begin with env.reset. A run on such environments cannot be resumed; begin a new one with its weights "
                 "(--init-from).",
             )
-        taken = np.frombuffer(self.token, np.int32)[0]
         return EnvError(
-            f"{where} have taken {taken} steps: a Python environment cannot go back to a state it has left.",
+            f"{where} have taken {self.token[0]} steps: a Python environment cannot go back to a state it has left.",
             fix="Begin with env.reset, use each state once, and play one run at a time with an environment.",
         )
 
@@ -141,8 +140,7 @@ class Batch:
         if math.isnan(reward.dot(reward)):
             self.wrong(int(np.isnan(reward).argmax()), "step", "NaN as reward")
         returns = self.returns = self.returns + reward
-        token = token + 1  # wraps after 2**31 steps, which does no harm
-        self.token = token.tobytes()
+        token = self.token = token + 1  # wraps after 2**31 steps, which does no harm
         totals = [returns, token - self.began, *(values.copy() for values in self.infos)]
         obs, discount, last = next_obs, self.ones, self.nowhere
         if ended:

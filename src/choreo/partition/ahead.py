@@ -31,14 +31,36 @@ def draw_ahead(program: Program) -> Program:
     steps: list[Step] = []
     for step in program.steps:
         if isinstance(step, Loop) and any(isinstance(inner, HostCall) for inner in step.body):
-            steps += _before_and_loop(step, slots)
-        else:
-            steps.append(step)
+            before, step = _before_and_loop(step, slots)
+            for draws in before:
+                last = steps[-1] if steps else None
+                if isinstance(last, Segment) and last.group == draws.group and not last.combines:
+                    steps[-1] = _both(last, draws)
+                else:
+                    steps.append(draws)
+        steps.append(step)
     return replace(program, steps=tuple(steps))
 
 
-def _before_and_loop(loop: Loop, slots: Iterator[Slot]) -> list[Step]:
-    before: list[Step] = []
+def _both(first: Segment, then: Segment) -> Segment:
+    """One after the other, in one call."""
+    known = {given.slot for given in first.ins} | set(first.outs)
+    ins = (*first.ins, *(given for given in then.ins if given.slot not in known))
+
+    def fn(index: Any, t: Any, *values: Any) -> list[Any]:
+        store = dict(zip((given.slot for given in ins), values, strict=True))
+        results = first.fn(index, t, *(store[given.slot] for given in first.ins))
+        store.update(zip(first.outs, results, strict=True))
+        return [*results, *then.fn(index, t, *(store[given.slot] for given in then.ins))]
+
+    return replace(
+        first, ins=ins, outs=(*first.outs, *then.outs), out_avals=(*first.out_avals, *then.out_avals), fn=fn,
+        out_axes=(*first.out_axes, *then.out_axes),
+    )  # fmt: skip
+
+
+def _before_and_loop(loop: Loop, slots: Iterator[Slot]) -> tuple[list[Segment], Loop]:
+    before: list[Segment] = []
     body: list[Step] = []
     parts = dict(loop.parts)
     for step in loop.body:
@@ -51,7 +73,7 @@ def _before_and_loop(loop: Loop, slots: Iterator[Slot]) -> list[Step]:
         parts[step.group] = replace(part, xs=(*part.xs, *drawn))
         before.append(draws)
         body.append(step)
-    return [*before, replace(loop, parts=parts, body=tuple(body))]
+    return before, replace(loop, parts=parts, body=tuple(body))
 
 
 def _split(segment: Segment, part: LoopPart, length: int, slots: Iterator[Slot]) -> Any:
