@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few iterations: does it run?")
     quick = parser.parse_args().quick
-    capacities, iterations, repeats = ((2_000,), 5, 2) if quick else ((100_000, 1_000_000), 300, 5)
+    capacities, iterations, repeats = ((2_000,), 5, 2) if quick else ((100_000, 1_000_000), 1_500, 9)
     cases = [
         Case(sampler, capacity, num_envs, batch)
         for sampler in ("uniform", "prioritized")

@@ -104,7 +104,7 @@ class TestEveryItemIsReal:
 
         state, probability = jax.lax.scan(body, filled(replay, 3, 3)[0], jax.random.split(jax.random.key(0), 400))
         weights = np.asarray(state.tables["items"].weights)
-        leaves = -(-replay.ring(3) // sums.MEMBERS)
+        leaves = -(-replay.ring(3) // weights.shape[-1])
         assert (weights[:, :leaves] > 0).sum() == 3 * (replay.ring(3) - 3)
         np.testing.assert_allclose(weights[:, -1].sum(-1), weights[:, :leaves].sum((1, 2)), rtol=1e-5)
         assert (np.asarray(probability) > 0).all()
@@ -149,9 +149,10 @@ class TestHowOften:
         _, after = sample(replay, state, jax.random.key(1))
         assert Counter(numbers(after.steps)).most_common(1)[0] == (numbers(drawn.steps)[0], 64)
 
-    def test_never_an_item_without_weight(self):
+    @pytest.mark.parametrize("drawn", [32, 256])
+    def test_never_an_item_without_weight(self, drawn):
         """At the very end of the total, rounding may lead beyond the last item."""
-        put = jax.jit(lambda: sums.put_in_all(sums.no_weights(3, 100), jnp.arange(5), jnp.full((3, 5), 0.1)))
+        put = jax.jit(lambda: sums.put_in_all(sums.no_weights(3, 100, drawn), jnp.arange(5), jnp.full((3, 5), 0.1)))
         # The largest number below 1: the last of 32 parts would end at the total itself.
         almost_one = jnp.full((32,), np.nextafter(np.float32(1), np.float32(0)))
         env, item, probability = jax.jit(sums.at)(put(), almost_one)

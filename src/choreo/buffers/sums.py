@@ -4,7 +4,7 @@
     then            each member is the sum of one of the groups before
     last group      the only one of its kind
 
-To draw an item is to go up once, from the last group, each time into one of `MEMBERS`: a handful of small vector operations,
+To draw an item is to go up once, from the last group, each time into one of its members: a handful of small vector operations,
 however many items there are. (Groups of the square root of a million have a thousand members, and a CPU looks at each.) When a
 weight changes, the sums of it are taken anew, so errors do not add up: a sum is 0 if and only if there is no item below. One
 array, because a carry has as many for any number of environments.
@@ -15,36 +15,39 @@ import jax.numpy as jnp
 
 from choreo.types import Key
 
-MEMBERS = 8
 
-
-def no_weights(num_envs: int, num_items: int) -> jax.Array:
-    """All 0, for that many items of each environment."""
-    return jnp.zeros((num_envs, sum(_levels(-(-num_items // MEMBERS))), MEMBERS), jnp.float32)
+def no_weights(num_envs: int, num_items: int, drawn: int) -> jax.Array:
+    """All 0, for that many items of each environment, of which so many are drawn at a time."""
+    # Of few, what takes time is to go up a level; of many, to look at the members. Measured: benchmarks/replay.py.
+    members = 16 if drawn <= 64 else 8
+    return jnp.zeros((num_envs, sum(_levels(-(-num_items // members), members)), members), jnp.float32)
 
 
 def put_in_all(weights: jax.Array, item: jax.Array, new: jax.Array) -> jax.Array:
     """In every environment, the weights [env, item] of items that follow one another, and at the end begin again."""
+    members = weights.shape[-1]
     for first, num_groups in _groups(weights):
-        weights = weights.at[:, first + item // MEMBERS, item % MEMBERS].set(new)
+        weights = weights.at[:, first + item // members, item % members].set(new)
         # The groups they lie in, one after another: at most this many, and one more where they begin again.
-        most = min(len(item) // MEMBERS + 3, num_groups)
-        item = (item[0] // MEMBERS + jnp.arange(most, dtype=item.dtype)) % num_groups
+        most = min(len(item) // members + 3, num_groups)
+        item = (item[0] // members + jnp.arange(most, dtype=item.dtype)) % num_groups
         new = jnp.sum(weights[:, first + item], axis=-1)
     return weights
 
 
 def put(weights: jax.Array, env: jax.Array, item: jax.Array, new: jax.Array) -> jax.Array:
     """The weights [n] of any items [n]; of an item that is there twice, either."""
+    members = weights.shape[-1]
     for first, _ in _groups(weights):
-        group = item // MEMBERS
-        weights = weights.at[env, first + group, item % MEMBERS].set(new)
+        group = item // members
+        weights = weights.at[env, first + group, item % members].set(new)
         item, new = group, jnp.sum(weights[env, first + group], axis=-1)
     return weights
 
 
 def get(weights: jax.Array, env: jax.Array, item: jax.Array) -> jax.Array:
-    return weights[env, item // MEMBERS, item % MEMBERS]
+    members = weights.shape[-1]
+    return weights[env, item // members, item % members]
 
 
 def total(weights: jax.Array) -> jax.Array:
@@ -67,36 +70,34 @@ def at(weights: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array, jax
     rest = (jnp.arange(num, dtype=jnp.float32) + inside) / num * every
     env = item = jnp.zeros((num,), jnp.int32)
     weight = rest
-    for level in reversed(_over_envs(jnp.sum(weights[:, -1], axis=-1))):
+    for level in reversed(_over_envs(jnp.sum(weights[:, -1], axis=-1), weights.shape[-1])):
         env, rest, weight = _go_into(level[env], env, rest)
     for first, _ in reversed(_groups(weights)):
         item, rest, weight = _go_into(weights[env, first + item], item, rest)
     return env, item, weight / jnp.maximum(every, 1e-30)
 
 
-def _levels(num_groups: int) -> list[int]:
+def _levels(num_groups: int, members: int) -> list[int]:
     """How many groups there are of each kind, if there are so many of weights."""
     found = [num_groups]
     while found[-1] > 1:
-        found.append(-(-found[-1] // MEMBERS))
+        found.append(-(-found[-1] // members))
     return found
 
 
 def _groups(weights: jax.Array) -> list[tuple[int, int]]:
     """The first of each kind, and how many."""
-    num_groups = (
-        weights.shape[1] * (MEMBERS - 1) // MEMBERS - weights.shape[1].bit_length()
-    )  # a few less than of weights
-    levels = next(found for n in range(max(num_groups, 1), weights.shape[1] + 1)
-                  if sum(found := _levels(n)) == weights.shape[1])  # fmt: skip
+    _, count, members = weights.shape
+    least = max(count * (members - 1) // members - count.bit_length(), 1)  # a few less than there are of weights
+    levels = next(found for n in range(least, count + 1) if sum(found := _levels(n, members)) == count)
     return [(sum(levels[:i]), num) for i, num in enumerate(levels)]
 
 
-def _over_envs(sums: jax.Array) -> list[jax.Array]:
+def _over_envs(sums: jax.Array, members: int) -> list[jax.Array]:
     """The levels over the sums of environments: [group, member]."""
     levels = []
     while len(sums) > 1:
-        groups = jnp.pad(sums, (0, -len(sums) % MEMBERS)).reshape(-1, MEMBERS)
+        groups = jnp.pad(sums, (0, -len(sums) % members)).reshape(-1, members)
         levels.append(groups)
         sums = jnp.sum(groups, axis=-1)
     return levels
@@ -105,12 +106,13 @@ def _over_envs(sums: jax.Array) -> list[jax.Array]:
 def _go_into(members: jax.Array, group: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """From groups [n] to that of their members [n, member] in which `rest` lies; never to one of weight 0."""
     # Not cumsum, which is slow on a CPU; nor a second reduction, where reading one number of each row is enough.
-    before = jnp.dot(members, jnp.triu(jnp.ones((MEMBERS, MEMBERS), members.dtype), k=1), precision="highest")
-    number = jnp.broadcast_to(jnp.arange(MEMBERS, dtype=group.dtype), members.shape)
+    size = members.shape[-1]
+    before = jnp.dot(members, jnp.triu(jnp.ones((size, size), members.dtype), k=1), precision="highest")
+    number = jnp.broadcast_to(jnp.arange(size, dtype=group.dtype), members.shape)
     # By rounding, the rest may be more than the group has: then its last member.
     chosen = jnp.max(jnp.where((before <= rest[:, None]) & (members > 0), number, 0), axis=-1)
 
     def of_chosen(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, chosen[:, None], axis=1, mode="promise_in_bounds")[:, 0]
 
-    return group * MEMBERS + chosen, jnp.maximum(rest - of_chosen(before), 0), of_chosen(members)
+    return group * size + chosen, jnp.maximum(rest - of_chosen(before), 0), of_chosen(members)

@@ -85,7 +85,7 @@ class Table:
             draws=zero,
             held=jnp.zeros((num_envs,), bool),
             next=(zero, zero) if self.sampler == "fifo" else None,
-            weights=sums.no_weights(num_envs, ring) if self.has_weights else None,
+            weights=sums.no_weights(num_envs, ring, self.batch) if self.has_weights else None,
             times=jnp.zeros((num_envs, ring), jnp.int32) if self.has_weights and self.max_times_sampled else None,
         )
 
