@@ -55,9 +55,11 @@ def test_only_blocks_that_meet_are_sent(src, dst, count):
 def test_a_loop_stacks_what_its_steps_give(reverse):
     """Small rows, large ones, which are written where they stay, and one that is always the same."""
     large = machine.SMALL  # in numbers of 4 bytes
+    again = np.empty(1, np.int32)
 
     def count(x):
-        return x + 1, np.full(large, x[0], np.float32)
+        again[:] = x + 1  # a function may give the same array in every step
+        return again, np.full(large, x[0], np.float32)
 
     stacks = [_type((4, 1), np.int32), _type((4, large), np.float32), _type((4, 1), np.int32)]
     part = LoopPart(

@@ -92,7 +92,7 @@ class HostObjects:
             self.calls += 1
             if not trusted and ([x.shape for x in results] != shapes or [x.dtype for x in results] != dtypes):
                 raise _wrong_types(fn, results, shapes, dtypes)
-            return results
+            return results if trusted else _own(results)
 
         return call
 
@@ -101,7 +101,7 @@ class HostObjects:
             self.calls += 1
             results = fn(*leaves)
             self.calls += 1
-            return results
+            return _own(results)
 
         return call
 
@@ -114,6 +114,11 @@ class HostObjects:
         while self.made:
             _, obj = self.made.popitem()
             obj.close()
+
+
+def _own(results: Any) -> tuple[np.ndarray, ...]:
+    """Copies: a loop keeps what each step gave, and a user's function may write into the same arrays again."""
+    return tuple(np.array(x) for x in results)
 
 
 def _for_shards(fn: Callable[..., tuple[np.ndarray, ...]]) -> Callable[..., tuple[np.ndarray, ...]]:
