@@ -12,9 +12,9 @@ from gymnasium import spaces
 
 from algos.one_gradient import learn, learn_task
 from algos.one_step import FORBIDDEN, OneStep
-from algos.toys import one_hot
+from algos.toys import Match, batch, one_hot
 from choreo import envs
-from choreo.algos.dqn import DQN
+from choreo.algos.dqn import DQN, Params
 from choreo.buffers import Step
 from choreo.errors import AlgorithmError, LayoutError
 from choreo.layouts import apex
@@ -111,12 +111,13 @@ def window(last=(False, False, False, False), discount=(1.0, 1.0, 1.0, 1.0)) -> 
 
 
 class Linear(eqx.Module):
-    """The value of action 0 is `weights[0]` times what is seen, of action 1 `weights[1]` times, both plus 0.5."""
+    """The value of action 0 is `weights[0]` times what is seen, of action 1 `weights[1]` times, each plus 0.5."""
 
     weights: jax.Array
 
     def __call__(self, obs):
-        return self.weights[:, None] * obs[None, :] + 0.5
+        x = obs["x"] if isinstance(obs, dict) else obs
+        return self.weights[:, None] * x[None, :] + 0.5
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -124,15 +125,45 @@ def test_the_target_by_hand(double):
     algo = DQN(gamma=0.5, n_step=3, double=double)
     network, target = Linear(jnp.array([-1.0, 1.0])), Linear(jnp.array([3.0, 2.0]))
     best = 2.0 if double else 3.0  # the network would take action 1, the target network action 0
-    _, error, q = algo.item_loss(network, target, algo.item(window()))
+
+    def item_loss(steps: Step):
+        item = algo.item(steps)
+        return algo.item_loss(network, item, algo.values(target, item.next_obs))
+
+    _, error, q = item_loss(window())
     assert q == 0.5
     np.testing.assert_allclose(error, 1 + 0.5 * 10 + 0.25 * 100 + 0.125 * (best * 3 + 0.5) - 0.5, rtol=1e-6)
-    _, error, _ = algo.item_loss(network, target, algo.item(window((False, True, False, False), (1.0, 0.0, 1.0, 1.0))))
+    _, error, _ = item_loss(window((False, True, False, False), (1.0, 0.0, 1.0, 1.0)))
     np.testing.assert_allclose(error, 1 + 0.5 * 10 - 0.5, rtol=1e-6)
-    _, error, _ = algo.item_loss(network, target, algo.item(window((False, True, False, False))))  # a time limit
+    _, error, _ = item_loss(window((False, True, False, False)))  # a time limit
     np.testing.assert_allclose(error, 1 + 0.5 * (best * 1 + 0.5) - 0.5, rtol=1e-6)
-    loss, error, _ = algo.item_loss(network, target, algo.item(window((True, False, False, False))))
+    loss, error, _ = item_loss(window((True, False, False, False)))
     assert loss == 0 and error == 0  # its successor was never stored
+
+
+def test_the_target_follows_at_the_end_of_the_iteration_in_which_its_period_ends():
+    algo = dataclasses.replace(TOY, updates=4, target_period=6, min_size=32)
+    env = batch(Match(), 8)
+    iterate, carry = jax.jit(functools.partial(algo.iterate, env)), algo.init(env, jax.random.key(0))
+    copies = {}
+    for i in range(8):
+        carry, _ = iterate(carry, jax.random.key(i))
+        target, network = (jax.tree.leaves(x) for x in (carry.train.target, carry.train.params.network))
+        copies[int(carry.train.updates)] = all(map(np.array_equal, target, network))
+    # At first the two are one network; then the target follows after updates 6, 12, 18 and 24.
+    assert copies == {0: True, 4: False, 8: True, 12: True, 16: False, 20: True, 24: True}
+
+
+def test_actions_are_random_as_often_as_asked_and_never_forbidden():
+    algo = dataclasses.replace(TOY, epsilon=(0.6, 0.6))
+    params = Params(Linear(jnp.array([0.0, 2.0, 3.0, 1.0])), jnp.int32(5), jnp.float32(0))
+    obs = {"action_mask": jnp.array([1, 1, 0, 1], jnp.int8), "x": jnp.ones(1)}
+    act = jax.jit(jax.vmap(lambda key, power: algo.act(params, obs, key, power)[0], (0, None)))
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    for power, epsilon in ((1.0, 0.6), (2.0, 0.36)):
+        share = np.bincount(act(keys, jnp.float32(power)), minlength=9)[5:] / len(keys)
+        np.testing.assert_allclose(share, [epsilon / 3, 1 - epsilon * 2 / 3, 0, epsilon / 3], atol=0.015)
+    assert share[2] == 0
 
 
 def test_every_environment_has_its_epsilon():

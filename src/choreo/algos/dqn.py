@@ -112,7 +112,7 @@ class DQN:
     value_range: tuple[float, float] = (0.0, 100.0)
     """C51: the lowest and highest return that can be told."""
     target_period: int = 200
-    """Updates after which the target network becomes a copy of the network."""
+    """Updates after which the target network becomes a copy of the network, at the end of that iteration."""
     capacity: int = 100_000
     """Steps that are stored."""
     min_size: int = 1_000
@@ -182,16 +182,18 @@ class DQN:
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, power: jax.Array | None = None, *, greedy: bool = False):
-        """One environment: -> action, and what the actor knew of it; with probability epsilon ** `power`, a random one."""
+        """One environment: -> action (with probability epsilon ** `power` a random one), and what priorities need of it."""
         q = self.values(params.network, obs).q
         best = jnp.argmax(q)
-        key_random, key_action = jax.random.split(key)
         action = best
         if power is not None and not greedy:
             epsilon = self.epsilon_at(params.env_steps) ** power
-            any_action = jax.random.categorical(key_action, jnp.where(q > FORBIDDEN, 0.0, -jnp.inf))
-            action = jnp.where(jax.random.uniform(key_random, dtype=epsilon.dtype) < epsilon, any_action, best)
-        return action.astype(jnp.int32) + params.start, Played(q[action], q[best])
+            allowed = (q > FORBIDDEN).astype(epsilon.dtype)
+            chosen = jax.nn.one_hot(best, len(q), dtype=epsilon.dtype)
+            action = jax.random.categorical(key, jnp.log((1 - epsilon) * chosen + epsilon * allowed / jnp.sum(allowed)))
+        # Everything beside the action is stored with the step, and read wherever the step is drawn.
+        played = Played(q[action], q[best]) if self.prioritized else None
+        return action.astype(jnp.int32) + params.start, played
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
         key_draw, key_act = jax.random.split(key)
@@ -229,21 +231,23 @@ class DQN:
         learning_rate = anneal(self.learning_rate, self.total_steps, train.iterations, num_steps)
         optimizer = self.make_optimizer(learning_rate)
         weights = self.importance(batches.probability)
-
-        def update(train: Train, batch: tuple[Item, jax.Array]):
-            grads, said = jax.grad(self.loss, has_aux=True)(train.params.network, train.target, *batch)
-            changes, opt_state = optimizer.update(all_reduce(grads), train.optimizer, train.params.network)
-            network = optax.apply_updates(train.params.network, changes)
-            number = train.updates + 1
-            target = jax.tree.map(
-                lambda new, old: jnp.where(number % self.target_period == 0, new, old), network, train.target
-            )
-            params = train.params._replace(network=network)
-            return Train(params, target, opt_state, number, train.iterations), said
-
         steps = batches.steps._replace(action=batches.steps.action - train.params.start)
         items = jax.vmap(jax.vmap(self.item))(steps)
-        after, (losses, errors, q) = jax.lax.scan(update, train, (items, weights))
+        # The target stays as it is through all updates, so it values what comes after their items in one go.
+        beyond = jax.vmap(jax.vmap(self.values, (None, 0)), (None, 0))(train.target, items.next_obs)
+
+        def update(learned: tuple[PyTree, optax.OptState], batch: tuple[Item, Values, jax.Array]):
+            network, state = learned
+            grads, said = jax.grad(self.loss, has_aux=True)(network, *batch)
+            changes, state = optimizer.update(all_reduce(grads), state, network)
+            return (optax.apply_updates(network, changes), state), said
+
+        learned = train.params.network, train.optimizer
+        (network, state), (losses, errors, q) = jax.lax.scan(update, learned, (items, beyond, weights))
+        updates = train.updates + self.updates
+        due = updates // self.target_period > train.updates // self.target_period
+        target = jax.tree.map(lambda new, old: jnp.where(due, new, old), network, train.target)
+        after = Train(train.params._replace(network=network), target, state, updates, train.iterations)
         after = jax.tree.map(lambda new, old: jnp.where(batches.ready, new, old), after, train)
         metrics = {"loss": jnp.mean(losses), "q": jnp.mean(q), "td_error": jnp.mean(jnp.abs(errors))}
         metrics |= {"learning_rate": learning_rate, "learned": batches.ready.astype(jnp.float32)}
@@ -258,21 +262,21 @@ class DQN:
         obs, next_obs = (jax.tree.map(lambda x, at=at: x[at], steps.obs) for at in (0, ret.steps))
         return Item(obs, steps.action[0], ret, next_obs)
 
-    def loss(self, network: PyTree, target: PyTree, items: Item, weight: jax.Array):
+    def loss(self, network: PyTree, items: Item, beyond: Values, weight: jax.Array):
         """Of items [item, ...]: the loss; and of each its own, by how much it was wrong, and its value."""
-        losses, errors, q = jax.vmap(self.item_loss, (None, None, 0))(network, target, items)
+        losses, errors, q = jax.vmap(self.item_loss, (None, 0, 0))(network, items, beyond)
         losses = weight * losses
         return jnp.mean(losses), (losses, errors, q)
 
-    def item_loss(self, network: PyTree, target: PyTree, item: Item):
-        """-> loss, error, value."""
-        values, beyond, ret = self.values(network, item.obs), self.values(target, item.next_obs), item.ret
+    def item_loss(self, network: PyTree, item: Item, beyond: Values):
+        """With what the target network says of where the item leads: -> loss, error, value."""
+        values, ret = self.values(network, item.obs), item.ret
         chooser = self.values(network, item.next_obs).q if self.double else beyond.q
         best = jnp.argmax(jax.lax.stop_gradient(chooser))
-        wanted = ret.reward + ret.discount * jax.lax.stop_gradient(beyond.q[best])
+        wanted = ret.reward + ret.discount * beyond.q[best]
         q, atoms = _of(item.action, values.q), _of(item.action, values.atoms)
         error = wanted - q
-        loss = self.head_loss(atoms, jax.lax.stop_gradient(beyond.atoms[best]), ret, error)
+        loss = self.head_loss(atoms, beyond.atoms[best], ret, error)
         return ret.weight * loss, ret.weight * jax.lax.stop_gradient(error), q
 
     def head_loss(self, atoms: jax.Array, beyond: jax.Array, ret: ops.NStep, error: jax.Array) -> jax.Array:
