@@ -3,6 +3,7 @@
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from choreo import _compat
@@ -168,6 +169,16 @@ def test_is_key():
 def test_clients_exist_once_something_was_computed():
     jax.devices()
     assert _compat.clients_exist()
+
+
+def test_a_compiled_function_without_the_python_around_it():
+    compiled = jax.jit(lambda x, y: (x + y, x)).lower(jnp.ones(3), np.ones(3, np.float32)).compile()
+    compiled(jnp.ones(3), np.ones(3, np.float32))
+    call = _compat.innermost(compiled)
+    assert type(call).__module__ != "jax._src.stages"
+    np.testing.assert_array_equal(call(jnp.full(3, 2.0), np.ones(3, np.float32))[0], [3, 3, 3])
+    with pytest.raises(TypeError, match="compiled"):  # it is still for these types only
+        call(jnp.ones(4), np.ones(4, np.float32))
 
 
 def test_split_known():

@@ -4,7 +4,14 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.wrappers import ClipReward, FrameStackObservation, NormalizeReward, TimeLimit, TransformObservation
+from gymnasium.wrappers import (
+    ClipReward,
+    FrameStackObservation,
+    NormalizeReward,
+    PassiveEnvChecker,
+    TimeLimit,
+    TransformObservation,
+)
 
 from choreo.errors import EnvError, UnknownNameError
 from host.toys import Count, Faulty, Masked, Nested, batch, seeds
@@ -96,6 +103,15 @@ def test_a_time_limit_above_other_wrappers_counts_too():
     assert all(row[2][0] == 1 and row[1][0] == 0.5 for row in rows)
     inner = steps(batch(lambda: ClipReward(TimeLimit(Count(length=9), 2), 0, 0.5)), 4)
     assert [row[3][0] for row in inner] == [False, True, False, True]
+
+
+def test_gymnasiums_checker_is_passed_by_once_it_has_looked(monkeypatch):
+    calls = []
+    step = PassiveEnvChecker.step
+    monkeypatch.setattr(PassiveEnvChecker, "step", lambda self, action: calls.append(action) or step(self, action))
+    rows = steps(batch(lambda: PassiveEnvChecker(ClipReward(Count(length=3), 0, 0.5)), range(1)), 8)
+    assert [row[3][0] for row in rows] == [False, False, True, False, False, True, False, False]
+    assert len(calls) == 3, "it looks at the first step, and is passed by from the second episode on"
 
 
 def test_wrappers_are_respected():

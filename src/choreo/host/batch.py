@@ -22,6 +22,10 @@ from choreo.host import spaces
 from choreo.host.sources import Source
 
 
+Prepare = Callable[[np.ndarray], np.ndarray]
+"""From actions as they were sampled to such of a space: always a copy, which an environment may keep."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """What one look at an environment told."""
@@ -172,8 +176,7 @@ class Batch:
         )
 
 
-def _preparation(space: gymnasium.Space) -> Callable[[np.ndarray], np.ndarray]:
-    """From an action as it was sampled to one in `space`: always a copy, which an environment may keep."""
+def _preparation(space: gymnasium.Space) -> Prepare:
     dtype = np.dtype(space.dtype)
     if isinstance(space, gymnasium.spaces.Box):
         low, high = space.low, space.high

@@ -11,11 +11,11 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.wrappers import OrderEnforcing, TimeLimit
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from choreo.errors import EnvError
 from choreo.host import spaces
-from choreo.host.batch import Batch, Form, MakeBatch, raised, words
+from choreo.host.batch import Batch, Form, MakeBatch, Prepare, raised, words
 from choreo.host.sources import Source, import_prefix
 
 MASK = "action_mask"
@@ -85,7 +85,7 @@ class GymBatch(Batch):
     def __init__(self, make: MakeBatch, envs: range):
         super().__init__(make, envs)
         self.is_tree = isinstance(self.form.observation_space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple)
-        self.each = _each(self.form.action_space, len(envs))
+        self.each = _each(self.form.action_space, self.prepare, len(envs))
         self.members: list[gymnasium.Env] = []
         try:
             for self.current in envs:
@@ -94,20 +94,19 @@ class GymBatch(Batch):
             self.close()
             raise
         self.current = None
-        self.steps, limits = zip(*(_bare_step(env) for env in self.members), strict=True)
-        self.limits: tuple[float, ...] = limits
+        self.steps: list[Callable[[Any], Any]] = [env.step for env in self.members]
         self.count = 0
         """Steps taken."""
-        self.due: list[float] = list(limits)
+        self.due = [math.inf] * len(envs)
         """The count at which each episode is cut off."""
-        self.first_due = min(self.due)
+        self.first_due = math.inf
 
     def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
         return self.begun(self._stack([self._begin_episode(i, seed) for i, seed in enumerate(seeds.tolist())], "reset"))
 
     def step(self, token: np.ndarray, *action: np.ndarray) -> tuple[np.ndarray, ...]:
         self.check_token(token)
-        actions = self.each([prepare(leaf) for prepare, leaf in zip(self.prepare, action, strict=True)])
+        actions = self.each(action)
         results = []
         try:
             for self.current, step, one in zip(self.envs, self.steps, actions, strict=True):  # noqa: B020
@@ -150,7 +149,8 @@ class GymBatch(Batch):
             raise raised(self.name, f"Environment {self.current}", "reset", error) from error
         if not isinstance(result, tuple) or len(result) != 2:
             self.wrong(i, "reset", f"{words(result)}, not (obs, info)")
-        self.due[i] = self.count + self.limits[i]
+        self.steps[i], limit = _bare_step(self.members[i])
+        self.due[i] = self.count + limit
         self.first_due = min(self.due)
         return self._masked(*result, i, "reset") if self.form.masked else result[0]
 
@@ -202,24 +202,30 @@ class GymBatch(Batch):
 def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
     """The `step` below wrappers that only count or complain, and the limit they count to.
 
-    `gymnasium.make` puts a TimeLimit and an OrderEnforcing around everything; a batch resets before it steps and counts
-    steps anyhow, and on a fast environment these two calls are a tenth of the time.
+    `gymnasium.make` puts a TimeLimit, an OrderEnforcing and a PassiveEnvChecker around everything; a batch resets before it
+    steps and counts steps anyhow, and the last one looks only at the first step. On a fast environment these calls are a
+    tenth of the time.
     """
     limit = math.inf
-    while type(env) in (TimeLimit, OrderEnforcing):
+    while type(env) in (TimeLimit, OrderEnforcing) or (type(env) is PassiveEnvChecker and env.checked_step):
         if isinstance(env, TimeLimit):
             limit = min(limit, float(env._max_episode_steps))
         env = env.env  # pyright: ignore[reportAttributeAccessIssue]
     return env.step, limit
 
 
-def _each(space: gymnasium.Space, count: int) -> Callable[[list[np.ndarray]], Sequence[Any]]:
+def _each(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callable[..., Sequence[Any]]:
     """From the leaves of all actions to the action of each environment."""
     if isinstance(space, gymnasium.spaces.Discrete):
         return lambda leaves: list(map(Choice, leaves[0].tolist()))
-    if isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
-        return lambda leaves: [spaces.unflatten(space, iter([leaf[i] for leaf in leaves])) for i in range(count)]
-    return lambda leaves: leaves[0]  # pyright: ignore[reportReturnType]
+    if not isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
+        return lambda leaves: prepare[0](leaves[0])
+
+    def each(leaves: Sequence[np.ndarray]) -> Sequence[Any]:
+        parts = [prepared(leaf) for prepared, leaf in zip(prepare, leaves, strict=True)]
+        return [spaces.unflatten(space, iter([part[i] for part in parts])) for i in range(count)]
+
+    return each
 
 
 class Choice(int):

@@ -17,11 +17,18 @@ Watch = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 """From a kind of work, its name and a function to the same function, timed."""
 
 
+class Loaded(Protocol):
+    """A function that is compiled when it is first called."""
+
+    call: Callable[..., Any]
+    """Not the same after that: to be looked up whenever it is called."""
+
+
 @runtime_checkable
 class Backend(Protocol):
     """What can be done with compiled functions and device arrays."""
 
-    def load(self, segment: Segment, replica: int = 0) -> Callable[..., Sequence[Any]]:
+    def load(self, segment: Segment, replica: int = 0) -> Loaded:
         """The compiled function `(replica, step, *inputs) -> results`, to run at one of the replicas."""
         ...
 

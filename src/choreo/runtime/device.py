@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from choreo._compat import innermost
 from choreo.errors import LayoutError
 from choreo.partition.exported import ExportedFn
 from choreo.partition.program import Axis, Constant, Input, KeyType, Move, Program, Ref, Segment, Transfer
@@ -22,6 +23,20 @@ from choreo.types import GroupName
 
 JaxDevice: TypeAlias = Any
 """One of `jax.devices()`; the class has no public name."""
+
+
+class Compiling:
+    """A `Loaded` function: the first call compiles it, and later ones are as short as they can be."""
+
+    def __init__(self, compile_now: Callable[[tuple[Any, ...]], Any]):
+        self.compile_now = compile_now
+        self.call: Callable[..., Any] = self._first
+
+    def _first(self, *args: Any) -> Any:
+        made = self.compile_now(args)
+        results = made(*args)
+        self.call = innermost(made)
+        return results
 
 
 class Device:
@@ -44,7 +59,7 @@ class Device:
         self.cpu = all(devices[0].platform == "cpu" for devices in self.devices.values())
         self.compile_seconds = 0.0
         self.scalars: dict[int, jax.Array] = {}
-        self.loaded: dict[Any, Callable[..., Any]] = {}
+        self.loaded: dict[Any, Compiling] = {}
 
     def check_devices(self, group: GroupName, wanted: int) -> None:
         """Refuse a group that wants more devices than there are."""
@@ -64,7 +79,7 @@ class Device:
     def _has_devices(self, group: GroupName) -> bool:
         return 1 < self.spread.get(group, 1) <= len(self.devices[group])
 
-    def load(self, segment: Segment, replica: int = 0) -> Callable[..., Sequence[Any]]:
+    def load(self, segment: Segment, replica: int = 0) -> "Compiling":
         device = self.device((segment.group, replica))
         if (segment, device) not in self.loaded:
             donated = [2 + position for position in segment.donated]
@@ -73,15 +88,8 @@ class Device:
 
     def compiled(
         self, fn: Callable[..., Any], donated: list[int], group: GroupName, device: JaxDevice, **options: Any
-    ) -> Callable[..., Any]:
+    ) -> "Compiling":
         """A function that compiles itself when it is first called; the time is kept apart."""
-        program = None
-
-        def call(*args: Any) -> Any:
-            nonlocal program
-            if program is None:
-                program = self.watch("compile", group, compile_now)(args)
-            return program(*args)
 
         def compile_now(args: tuple[Any, ...]) -> Any:
             began = time.perf_counter()
@@ -90,7 +98,7 @@ class Device:
             self.compile_seconds += time.perf_counter() - began
             return made
 
-        return call
+        return Compiling(self.watch("compile", group, compile_now))
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
         group = segment.group
@@ -104,7 +112,8 @@ class Device:
             raise LayoutError(
                 f"This plan of {replicas} replicas of `{group}` was made for as many devices, and JAX sees "
                 f"{len(self.devices[group])} here.", fix="Make the plan in this process.")  # fmt: skip
-        return self.compiled(on_one_device(segment, replicas), [], group, self.devices[group][0])
+        together = self.compiled(on_one_device(segment, replicas), [], group, self.devices[group][0])
+        return lambda t, rows: together.call(t, rows)
 
     def _spmd(self, segment: Segment, devices: list[JaxDevice], here: Sequence[int]) -> Callable[..., Any]:
         """One program on several devices; those `here` are this process's."""
@@ -122,7 +131,7 @@ class Device:
                 _whole([jax.device_put(x, d) for x, d in zip(parts, own, strict=True)], each.axis, mesh)
                 for parts, each in zip(columns, segment.ins, strict=True)
             ]
-            results = program(indices, steps[number], *given)
+            results = program.call(indices, steps[number], *given)
             shards = [{shard.device: shard.data for shard in x.addressable_shards} for x in results]
             return [[parts[d] for parts in shards] for d in own]
 
@@ -238,7 +247,7 @@ class Chunks:
         if device.partitioned.get(self.group, 1) > 1:
             return self._partitioned(chunk)
         each = [(device.scalar(r), device.load(chunk, r)) for r in self.here]
-        return lambda rows: [call(index, zero, *row) for (index, call), row in zip(each, rows, strict=True)]
+        return lambda rows: [loaded.call(index, zero, *row) for (index, loaded), row in zip(each, rows, strict=True)]
 
     def _partitioned(self, chunk: Segment) -> Callable[..., list[Sequence[Any]]]:
         """On several devices as one program, environments divided among them: XLA sees to the rest."""
@@ -255,7 +264,7 @@ class Chunks:
             ((key, first, stop, *carry),) = rows
             given = [jax.device_put(leaf, sharding) for leaf, sharding in zip(carry, divided, strict=True)]
             zero = np.int32(0)
-            return [program(zero, zero, *jax.device_put((key, first, stop), everywhere), *given)]
+            return [program.call(zero, zero, *jax.device_put((key, first, stop), everywhere), *given)]
 
         return call
 

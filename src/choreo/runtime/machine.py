@@ -33,7 +33,7 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
-from choreo.runtime.backend import Backend, Site, Watch
+from choreo.runtime.backend import Backend, Loaded, Site, Watch
 from choreo.runtime.bundles import BundleHere, BundleReceiver, BundleSender, Updates
 from choreo.runtime.messages import Neighbourhood, Piece, messages, piece_type
 from choreo.runtime.profile import kind_of
@@ -123,9 +123,9 @@ class Machine:
         scalar = self.backend.scalar
         take, outs = _taking([given.slot for given in step.ins]), step.outs
 
-        def at(store: Store, index: Any, call: Callable[..., Sequence[Any]]) -> Action:
+        def at(store: Store, index: Any, loaded: Loaded) -> Action:
             def run(t: int) -> None:
-                store.update(zip(outs, call(index, scalar(t), *take(store)), strict=True))
+                store.update(zip(outs, loaded.call(index, scalar(t), *take(store)), strict=True))
 
             return self.watch(kind_of(step.roles), step.name, run)
 
