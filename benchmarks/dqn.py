@@ -5,7 +5,7 @@ in each environment 8 updates with batches of 64 (Choreo's default), then the sa
 Equal for all but that Choreo's error is squared and the others' is Huber's. `fused` steps gymnax's CartPole (Choreo's own, if
 gymnax is not installed) in one compiled loop; `gymnasium` steps the environments that the others have too.
 Stable-Baselines3 has its DummyVecEnv; all have one thread each, and RLlib keeps everything in one process. All take
-turns of a second or so (RLlib's are longer), without compiling, so that other load of the machine meets all of them. Printed
+short turns (RLlib's are longer), without compiling, so that other load of the machine meets all of them. Printed
 and written, for each pair: the median of the ratio of steps per second over the turns, the spread, the same ratio in CPU time,
 and how many cores other processes kept busy meanwhile.
 """
@@ -54,7 +54,7 @@ def main() -> None:
 
 def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool) -> None:
     # Choreo runs in calls as long as those of choreo.train, unless this is a quick look.
-    repeats, seconds, chunk = (1, 0.05, 2 * same.BLOCK) if quick else (7, 1.0, STEPS_PER_CHUNK // same.STEPS)
+    repeats, seconds, chunk = (1, 0.05, 2 * same.BLOCK) if quick else (21, 0.4, STEPS_PER_CHUNK // same.STEPS)
     with contextlib.ExitStack() as stack:
         rivals = {name: dqn_rivals.Process(*command, updates) for name, command in commands.items()}
         ours = {

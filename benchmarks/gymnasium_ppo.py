@@ -2,7 +2,7 @@
 
 8 environments, rollouts of 128 steps, 4 epochs, minibatches of 256, networks 2 x 64 tanh; the same for both. The
 environments alone are Gymnasium's SyncVectorEnv with random actions drawn beforehand; Stable-Baselines3 has its
-DummyVecEnv and one thread. All take turns of a second or so, without compiling, so that other load of the machine meets
+DummyVecEnv and one thread. All take short turns, without compiling, so that other load of the machine meets
 all of them. Printed and written, for each environment: the median of the ratio of steps per second over the turns, the
 spread, the same ratio in CPU time, and how many cores other processes kept busy meanwhile.
 """
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def compare(env: str, *, quick: bool, with_rival: bool) -> None:
-    repeats, seconds = (1, 0.05) if quick else (15, 1.0)
+    repeats, seconds = (1, 0.05) if quick else (41, 0.4)
     with contextlib.ExitStack() as stack:
         sides: dict[str, Alone | Training | rival.StableBaselines] = {"alone": Alone(env), "choreo": Training(env)}
         if with_rival:

@@ -59,7 +59,7 @@ def test_memory_begins_afresh_with_each_episode():
     assert end.memory["steps"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("num", [1, 7, 1024, 2048])
+@pytest.mark.parametrize("num", [1, 7, 1024, 2049, 65_536, 65_537])
 def test_a_permutation_has_every_number_once(num):
     order = jax.jit(functools.partial(loops.permutation, num=num))(jax.random.key(0))
     assert sorted(order.tolist()) == list(range(num))

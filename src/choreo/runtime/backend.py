@@ -17,6 +17,7 @@ Watch = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 """From a kind of work, its name and a function to the same function, timed."""
 
 
+@runtime_checkable
 class Loaded(Protocol):
     """A function that is compiled when it is first called."""
 
