@@ -1,14 +1,18 @@
 """Random numbers are drawn before a loop around Python environments, and are those that would be drawn within it."""
 
+import functools
+
 import jax
 import pytest
 
+from choreo.algos.dqn import DQN
 from choreo.envs import make
 from choreo.layouts import coarse, fine, fused
 from choreo.partition import passes
 from choreo.partition.ahead import DRAWS, _primitives
 from choreo.partition.program import Loop, Segment
 from choreo.plans import plan
+from choreo.q_networks import q_mlp
 from choreo.runtime.inprocess import InProcess
 from laws.reference import assert_same_bits, run_of
 from tiny import Tiny
@@ -55,3 +59,12 @@ def test_another_generator_is_left_alone():
     with jax.default_prng_impl("rbg"):
         planned = plan(Tiny(unroll=3), make("CartPole-v1", 4), fused())
     assert DRAWS & programs(planned)["within"]
+
+
+def test_keys_and_draws_join_the_call_before_the_loop():
+    algo = DQN(
+        unroll=2, updates=1, batch_size=8, capacity=100, min_size=8, network=functools.partial(q_mlp, hidden=(8,))
+    )
+    learn, loop, add = plan(algo, make("CartPole-v1", 4), fused()).iterate.steps
+    assert isinstance(learn, Segment) and isinstance(loop, Loop) and isinstance(add, Segment)
+    assert learn.name == "sample_items+learn" and add.name == "add"

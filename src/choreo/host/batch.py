@@ -21,7 +21,6 @@ from choreo.errors import EnvError
 from choreo.host import spaces
 from choreo.host.sources import Source
 
-
 Prepare = Callable[[np.ndarray], np.ndarray]
 """From actions as they were sampled to such of a space: always a copy, which an environment may keep."""
 

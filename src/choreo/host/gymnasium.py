@@ -219,7 +219,7 @@ def _each(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callabl
     if isinstance(space, gymnasium.spaces.Discrete):
         return lambda leaves: list(map(Choice, leaves[0].tolist()))
     if not isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
-        return lambda leaves: prepare[0](leaves[0])
+        return lambda leaves: prepare[0](leaves[0])  # pyright: ignore[reportReturnType]
 
     def each(leaves: Sequence[np.ndarray]) -> Sequence[Any]:
         parts = [prepared(leaf) for prepared, leaf in zip(prepare, leaves, strict=True)]

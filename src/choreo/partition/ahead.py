@@ -32,18 +32,25 @@ def draw_ahead(program: Program) -> Program:
     for step in program.steps:
         if isinstance(step, Loop) and any(isinstance(inner, HostCall) for inner in step.body):
             before, step = _before_and_loop(step, slots)
-            for draws in before:
-                last = steps[-1] if steps else None
-                if isinstance(last, Segment) and last.group == draws.group and not last.combines:
-                    steps[-1] = _both(last, draws)
-                else:
-                    steps.append(draws)
+            if steps and isinstance(glue := steps[-1], Segment) and not glue.roles:
+                steps.pop()
+                before = [glue, *before]
+            for segment in before:
+                _append(steps, segment)
         steps.append(step)
     return replace(program, steps=tuple(steps))
 
 
+def _append(steps: list[Step], segment: Segment) -> None:
+    """In one call with the segment before it, if that is at the same group."""
+    last = steps[-1] if steps else None
+    if isinstance(last, Segment) and last.group == segment.group and not (last.combines or segment.combines):
+        steps[-1] = _both(last, segment)
+    else:
+        steps.append(segment)
+
+
 def _both(first: Segment, then: Segment) -> Segment:
-    """One after the other, in one call."""
     known = {given.slot for given in first.ins} | set(first.outs)
     ins = (*first.ins, *(given for given in then.ins if given.slot not in known))
 

@@ -89,7 +89,7 @@ class Backend(Protocol):
 class PythonOnly:
     """The `Backend` of sites that compile nothing."""
 
-    def load(self, segment: Segment, replica: int = 0) -> Callable[..., Sequence[Any]]:
+    def load(self, segment: Segment, replica: int = 0) -> Loaded:
         raise AssertionError(f"`{segment.group}` was to run nothing but Python, and got the segment `{segment.name}`")
 
     def scalar(self, number: int) -> int:
