@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from choreo import checkpoint, cli, registry
+from choreo import arguments, checkpoint, registry
 from choreo.cache import cache_folder
 from choreo.cli import main
 from choreo.folder import RunFolder
@@ -206,11 +206,11 @@ def test_the_layout_of_a_run_and_its_workers(capsys):
 def test_what_is_given_changes_the_layout_of_a_run(before, options, after):
     """Without `train`: the layout that it would be given."""
     recipe_file = write_recipe("x", layout=before)
-    parser = cli._parser("graph", "")
-    cli._add_layout(parser, default=None)
+    parser = arguments.make_parser("graph", "")
+    arguments.add_layout(parser, default=None)
     parser.add_argument("--num-envs")
-    parsed, _, _ = cli._parse_named(parser, [recipe_file, *options])
-    assert cli._layout(parsed) == after
+    parsed, _, _ = arguments.parse_named(parser, [recipe_file, *options])
+    assert arguments.layout_of(parsed) == after
 
 
 def test_the_help_of_a_file_has_its_hyper_parameters(capsys):

@@ -5,15 +5,26 @@ parsed by tyro. Nothing heavy is imported before it is known that it is needed: 
 """
 
 import argparse
-import dataclasses
-import difflib
 import os
 import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from choreo.arguments import (
+    UsageError,
+    add_layout,
+    add_output,
+    as_flag,
+    count,
+    layout_given,
+    layout_of,
+    make_parser,
+    near,
+    parse,
+    parse_named,
+)
 from choreo.errors import ChoreoError, EnvError, LayoutError, UnknownNameError
 
 HELP = """\
@@ -76,7 +87,7 @@ def _run(args: list[str]) -> int:
         return 0
     try:
         if args[0] not in COMMANDS:
-            raise UsageError(f"There is no command `{args[0]}`.", fix=_near(args[0], COMMANDS))
+            raise UsageError(f"There is no command `{args[0]}`.", fix=near(args[0], COMMANDS))
         return COMMANDS[args[0]](args[1:])
     except ChoreoError as error:
         if os.environ.get("CHOREO_TRACEBACK") == "1":
@@ -100,37 +111,33 @@ def _traceback_of_the_user(error: ChoreoError) -> list[str]:
     return ["".join(traceback.format_exception(cause)).rstrip()]
 
 
-class UsageError(ChoreoError):
-    """The command line makes no sense."""
-
-
 def train(args: list[str]) -> int:
     """Train an algorithm."""
-    parser = _parser("train", "choreo train ALGORITHM ENVIRONMENT|RUN.TOML [options] [hyper-parameters]")
-    _add_layout(parser, default="fused")
+    parser = make_parser("train", "choreo train ALGORITHM ENVIRONMENT|RUN.TOML [options] [hyper-parameters]")
+    add_layout(parser, default="fused")
     add = parser.add_argument
-    add("--num-envs", type=_count, default=8, help="environments stepped together (8)")
-    add("--steps", type=_count, default=300_000, help="environment steps, rounded up to whole iterations (300000)")
-    add("--seed", type=_count, default=0, help="the run's only source of randomness (0)")
+    add("--num-envs", type=count, default=8, help="environments stepped together (8)")
+    add("--steps", type=count, default=300_000, help="environment steps, rounded up to whole iterations (300000)")
+    add("--seed", type=count, default=0, help="the run's only source of randomness (0)")
     add("--out", type=Path, help="the run folder (runs/ALGORITHM-ENVIRONMENT-SEED, numbered)")
     add("--overwrite", action="store_true", help="replace an earlier run in --out")
     add("--runtime", help="inprocess, or local: worker processes (local if the layout has several sites)")
     add("--cluster", type=Path, help="a cluster.toml: the hosts of worker processes (this machine)")
     add("--env-timeout", type=float, default=60.0, help="seconds after which an environment counts as hanging (60)")
     add("--profile", action="store_true", help="where the time goes, site by site; writes trace.json for Perfetto")
-    add("--eval-every", type=_count, help="iterations between evaluations (none)")
-    add("--eval-episodes", type=_count, default=20, help="episodes per evaluation during training (20)")
+    add("--eval-every", type=count, help="iterations between evaluations (none)")
+    add("--eval-episodes", type=count, default=20, help="episodes per evaluation during training (20)")
     add("--stop-at-return", type=float, help="end once this return is reached, by evaluation if there is --eval-every")
-    add("--checkpoint-every", type=_count, help="iterations between checkpoints (ten per run)")
+    add("--checkpoint-every", type=count, help="iterations between checkpoints (ten per run)")
     add("--init-from", type=Path, help="a run folder: begin with its weights (optimiser and counters start anew)")
     add("--logger", action="append", default=[], help="also log to: tensorboard")
-    _add_output(parser)
-    options, algo, env = _parse_named(parser, args)
+    add_output(parser)
+    options, algo, env = parse_named(parser, args)
 
     from choreo.folder import free_folder
     from choreo.training import train as run_training
 
-    layout = _layout(options)
+    layout = layout_of(options)
     out = options.out or free_folder(algo, env, options.seed)
     if options.overwrite:
         _remove_run(out, keep=options.init_from)
@@ -161,12 +168,12 @@ def train(args: list[str]) -> int:
 
 def resume(args: list[str]) -> int:
     """Go on from the last checkpoint."""
-    parser = _parser("resume", "choreo resume RUN [options]")
+    parser = make_parser("resume", "choreo resume RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--steps", type=_count, help="environment steps in all (those the run was started with)")
+    parser.add_argument("--steps", type=count, help="environment steps in all (those the run was started with)")
     parser.add_argument("--logger", action="append", default=[], help="also log to: tensorboard")
-    _add_output(parser)
-    options = _parse(parser, args)
+    add_output(parser)
+    options = parse(parser, args)
 
     from choreo.training import resume as go_on
 
@@ -176,10 +183,10 @@ def resume(args: list[str]) -> int:
 
 def replay(args: list[str]) -> int:
     """Run again what is in a folder, by its log, and compare."""
-    parser = _parser("replay", "choreo replay RUN [options]")
+    parser = make_parser("replay", "choreo replay RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--quiet", action="store_true", help="no progress")
-    options = _parse(parser, args)
+    options = parse(parser, args)
 
     from choreo.errors import RunError
     from choreo.training import load
@@ -198,12 +205,12 @@ def replay(args: list[str]) -> int:
 
 def evaluate(args: list[str]) -> int:
     """Play greedy episodes with what was trained."""
-    parser = _parser("evaluate", "choreo evaluate RUN [options]")
+    parser = make_parser("evaluate", "choreo evaluate RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--episodes", type=_count, default=100, help="complete episodes to play (100)")
-    parser.add_argument("--seed", type=_count, default=0, help="other episodes for another seed (0)")
+    parser.add_argument("--episodes", type=count, default=100, help="complete episodes to play (100)")
+    parser.add_argument("--seed", type=count, default=0, help="other episodes for another seed (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = _parse(parser, args)
+    options = parse(parser, args)
 
     from choreo.folder import to_json
     from choreo.training import load
@@ -220,20 +227,20 @@ def evaluate(args: list[str]) -> int:
 
 def graph(args: list[str]) -> int:
     """Print or draw the fragmented dataflow graph, or the plan."""
-    parser = _parser("graph", "choreo graph ALGORITHM ENVIRONMENT|RUN.TOML [options] [hyper-parameters]")
-    _add_layout(parser, default=None)
-    parser.add_argument("--num-envs", type=_count, default=8, help="environments stepped together (8)")
+    parser = make_parser("graph", "choreo graph ALGORITHM ENVIRONMENT|RUN.TOML [options] [hyper-parameters]")
+    add_layout(parser, default=None)
+    parser.add_argument("--num-envs", type=count, default=8, help="environments stepped together (8)")
     parser.add_argument("-o", "--out", type=Path, help="write a picture (SVG) instead of printing")
-    options, algo, env = _parse_named(parser, args)
-    if options.layout is None and (given := _given(options)):
-        raise UsageError(f"{_as_flag(next(iter(given)))} belongs to a layout.", fix="Add --layout coarse.")
+    options, algo, env = parse_named(parser, args)
+    if options.layout is None and (given := layout_given(options)):
+        raise UsageError(f"{as_flag(next(iter(given)))} belongs to a layout.", fix="Add --layout coarse.")
     _check_out(options.out)
 
     from choreo.checkpoint import write_atomic
     from choreo.plans import graph as make_graph
     from choreo.plans import plan
 
-    shown = make_graph(algo, env) if options.layout is None else plan(algo, env, _layout(options))
+    shown = make_graph(algo, env) if options.layout is None else plan(algo, env, layout_of(options))
     if options.out is None:
         print(shown)
     else:
@@ -244,12 +251,12 @@ def graph(args: list[str]) -> int:
 
 def compare(args: list[str]) -> int:
     """Put runs beside each other."""
-    parser = _parser("compare", "choreo compare RUN RUN ... [options]")
+    parser = make_parser("compare", "choreo compare RUN RUN ... [options]")
     parser.add_argument("runs", type=Path, nargs="+", help="run folders; those still running too. The first is 1x")
     parser.add_argument("--at-return", type=float, help="the return to be reached (the highest that every run reached)")
     parser.add_argument("-o", "--out", type=Path, help="also write a picture (PNG)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    options = _parse(parser, args)
+    options = parse(parser, args)
     if len(options.runs) < 2:
         raise UsageError("`choreo compare` needs two runs or more.", fix=f"See `{parser.prog} --help`.")
     _check_out(options.out)
@@ -273,11 +280,11 @@ def compare(args: list[str]) -> int:
 
 def agent(args: list[str]) -> int:
     """Start workers on this host for coordinators elsewhere."""
-    parser = _parser("agent", "choreo agent --token-file FILE [options]")
+    parser = make_parser("agent", "choreo agent --token-file FILE [options]")
     parser.add_argument("--address", default="0.0.0.0", help="where to listen (0.0.0.0: everywhere)")
-    parser.add_argument("--port", type=_count, default=7000, help="the port of `cluster.toml` (7000)")
+    parser.add_argument("--port", type=count, default=7000, help="the port of `cluster.toml` (7000)")
     parser.add_argument("--token-file", type=Path, required=True, help="the secret, the same on every host")
-    options = _parse(parser, args)
+    options = parse(parser, args)
 
     from choreo.cluster import Cluster, Host
     from choreo.runtime.agent import serve
@@ -289,9 +296,9 @@ def agent(args: list[str]) -> int:
 
 def show_list(args: list[str]) -> int:
     """Print what there is of a kind."""
-    parser = _parser("list", "choreo list algos|envs|layouts")
+    parser = make_parser("list", "choreo list algos|envs|layouts")
     parser.add_argument("kind", choices=("algos", "envs", "layouts"))
-    options = _parse(parser, args)
+    options = parse(parser, args)
 
     from choreo import algos, envs, registry
     from choreo.layouts import PRESETS
@@ -363,191 +370,6 @@ def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], A
     if options.json:
         print(to_json(summary | {"path": str(run.path)}))
     return 0
-
-
-def _parser(command: str, usage: str) -> argparse.ArgumentParser:
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise UsageError(f"{message[0].upper()}{message[1:]}.", fix=f"See `choreo {command} --help`.")
-
-    parser = Parser(prog=f"choreo {command}", usage=usage, add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true", help="show this")
-    return parser
-
-
-def _add_layout(parser: argparse.ArgumentParser, *, default: str | None) -> None:
-    add = parser.add_argument
-    words = "where it runs: a name of `choreo list layouts`, or a layout of yours, my_layouts.py:two_stage"
-    add("--layout", default=default, help=f"{words} ({default or 'none'})")
-    add("--workers", type=_count, help="replicas of the layout's first replicated group")
-    add("--learners", type=_count, help="replicas of its learner, where there may be several")
-    add("--buffers", type=_count, help="replicas of its replay, where there may be several")
-    add("--devices", type=_count, help="devices of one site, among which its work is divided")
-    add("--shards", type=_count, help="learner shards S: part of the results, unlike workers, learners and devices")
-    add("--max-lag", type=_count, help="by how many updates what a worker reads may be out of date (0, lockstep)")
-    add("--merge", help="all: learn once every worker's part is there; any: from each part as it arrives (all)")
-    exact = "the same result, bit for bit, for any number of workers"
-    add("--exact", action=argparse.BooleanOptionalAction, default=None, help=exact)
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="last line of stdout: one JSON object; the rest to stderr")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-
-
-def _parse(parser: argparse.ArgumentParser, args: list[str]) -> argparse.Namespace:
-    if "-h" in args or "--help" in args:
-        parser.print_help()
-        raise SystemExit(0)
-    options, left = parser.parse_known_args(args)
-    if left:
-        raise _unknown_option(left[0], _flags(parser))
-    return options
-
-
-def _parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Namespace, Any, Any]:
-    """The options of the command, the algorithm with its hyper-parameters, and the environments.
-
-    The first arguments are the names of both, or the run.toml of a run, whose options then are the defaults.
-    """
-    names = []
-    while args and len(names) < 2 and not args[0].startswith("-"):
-        names.append(args.pop(0))
-    recipe = _recipe(names, parser)
-    if "-h" in args or "--help" in args:
-        parser.print_help()
-        if names:
-            print(f"\nhyper-parameters of {names[0]}:\n")
-            _hyperparameters(names[0], ["--help"], parser, recipe)
-        raise SystemExit(0)
-    if len(names) < 2 and recipe is None:
-        raise UsageError(
-            f"`{parser.prog}` needs an algorithm and an environment, in this order, before any option.",
-            fix=f"For example: {parser.prog} ppo jax:CartPole-v1",
-        )
-    args, settings = _env_settings(args)
-    options, left = parser.parse_known_args(args)
-    algo = _hyperparameters(names[0], left, parser, recipe)
-
-    from choreo import registry
-
-    env = registry.environment(names[1] if recipe is None else recipe.env, options.num_envs, **settings)
-    return options, algo, env
-
-
-def _env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The arguments without `--env.key=value`, and these: a value is read as Python, or is a text."""
-    import ast
-
-    rest, settings = [], {}
-    for arg in args:
-        if not arg.startswith("--env."):
-            rest.append(arg)
-            continue
-        key, equals, value = arg.removeprefix("--env.").partition("=")
-        name = key.replace("-", "_")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"`{arg}` is no argument of an environment.", fix="Write --env.difficulty=3")
-        if name == "num_envs":
-            raise UsageError("How many environments there are is an option of the run.", fix="Write --num-envs 8")
-        try:
-            settings[name] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
-        except (SyntaxError, ValueError):
-            settings[name] = value
-    return rest, settings
-
-
-def _recipe(names: list[str], parser: argparse.ArgumentParser) -> Any:
-    """The recipe in the run.toml that is named, if one is; its options become the defaults of the command."""
-    if not names or not (names[0].endswith(".toml") or Path(names[0], "run.toml").is_file()):
-        return None
-    if not names[0].endswith(".toml"):
-        raise UsageError(f"`{names[0]}` is a run folder.", fix=f"Name its file: {parser.prog} {names[0]}/run.toml")
-    if len(names) > 1:
-        raise UsageError(
-            f"`{names[1]}` is one argument too many: {names[0]} says which environment.",
-            fix="Give the algorithm and the environment by name, or only the file.",
-        )
-
-    from choreo.folder import read_toml
-    from choreo.recipe import Recipe
-
-    file = Path(names[0])
-    recipe = Recipe.from_toml(read_toml(file), file=file)
-    options = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    parser.set_defaults(**options, num_envs=None)
-    return recipe
-
-
-def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser, recipe: Any) -> Any:
-    import tyro
-
-    from choreo import registry
-
-    cls = registry.algorithm_class(name) if recipe is None else type(recipe.algo)
-    fields = {f"--{field.name.replace('_', '-')}": field for field in dataclasses.fields(cls)}
-    known = {*fields, *(f"--no-{flag[2:]}" for flag, field in fields.items() if field.type in (bool, "bool"))}
-    for arg in args:
-        flag = arg.split("=", 1)[0].replace("_", "-")
-        if flag.startswith("--") and flag not in {*known, "--help"}:
-            raise _unknown_option(flag, known | _flags(parser))
-    if recipe is None:
-        return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name} ENVIRONMENT"))
-    return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name}", default=recipe.algo))
-
-
-LAYOUT_OPTIONS = ("workers", "learners", "buffers", "devices", "shards", "max_lag", "merge", "exact")
-"""What a layout may be made with."""
-
-
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of a layout that were given."""
-    return {name: value for name in LAYOUT_OPTIONS if (value := getattr(options, name)) is not None}
-
-
-def _layout(options: argparse.Namespace) -> Any:
-    """The layout by name, or that of a run, of which only what is given is changed."""
-    from choreo import registry
-
-    layout, given = options.layout, _given(options)
-    if isinstance(layout, str) or not given:
-        return registry.layout(layout, **given)
-    before = registry.made_with(layout)
-    if before is None:
-        raise UsageError(
-            f"{_as_flag(next(iter(given)))} cannot change the layout of this run, which is not one of Choreo's.",
-            fix="Name a layout as well: --layout coarse --workers 2",
-        )
-    return registry.layout(layout.name, **before | given)
-
-
-def _as_flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _flags(parser: argparse.ArgumentParser) -> set[str]:
-    return {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
-
-
-def _unknown_option(flag: str, known: set[str]) -> UsageError:
-    what = f"There is no option `{flag}`." if flag.startswith("-") else f"`{flag}` is one argument too many."
-    return UsageError(what, fix=_near(flag, known))
-
-
-def _near(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-    return f"Did you mean {' or '.join(f'`{c}`' for c in close)}?" if close else "See `choreo --help`."
-
-
-def _count(text: str) -> int:
-    """A whole number; 300_000 and 3e5 are welcome."""
-    try:
-        value = float(text) if "e" in text.lower() else int(text)
-        if value != int(value):
-            raise ValueError
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"`{text}` is no whole number") from None
-    return int(value)
 
 
 def _check_out(file: Path | None) -> None:

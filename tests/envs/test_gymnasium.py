@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from choreo import cli, envs, registry
+from choreo import arguments, cli, envs, registry
 from choreo.errors import EnvError, RunError, UnknownNameError
 from choreo.testing import check_env
 from host.toys import Count, Faulty, Masked, Nested
@@ -196,14 +196,14 @@ def test_envpool():
 
 def test_arguments_on_the_command_line():
     args = ["--seed", "1", "--env.max-episode-steps=7", "--env.name=tall", "--env.sizes=(1, 2)", "--env.sutton=true"]
-    rest, settings = cli._env_settings([*args, "--unroll=8"])
+    rest, settings = arguments.env_settings([*args, "--unroll=8"])
     assert rest == ["--seed", "1", "--unroll=8"]
     assert settings == {"max_episode_steps": 7, "name": "tall", "sizes": (1, 2), "sutton": True}
     for wrong in ("--env.difficulty", "--env.=3", "--env.1a=3"):
-        with pytest.raises(cli.UsageError, match="is no argument of an environment"):
-            cli._env_settings([wrong])
-    with pytest.raises(cli.UsageError, match="an option of the run"):
-        cli._env_settings(["--env.num_envs=3"])
+        with pytest.raises(arguments.UsageError, match="is no argument of an environment"):
+            arguments.env_settings([wrong])
+    with pytest.raises(arguments.UsageError, match="an option of the run"):
+        arguments.env_settings(["--env.num_envs=3"])
 
 
 def test_the_command_line_makes_it(tmp_path, capsys):

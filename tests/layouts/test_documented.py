@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from choreo import cli
+from choreo import arguments, cli
 from choreo.layouts import ALIASES, PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
@@ -14,10 +14,10 @@ COMMANDS = sorted(set(re.findall(r"`choreo train (\w+ ENV[^`]*)`", PAGE.read_tex
 
 
 def layout_of(command):
-    parser = cli._parser("train", "")
-    cli._add_layout(parser, default="fused")
+    parser = arguments.make_parser("train", "")
+    arguments.add_layout(parser, default="fused")
     options, _ = parser.parse_known_args(shlex.split(command)[2:])
-    return cli._layout(options)
+    return arguments.layout_of(options)
 
 
 DISTINCT = {(command.split()[0], layout_of(command)): command for command in COMMANDS}

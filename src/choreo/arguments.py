@@ -1,0 +1,201 @@
+"""What was typed after `choreo`: options of a run, names of an algorithm and an environment, hyper-parameters.
+
+Nothing heavy is imported before it is known that it is needed.
+"""
+
+import argparse
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any, NoReturn
+
+from choreo.errors import ChoreoError
+
+
+class UsageError(ChoreoError):
+    """The command line makes no sense."""
+
+
+def make_parser(command: str, usage: str) -> argparse.ArgumentParser:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(f"{message[0].upper()}{message[1:]}.", fix=f"See `choreo {command} --help`.")
+
+    parser = Parser(prog=f"choreo {command}", usage=usage, add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this")
+    return parser
+
+
+def add_layout(parser: argparse.ArgumentParser, *, default: str | None) -> None:
+    add = parser.add_argument
+    words = "where it runs: a name of `choreo list layouts`, or a layout of yours, my_layouts.py:two_stage"
+    add("--layout", default=default, help=f"{words} ({default or 'none'})")
+    add("--workers", type=count, help="replicas of the layout's first replicated group")
+    add("--learners", type=count, help="replicas of its learner, where there may be several")
+    add("--buffers", type=count, help="replicas of its replay, where there may be several")
+    add("--devices", type=count, help="devices of one site, among which its work is divided")
+    add("--shards", type=count, help="learner shards S: part of the results, unlike workers, learners and devices")
+    add("--max-lag", type=count, help="by how many updates what a worker reads may be out of date (0, lockstep)")
+    add("--merge", help="all: learn once every worker's part is there; any: from each part as it arrives (all)")
+    exact = "the same result, bit for bit, for any number of workers"
+    add("--exact", action=argparse.BooleanOptionalAction, default=None, help=exact)
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="last line of stdout: one JSON object; the rest to stderr")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def parse(parser: argparse.ArgumentParser, args: list[str]) -> argparse.Namespace:
+    if "-h" in args or "--help" in args:
+        parser.print_help()
+        raise SystemExit(0)
+    options, left = parser.parse_known_args(args)
+    if left:
+        raise _unknown_option(left[0], _flags(parser))
+    return options
+
+
+def parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Namespace, Any, Any]:
+    """The options of the command, the algorithm with its hyper-parameters, and the environments.
+
+    The first arguments are the names of both, or the run.toml of a run, whose options then are the defaults.
+    """
+    names = []
+    while args and len(names) < 2 and not args[0].startswith("-"):
+        names.append(args.pop(0))
+    recipe = _recipe(names, parser)
+    if "-h" in args or "--help" in args:
+        parser.print_help()
+        if names:
+            print(f"\nhyper-parameters of {names[0]}:\n")
+            _hyperparameters(names[0], ["--help"], parser, recipe)
+        raise SystemExit(0)
+    if len(names) < 2 and recipe is None:
+        raise UsageError(
+            f"`{parser.prog}` needs an algorithm and an environment, in this order, before any option.",
+            fix=f"For example: {parser.prog} ppo jax:CartPole-v1",
+        )
+    args, settings = env_settings(args)
+    options, left = parser.parse_known_args(args)
+    algo = _hyperparameters(names[0], left, parser, recipe)
+
+    from choreo import registry
+
+    env = registry.environment(names[1] if recipe is None else recipe.env, options.num_envs, **settings)
+    return options, algo, env
+
+
+def env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The arguments without `--env.key=value`, and these: a value is read as Python, or is a text."""
+    import ast
+
+    rest, settings = [], {}
+    for arg in args:
+        if not arg.startswith("--env."):
+            rest.append(arg)
+            continue
+        key, equals, value = arg.removeprefix("--env.").partition("=")
+        name = key.replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"`{arg}` is no argument of an environment.", fix="Write --env.difficulty=3")
+        if name == "num_envs":
+            raise UsageError("How many environments there are is an option of the run.", fix="Write --num-envs 8")
+        try:
+            settings[name] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+        except (SyntaxError, ValueError):
+            settings[name] = value
+    return rest, settings
+
+
+def _recipe(names: list[str], parser: argparse.ArgumentParser) -> Any:
+    """The recipe in the run.toml that is named, if one is; its options become the defaults of the command."""
+    if not names or not (names[0].endswith(".toml") or Path(names[0], "run.toml").is_file()):
+        return None
+    if not names[0].endswith(".toml"):
+        raise UsageError(f"`{names[0]}` is a run folder.", fix=f"Name its file: {parser.prog} {names[0]}/run.toml")
+    if len(names) > 1:
+        raise UsageError(
+            f"`{names[1]}` is one argument too many: {names[0]} says which environment.",
+            fix="Give the algorithm and the environment by name, or only the file.",
+        )
+
+    from choreo.folder import read_toml
+    from choreo.recipe import Recipe
+
+    file = Path(names[0])
+    recipe = Recipe.from_toml(read_toml(file), file=file)
+    options = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    parser.set_defaults(**options, num_envs=None)
+    return recipe
+
+
+def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser, recipe: Any) -> Any:
+    import tyro
+
+    from choreo import registry
+
+    cls = registry.algorithm_class(name) if recipe is None else type(recipe.algo)
+    fields = {f"--{field.name.replace('_', '-')}": field for field in dataclasses.fields(cls)}
+    known = {*fields, *(f"--no-{flag[2:]}" for flag, field in fields.items() if field.type in (bool, "bool"))}
+    for arg in args:
+        flag = arg.split("=", 1)[0].replace("_", "-")
+        if flag.startswith("--") and flag not in {*known, "--help"}:
+            raise _unknown_option(flag, known | _flags(parser))
+    if recipe is None:
+        return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name} ENVIRONMENT"))
+    return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name}", default=recipe.algo))
+
+
+LAYOUT_OPTIONS = ("workers", "learners", "buffers", "devices", "shards", "max_lag", "merge", "exact")
+"""What a layout may be made with."""
+
+
+def layout_given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of a layout that were given."""
+    return {name: value for name in LAYOUT_OPTIONS if (value := getattr(options, name)) is not None}
+
+
+def layout_of(options: argparse.Namespace) -> Any:
+    """The layout by name, or that of a run, of which only what is given is changed."""
+    from choreo import registry
+
+    layout, given = options.layout, layout_given(options)
+    if isinstance(layout, str) or not given:
+        return registry.layout(layout, **given)
+    before = registry.made_with(layout)
+    if before is None:
+        raise UsageError(
+            f"{as_flag(next(iter(given)))} cannot change the layout of this run, which is not one of Choreo's.",
+            fix="Name a layout as well: --layout coarse --workers 2",
+        )
+    return registry.layout(layout.name, **before | given)
+
+
+def as_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _flags(parser: argparse.ArgumentParser) -> set[str]:
+    return {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
+
+
+def _unknown_option(flag: str, known: set[str]) -> UsageError:
+    what = f"There is no option `{flag}`." if flag.startswith("-") else f"`{flag}` is one argument too many."
+    return UsageError(what, fix=near(flag, known))
+
+
+def near(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    return f"Did you mean {' or '.join(f'`{c}`' for c in close)}?" if close else "See `choreo --help`."
+
+
+def count(text: str) -> int:
+    """A whole number; 300_000 and 3e5 are welcome."""
+    try:
+        value = float(text) if "e" in text.lower() else int(text)
+        if value != int(value):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"`{text}` is no whole number") from None
+    return int(value)
