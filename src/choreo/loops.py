@@ -65,7 +65,8 @@ def rollout(
     Returns where the environments stand now, the trajectory [time, env, ...], and the metrics of episodes that ended.
     """
 
-    def step(now: Position, keys: Key):
+    def step(now: Position, key: Key):
+        keys = env.keys(key)
         more = [x for x in (now.memory, each) if x is not None]
         action, extras, *after = jax.vmap(act, (None, 0, 0, *(0 for _ in more)))(params, now.obs, keys, *more)
         memory = after[0] if after else None
@@ -75,7 +76,7 @@ def rollout(
         return Position(env_state, ts.obs, memory), (transition, ts.info)
 
     # What only sums up comes after the loop: with environments in Python, every compiled call in it is paid per step.
-    end, (trajectory, info) = jax.lax.scan(step, start, jax.vmap(env.keys)(jax.random.split(key, unroll)))
+    end, (trajectory, info) = jax.lax.scan(step, start, jax.random.split(key, unroll))
     return end, trajectory, episode_metrics(trajectory.last, info)
 
 
