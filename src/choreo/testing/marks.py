@@ -1,0 +1,23 @@
+"""`with unmarked():` an algorithm without its marks: what the marks must not change."""
+
+import contextlib
+from collections.abc import Iterator
+
+from choreo import roles
+
+
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """Within this block every fragment calls its plain function, without Choreo's cache of traced functions.
+
+    The reference of the law is computed so: `jax.jit(iterate)` alone goes through the same cache as a plan.
+
+    >>> import choreo, jax.numpy as jnp
+    >>> @choreo.fragment("actor")
+    ... def scale(x, factor): return x * factor
+    >>> with choreo.testing.unmarked():
+    ...     float(scale(jnp.float32(2.0), 3.0))
+    6.0
+    """
+    with roles.unmarked(True):
+        yield
