@@ -3,12 +3,17 @@
 Everything here was checked on JAX 0.10 and 0.12; `tests/test_compat.py` is the list of what we rely on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.core as jec
+import jax.extend.core.primitives
+import jax.random
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
@@ -51,6 +56,21 @@ def bound_axis_names() -> tuple[str, ...]:
     return tuple(n for n in jec.unsafe_get_axis_names_DO_NOT_USE() if isinstance(n, str))
 
 
+def trace_context() -> Hashable:
+    """Everything besides a function and the types of its arguments that JAX's own cache of traces depends on.
+
+    Precision, x64, promotion of types, bound axis names, meshes, user contexts, ... And the generator of new keys, which
+    JAX leaves out.
+    """
+    return (_config.trace_context(), bound_axis_names(), _config.default_prng_impl.value)
+
+
+def struct_of(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """A type as an argument of `make_jaxpr`, perhaps with another shape; its weakness is kept."""
+    shape = aval.shape if shape is None else shape
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
 def bind(eqn: jec.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
     """Apply one equation's primitive to other operands (and, perhaps, other parameters)."""
     info = eqn.source_info
@@ -76,11 +96,52 @@ def split_known(closed: jec.ClosedJaxpr, known: Sequence[bool]) -> tuple[jec.Clo
     return first, rest, types
 
 
+def _own_primitives() -> dict[str, set[jec.Primitive]]:
+    """JAX's own primitives by name: those that a module of JAX's holds under a name of its own."""
+    found: dict[str, set[jec.Primitive]] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PRIMITIVE_MODULES):
+            for value in vars(module).values():
+                if isinstance(value, jec.Primitive):
+                    found.setdefault(value.name, set()).add(value)
+    return found
+
+
+_PRIMITIVE_MODULES = (
+    "jax.extend.core.primitives", "jax._src.ad_checkpoint", "jax._src.ad_util", "jax._src.core",
+    "jax._src.custom_derivatives", "jax._src.interpreters.ad", "jax._src.lax.", "jax._src.pjit", "jax._src.prng",
+    "jax._src.random",
+)  # fmt: skip
+_OWN = _own_primitives()
+
+
+def primitives(names: Iterable[str]) -> frozenset[jec.Primitive]:
+    """JAX's own primitive objects of these names; another JAX may lack some. A user's `Primitive("add")` is none of them."""
+    return frozenset(primitive for name in names for primitive in _OWN.get(name, ()))
+
+
+def has_own_batching_rule(primitive: jec.Primitive) -> bool:
+    """Does `vmap` treat it as JAX says? Somebody may have registered another rule for a primitive of JAX's."""
+    rule = _batching.fancy_primitive_batchers.get(primitive)
+    return rule is None or _is_jaxs(rule)
+
+
+def _is_jaxs(rule: Any) -> bool:
+    """Is a function JAX's, and every function that it closes over?"""
+    if isinstance(rule, functools.partial):
+        return all(_is_jaxs(part) for part in (rule.func, *rule.args, *rule.keywords.values()) if callable(part))
+    if not (getattr(rule, "__module__", None) or "").startswith("jax."):
+        return False
+    cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+    return all(_is_jaxs(part) for part in cells if callable(part) and not isinstance(part, type))
+
+
 def call_name(eqn: jec.JaxprEqn) -> str | None:
     """The name of a jitted function called by this equation."""
-    return eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else None
+    return eqn.params["name"] if eqn.primitive in _JIT else None
 
 
+_JIT = primitives(["jit", "pjit"])
 INLINED = {
     # calls that only wrap: evaluating what is inside gives the same values
     "jit": "jaxpr",
@@ -95,11 +156,12 @@ INLINED = {
     "custom_vjp_call_jaxpr": "call_jaxpr",
     "custom_lin": "call_jaxpr",
 }
+_INLINED = {primitive: param for name, param in INLINED.items() for primitive in primitives([name])}
 
 
 def inner_jaxpr(eqn: jec.JaxprEqn) -> jec.ClosedJaxpr | None:
     """What a wrapping call evaluates; None for every other equation."""
-    param = INLINED.get(eqn.primitive.name)
+    param = _INLINED.get(eqn.primitive)
     if param is None or param not in eqn.params:
         return None
     return _closed(eqn.params[param])

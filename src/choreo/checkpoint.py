@@ -21,7 +21,7 @@ import safetensors
 import safetensors.numpy
 
 from choreo.errors import RunError
-from choreo.roles import is_array
+from choreo.static_key import is_array
 from choreo.types import PyTree
 
 FORMAT = "choreo-1"

@@ -10,11 +10,11 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from choreo import static_key
 from choreo.envs.gymnasium import HostEnv, seeds
 from choreo.errors import AlgorithmError, RunError
 from choreo.types import Key, PyTree
@@ -133,7 +133,7 @@ class Game(NamedTuple):
     """Likewise."""
 
 
-@eqx.filter_jit
+@static_key.jit
 def _reset(algo: Any, env: Any, params: PyTree, key: Key, most: int) -> Game:
     key, key_env = jax.random.split(key)
     env_state, obs = env.reset(env.keys(key_env))
@@ -143,7 +143,7 @@ def _reset(algo: Any, env: Any, params: PyTree, key: Key, most: int) -> Game:
     return Game(env_state, obs, state, key, ended, returns, returns.astype(jnp.int32))
 
 
-@eqx.filter_jit
+@static_key.jit
 def _advance(algo: Any, env: Any, params: PyTree, game: Game, quota: jax.Array, greedy: bool) -> Game:
     first = initial_state(algo, params)
 
@@ -211,14 +211,14 @@ class Players(NamedTuple):
     """What the environments are reset with."""
 
 
-@eqx.filter_jit
+@static_key.jit
 def _players(algo: Any, env: HostEnv, params: PyTree, key: Key) -> Players:
     key, key_env = jax.random.split(key)
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (env.num_envs, *x.shape)), initial_state(algo, params))
     return Players(state, key, seeds(env.keys(key_env)))
 
 
-@eqx.filter_jit
+@static_key.jit
 def _act_all(
     algo: Any, env: HostEnv, params: PyTree, players: Players, obs: PyTree, last: np.ndarray | jax.Array, greedy: bool
 ) -> tuple[PyTree, Players]:

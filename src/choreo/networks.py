@@ -30,7 +30,7 @@ from gymnasium import spaces
 from choreo.errors import AlgorithmError
 from choreo.ops import Categorical, Distribution, Gaussian
 from choreo.ops.distributions import Bernoulli, Independent, Shifted, masked, multi_categorical
-from choreo.roles import is_array
+from choreo.static_key import is_array
 from choreo.types import Key, PyTree
 
 Factory = Callable[[gymnasium.Space, gymnasium.Space, Key], Any]

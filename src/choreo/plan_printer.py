@@ -206,7 +206,10 @@ def promise(plan: Plan) -> str:
     """Which level of the law holds."""
     words = _relaxed(plan) if plan.layout.is_relaxed else _lockstep(plan)
     host = any(isinstance(step, HostCall) for program in (plan.init, plan.iterate) for step, _ in walk(program.steps))
-    return f"Promise: {words}" + (" Python fragments must themselves give the same results again." if host else "")
+    python = " Python fragments must themselves give the same results again." if host else ""
+    names = ", ".join(f"`{name}`" for name in plan.trusted)
+    vouched = f" That environments do not meet in a fragment is trusted, not proved: {names}." if names else ""
+    return f"Promise: {words}{python}{vouched}"
 
 
 def _lockstep(plan: Plan) -> str:

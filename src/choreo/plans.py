@@ -23,6 +23,7 @@ from choreo.graph.ir import Graph
 from choreo.graph.products import largest_product
 from choreo.layouts.base import Layout
 from choreo.partition.exported import ExportedFn
+from choreo.partition.mapped import trusted
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
 from choreo.partition.program import (
@@ -63,6 +64,8 @@ class Plan:
     """The env axis of each leaf of the carry."""
     largest_product: int
     """Multiplications in the largest product of matrices."""
+    trusted: tuple[str, ...] = ()
+    """Replicated fragments for which the user vouches (`independent=True`), because nothing is proved of them."""
     carry: PyTree = field(default=None, repr=False)
     """The form of the carry, with its static leaves; not pickled, since only the coordinator puts a carry together."""
 
@@ -172,7 +175,7 @@ class Plan:
         return draw_plan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "largest_product")
+        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "largest_product", "trusted")
         state = {name: getattr(self, name) for name in plain}
         groups = list(self.sites.replicas)
         init, iterate = (exported(program, groups, self.sites.replicas) for program in (self.init, self.iterate))
@@ -227,7 +230,30 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     else:
         init, iterate = partition(traced, sites, relaxed=relaxed)
     num_carry, product = traced.iterate.block.num_carry, largest_product(traced.iterate)
-    return Plan(title, layout, sites, init, iterate, num_carry, traced.carry_axes, product, traced.carry)
+    return Plan(
+        title,
+        layout,
+        sites,
+        init,
+        iterate,
+        num_carry,
+        traced.carry_axes,
+        product,
+        _trusted(traced, sites),
+        traced.carry,
+    )
+
+
+def _trusted(traced: Traced, sites: Sites) -> tuple[str, ...]:
+    """Fragments of replicated groups for which the user vouches."""
+    names = [
+        name
+        for program in (traced.init, traced.iterate)
+        for op in program.fragments()
+        if any(sites.size(sites.group(role)) for role in op.roles)
+        for name in trusted(op.eqn)
+    ]
+    return tuple(dict.fromkeys(names))
 
 
 def _count_along(traced: Traced, axis: str) -> int:

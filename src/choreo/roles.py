@@ -10,9 +10,9 @@ inside an Equinox module, a flag) pass through as they would in a plain call.
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.custom_batching
@@ -22,9 +22,10 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.extend import source_info_util
 
-from choreo._compat import Vmap, bound_axis_names, enclosing_vmaps
+from choreo._compat import Vmap, bound_axis_names, enclosing_vmaps, struct_of, trace_context
 from choreo.errors import AlgorithmError
 from choreo.host import HostFn, HostMethod, HostObjects
+from choreo.static_key import ARRAY, NoKey, Recent, StaticForm, is_array, split_static
 from choreo.types import PyTree, Role
 
 source_info_util.register_exclusion(__file__)
@@ -35,44 +36,50 @@ SHARD_AXIS = "choreo_shard"
 """The axis over which learner shards are mapped, and `all_reduce` reduces."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One way in which a fragment was called: what `vmap` and the tracer cannot tell us afterwards."""
 
     role: Role
     name: str
-    fn: Callable[..., list[Any]]
-    """Flat arrays in, flat arrays out; un-vmapped, with everything static closed over."""
     in_avals: tuple[Any, ...]
-    """Types of `fn`'s arguments, un-vmapped."""
+    """Types of the arrays among the arguments, un-vmapped."""
     vmaps: tuple[Vmap, ...]
     """The vmaps around the call, innermost first."""
     host: HostFn | None = None
     """For a host fragment: the Python on numpy leaves, run by the site itself."""
+    independent: bool = False
+    """The user vouches that under `vmap` no environment sees another."""
     out_names: list[str] = field(default_factory=list)
     """Where each result stands in what the function returns (`[1].reward`); known once it has been traced."""
-
-    @functools.cached_property
-    def jaxpr(self) -> jec.ClosedJaxpr:
-        """The un-vmapped inner program."""
-        return jax.make_jaxpr(self.fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.in_avals))
+    jaxpr: jec.ClosedJaxpr | None = None
+    """For a call under `vmap`: the un-vmapped program, as it was traced there and then. Arrays in, arrays out."""
 
 
 unmarked = jax.make_user_context(False)
 """`with unmarked(True):` every fragment calls its plain function. Part of jit's cache key, which a variable would not be."""
 
+MOST_FORMS = 512
+"""So many compiled functions a fragment keeps: a test of many sizes must not fill the memory."""
+MOST_CALLS = 2**16
+"""So many records are kept; they are small, and a traced program names them by number."""
+
 _numbers = itertools.count()
-_calls: dict[int, Call] = {}  # as long-lived as jit's own cache of traced functions
+_calls: Recent[Call] = Recent(MOST_CALLS)
 
 
 def find_call(name: str | None) -> Call | None:
     """The record behind a jitted function's name, if that function is a fragment."""
     if name is None or not name.startswith(f"{PREFIX}:"):
         return None
-    return _calls[int(name.rsplit(":", 1)[1])]
+    return _calls.get(int(name.rsplit(":", 1)[1]), lambda: _forgotten(name))
 
 
-def fragment(role: Role) -> Callable[[Callable[..., Any]], "Fragment"]:
+def _forgotten(name: str) -> NoReturn:
+    raise AlgorithmError(f"`{name}` was traced so long ago that its record is gone.", fix="Trace the program again.")
+
+
+def fragment(role: Role, *, independent: bool = False) -> Callable[[Callable[..., Any]], "Fragment"]:
     """Mark a function as work of `role`.
 
     >>> import choreo, jax.numpy as jnp
@@ -80,20 +87,33 @@ def fragment(role: Role) -> Callable[[Callable[..., Any]], "Fragment"]:
     ... def act(params, obs): return jnp.tanh(params * obs)
     >>> float(act(jnp.float32(0.0), jnp.float32(1.0)))
     0.0
+
+    A fragment called under `jax.vmap` is replicated only if Choreo can prove that no environment sees another in it. With
+    `independent=True` you vouch for that yourself, where it uses something that Choreo cannot see through (a callback, a
+    `custom_vmap`). The plan then says "trusted, not proved", and `choreo check` tries to catch it out.
     """
     if not isinstance(role, str) or not role or ":" in role or "+" in role:
         raise AlgorithmError(f"@fragment({role!r}) needs a role: a word such as \"actor\".",
                              fix='Write @choreo.fragment("actor").')  # fmt: skip
-    return lambda fn: Fragment(fn, role)
+    return lambda fn: Fragment(fn, role, independent=independent)
 
 
 class Fragment:
-    """A function with a role. Calls of the same form (types, statics, vmaps) share one compiled function."""
+    """A function with a role. Calls of the same form (types, statics, vmaps, configuration) share one compiled function."""
 
-    def __init__(self, fn: Callable[..., Any], role: Role, *, name: str | None = None, host: HostFn | None = None):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        role: Role,
+        *,
+        name: str | None = None,
+        host: HostFn | None = None,
+        independent: bool = False,
+    ):
         functools.update_wrapper(self, fn)
         self.fn, self.role, self.name, self.host = fn, role, name or getattr(fn, "__name__", "fragment"), host
-        self.forms: dict[Hashable, tuple[Callable[..., Any], Call]] = {}
+        self.independent = independent
+        self.forms: Recent[tuple[Any, Call]] = Recent(MOST_FORMS)
 
     def __get__(self, obj: Any, owner: type | None = None) -> "Callable[..., Any]":
         return self if obj is None else functools.partial(self, obj)
@@ -104,43 +124,37 @@ class Fragment:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if unmarked.value:
             return self.fn(*args, **kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [x for x in leaves if is_array(x)]
-        statics = tuple(_NoArray if is_array(x) else x for x in leaves)
+        arrays, form = split_static(args, kwargs)
         avals = tuple(jax.typeof(x) for x in arrays)
         vmaps = enclosing_vmaps(arrays)
-        mode = jax.dtypes.canonicalize_dtype(float)  # in float64 the same function is another program
-        form = (tree, tuple(_identity(x) for x in statics), avals, vmaps, bound_axis_names(), mode)
         try:
-            known = form in self.forms
-        except TypeError as error:
-            bad = next(x for x in statics if not _hashable(x))
+            key = (form.key, avals, vmaps, trace_context())
+        except NoKey as error:
             raise AlgorithmError(
-                f"Fragment `{self.name}` was called with a `{type(bad).__name__}`, which is neither an array nor hashable.",
+                f"Fragment `{self.name}` was called with a `{type(error.value).__name__}`, which is neither an array nor hashable.",
                 fix="Pass arrays, or values that can be dictionary keys (a frozen dataclass, a tuple, a function).",
             ) from error
-        if not known:
-            self.forms[form] = self._new_form(tree, statics, avals, vmaps)
-        out = self.forms[form][0](*arrays)
+        jitted, record = self.forms.get(key, lambda: self._new_form(form, avals, vmaps))
+        out = jitted(*arrays)
+        if vmaps and record.jaxpr is None:
+            # Now, not when a plan asks for it: later the configuration may be another (a precision, say). JAX has just
+            # traced the function and gives the same program again.
+            record.jaxpr = jitted.trace(*(struct_of(aval) for aval in avals)).jaxpr
         return jax.tree.map(
             lambda x: x.value if isinstance(x, _Static) else x, out, is_leaf=lambda x: isinstance(x, _Static)
         )
 
-    def _new_form(self, tree, statics, avals, vmaps) -> tuple[Callable[..., Any], Call]:
+    def _new_form(self, form: StaticForm, avals: tuple[Any, ...], vmaps: tuple[Vmap, ...]) -> tuple[Any, Call]:
         def call(*arrays):
-            rest = iter(arrays)
-            args, kwargs = jax.tree.unflatten(tree, [next(rest) if x is _NoArray else x for x in statics])
+            args, kwargs = form.join(arrays)
             out = jax.tree.map(lambda x: x if is_array(x) else _Static(x), self.fn(*args, **kwargs))
-            out_names[:] = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+            record.out_names[:] = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
             return out
 
-        out_names: list[str] = []
+        host = self.host.at(form, avals) if isinstance(self.host, HostFunction) else self.host
+        record = Call(self.role, self.name, avals, vmaps, host, self.independent)
         number = next(_numbers)
-        host = self.host.at(tree, statics, avals) if isinstance(self.host, HostFunction) else self.host
-        record = Call(
-            self.role, self.name, lambda *arrays: jax.tree.leaves(call(*arrays)), avals, vmaps, host, out_names
-        )
-        _calls[number] = record
+        _calls.get(number, lambda: record)
         call.__name__ = call.__qualname__ = f"{PREFIX}:{self.role}:{self.name}:{number}"
         return jax.jit(call), record
 
@@ -172,23 +186,23 @@ class HostFunction:
     specs: tuple[jax.ShapeDtypeStruct, ...]
     """Types of the results."""
     out_tree: Any
-    in_tree: Any = None
-    statics: tuple[Any, ...] = ()
-    """Arguments that are no arrays, in their places among the leaves."""
+    form: StaticForm | None = None
+    """The arguments without their arrays."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the arguments that are arrays."""
 
-    def at(self, in_tree: Any, statics: tuple[Any, ...], avals: tuple[Any, ...]) -> "HostFunction":
+    def at(self, form: StaticForm, avals: tuple[Any, ...]) -> "HostFunction":
         """For one form of call."""
-        return replace(self, in_tree=in_tree, statics=statics, shapes=tuple(aval.shape for aval in avals))
+        return replace(self, form=form, shapes=tuple(aval.shape for aval in avals))
 
     def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
+        assert self.form is not None, "`at` tells how it is called"
         if tuple(x.shape for x in arrays) != self.shapes:
             raise AlgorithmError(f"Host fragment `{self.name}` is called under jax.vmap, which cannot vectorise Python.",
                                  fix="Let it take and return whole batches, and call it without vmap.")  # fmt: skip
         rest = iter(arrays)  # a Python number goes in as an array of JAX's type for it, as it would into a callback
-        leaves = [next(rest) if x is _NoArray else jax.numpy.asarray(x) for x in self.statics]
-        return self.on_leaves(self.in_tree, *leaves)
+        leaves = [next(rest) if x is ARRAY else jax.numpy.asarray(x) for x in self.form.leaves]
+        return self.on_leaves(self.form.tree, *leaves)
 
     def on_leaves(self, in_tree: Any, *leaves: Any) -> tuple[np.ndarray, ...]:
         # A callback is given JAX arrays; computing with those inside of it can wait for itself.
@@ -290,30 +304,9 @@ def find_reduction(name: str | None) -> str | None:
     return name.removeprefix(REDUCE_PREFIX) if name is not None and name.startswith(REDUCE_PREFIX) else None
 
 
-def is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
-
-
-class _NoArray:
-    """Stands where an array goes among the static arguments."""
-
-
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["value"])
 @dataclass(frozen=True)
 class _Static:
     """A result that is no array, on its way out of a jit."""
 
     value: Any
-
-
-def _identity(x: Any) -> Hashable:
-    """What tells a static argument from others: 1, 1.0 and True are equal, but not the same; nor are 0.0 and -0.0."""
-    return (type(x), x.hex()) if isinstance(x, float) else (type(x), x)
-
-
-def _hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True

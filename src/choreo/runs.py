@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo import checkpoint
+from choreo import checkpoint, static_key
 from choreo.errors import EnvError, RunError
 from choreo.evaluate import Evaluation, act, evaluate, initial_state
 from choreo.folder import Row
@@ -139,6 +138,6 @@ class Run:
         return f"<Run {self.recipe.title}: {len(self.rows)} iterations, return {self.train_return:.1f}{folder}>"
 
 
-@eqx.filter_jit
+@static_key.jit
 def _act(algo: Any, params: PyTree, obs: jax.Array, key: Key, state: PyTree, greedy: bool) -> tuple[PyTree, PyTree]:
     return act(algo, params, obs, key, state, greedy=greedy)

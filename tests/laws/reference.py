@@ -15,7 +15,6 @@ from choreo.plans import Plan, plan
 from choreo.roles import SHARD_AXIS
 from choreo.runtime.inprocess import InProcess, combine_metrics
 from choreo.runtime.schedule import Read
-from choreo.testing import unmarked
 
 Run = dict[str, np.ndarray]
 """Every leaf of the final carry, and every metric of every iteration, by name."""

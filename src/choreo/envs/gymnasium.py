@@ -8,7 +8,6 @@ environment that is made, looked at and closed, once per process; tracing makes 
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
+from choreo import static_key
 from choreo.envs.base import Env, TimeStep
 from choreo.envs.vmap import JaxEnv, VmapEnv
 from choreo.errors import EnvError
@@ -191,7 +191,7 @@ def seeds(keys: Key) -> jax.Array:
     return jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys)
 
 
-@functools.cache
+@static_key.cache
 def _methods(env: HostEnv, wide: bool) -> tuple[Fragment, Fragment]:
     """`reset` and `step` of a batch, as fragments."""
 

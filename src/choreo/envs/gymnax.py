@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from choreo import static_key
 from choreo.envs.vmap import Step
 from choreo.errors import EnvError, unknown_name
 from choreo.types import Key, PyTree
@@ -83,7 +84,7 @@ def _build(env_id: str) -> tuple[Any, Any]:
     return _import_gymnax().make(env_id)
 
 
-@functools.cache
+@static_key.cache
 def _spaces(one: GymnaxEnv) -> tuple[gymnasium.Space, gymnasium.Space]:
     env, params = one._build()
     # gymnax writes bounds as JAX arrays, which inside a trace would be tracers.

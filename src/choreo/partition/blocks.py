@@ -18,13 +18,14 @@ from typing import Any
 
 import jax
 import jax.extend.core as jec
+import jax.extend.core.primitives
 import numpy as np
 from jax import lax
 
 from choreo import _compat
 from choreo.host import HostMethod
-from choreo.partition.forms import WHOLE, Form, Get, Mixed, Pieces, Way, cut, struct_of
-from choreo.partition.mapped import Mapped
+from choreo.partition.forms import WHOLE, Form, Get, Mixed, Pieces, Way, cut
+from choreo.partition.mapped import Mapped, name_the_mark
 from choreo.partition.reduce import AllReduce
 from choreo.partition.split import Axis, Mixes, Size, Split, split
 from choreo.roles import SHARD_NUMBERS, find_call, find_reduction
@@ -104,7 +105,7 @@ class Pruned:
     """An equation without what its wanted results do not need: a critic's weights stay away from those who only act."""
 
     def __init__(self, eqn: jec.JaxprEqn, wanted: Sequence[bool]):
-        avals = [struct_of(v.aval) for v in eqn.invars]
+        avals = [_compat.struct_of(v.aval) for v in eqn.invars]
         whole = jax.make_jaxpr(lambda *values: run(eqn, values))(*avals)
         self.closed, self.used = _compat.prune(whole, wanted)
         self.wanted = tuple(wanted)
@@ -134,7 +135,7 @@ def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "
             known = axis if isinstance(axis, int) else None
             outs.append(Form(True, known if way else _env_axis(eqn, var, size)))
         elif isinstance(axis, Mixed):
-            outs.append(Form(False, None, axis))
+            outs.append(Form(False, None, name_the_mark(axis, call)))
         else:
             outs.append(Form(axis is None, axis))
     return Step(eqn, whole, way, tuple(outs))
@@ -151,7 +152,6 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> 
     for form in forms:
         if form.mixed:
             raise Mixes(form.mixed)
-    name = eqn.primitive.name
     call = find_call(_compat.call_name(eqn))
     if call and isinstance(call.host, HostMethod):
         return OnHost(eqn, forms, size)
@@ -164,8 +164,8 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> 
         return AllReduce(eqn, inner, forms)
     if inner is not None:
         return Called(infer(inner, forms, size, at))
-    if name in CONTROL:
-        return CONTROL[name](eqn, forms, size, at)
+    if eqn.primitive in CONTROL:
+        return CONTROL[eqn.primitive](eqn, forms, size, at)
     axes = [form.axis for form in forms]
     try:
         return Cut(eqn, split(eqn, axes, size), forms)
@@ -501,8 +501,8 @@ class Cond:
         return [next(results) if out else None for out in outs]
 
 
-CONTROL: dict[str, Callable[[jec.JaxprEqn, Sequence[Form], Size, str], Way]] = {
-    "scan": Scan,
-    "while": While,
-    "cond": Cond,
+CONTROL: dict[jec.Primitive, Callable[[jec.JaxprEqn, Sequence[Form], Size, str], Way]] = {
+    jec.primitives.scan_p: Scan,
+    jec.primitives.while_p: While,
+    jec.primitives.cond_p: Cond,
 }

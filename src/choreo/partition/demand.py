@@ -139,8 +139,9 @@ def _refusal(op: Op, group: GroupName, needs: Needs, mixes: Mixes) -> PartitionE
     return PartitionError(
         f"{mixed.why}: {what} cannot run on `{group}`, which is divided into {needs.sites.replicas[group]} blocks of environments.",
         at=mixed.at or op.at,
-        fix=f"Use one site for `{group}`, move this computation to a group that is not replicated (the learner's, say), "
-            "or write it for one environment and call it under jax.vmap.")  # fmt: skip
+        fix=f"Use one site for `{group}`, move this computation to a group that is not replicated (the learner's, say), or "
+            + (f"vouch for it, if you know that no environment sees another in it: {mixed.vouch}." if mixed.vouch
+               else "write it for one environment and call it under jax.vmap."))  # fmt: skip
 
 
 def _carry_needs(needs: Needs, value: Value, out: Operand) -> None:

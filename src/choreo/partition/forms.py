@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 from jax import lax
 
 from choreo.partition.split import Axis, Size
@@ -17,6 +16,8 @@ class Mixed(NamedTuple):
     """The user's line."""
     fragment: str = ""
     """The fragment in which it happens, if it is known."""
+    vouch: str = ""
+    """The mark with which the user may vouch for that fragment, if nothing but proof is missing."""
 
 
 class Form(NamedTuple):
@@ -53,8 +54,3 @@ def cut(value: Any, axis: Axis, index: Any, size: Size) -> Any:
         return value
     rows = size.of(value.shape[axis])
     return lax.dynamic_slice_in_dim(value, index * rows, rows, axis)
-
-
-def struct_of(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    shape = aval.shape if shape is None else shape
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -1,7 +1,7 @@
 """A fragment called under `vmap`: what happens in it happens to one environment, so that no rule is needed inside."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo import _compat
-from choreo.partition.forms import Form, Get, Pieces, struct_of
-from choreo.partition.split import Axis, Size, draws_per_key
-from choreo.roles import Call
+from choreo.partition.forms import Form, Get, Mixed, Pieces
+from choreo.partition.independent import obstacle
+from choreo.partition.split import Axis, Size
+from choreo.roles import Call, find_call
 
 
 class Mapped:
-    """A fragment called under `vmap`: environments cannot meet in it, unless it asks for the batch (`_sees_batch`).
+    """A fragment called under `vmap` in which environments cannot meet: proved (`independent.py`), or the user vouches.
 
     What is emitted is `vmap` of the un-vmapped program at block size. The record of the call is trusted only if
     mapping it over all environments gives the very program in the equation: under `grad`, an equation of the same name
@@ -24,12 +25,14 @@ class Mapped:
     """
 
     def __init__(self, call: Call, native: tuple[Axis, ...], size: Size):
-        self.call, self.native, self.in_axes = call, native, call.vmaps[0].in_axes
+        self.closed, self.native, self.in_axes = _closed(call), native, call.vmaps[0].in_axes
         self.block, self.over_envs = size.of(call.vmaps[0].size), call.vmaps[0].size == size.full
 
     @staticmethod
     def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
-        if len(call.vmaps) != 1 or call.vmaps[0].size % size.blocks or eqn.effects or call.host:
+        if len(call.vmaps) != 1 or call.vmaps[0].size % size.blocks or call.host or call.jaxpr is None:
+            return None
+        if eqn.effects and not call.independent:
             return None
         if len(eqn.invars) != len(call.in_avals):  # it closes over traced values: the record is not the whole story
             return None
@@ -45,11 +48,11 @@ class Mapped:
         return fits and (self.over_envs or any(not form.whole for form in forms))
 
     def demand(self, outs: Sequence[bool]) -> Pieces:
-        _, used = _compat.prune(self.call.jaxpr, outs)
+        _, used = _compat.prune(self.closed, outs)
         return [{axis} if use else set() for axis, use in zip(self.in_axes, used, strict=True)]
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
-        pruned, used = _compat.prune(self.call.jaxpr, outs)
+        pruned, used = _compat.prune(self.closed, outs)
         in_axes = [axis for axis, use in zip(self.in_axes, used, strict=True) if use]
         out_axes = [axis for axis, out in zip(self.native, outs, strict=True) if out]
         blocks = [get(i, axis) for i, (axis, use) in enumerate(zip(self.in_axes, used, strict=True)) if use]
@@ -63,6 +66,31 @@ class Mapped:
         return [next(rest) if out else None for out in outs]
 
 
+def trusted(eqn: jec.JaxprEqn) -> Iterator[str]:
+    """Names of the mapped fragments in an equation that the user vouches for, because nothing is proved of them."""
+    call = find_call(_compat.call_name(eqn))
+    if call and call.independent and call.vmaps and call.jaxpr is not None and obstacle(call.jaxpr):
+        yield call.name
+    for inner in _compat.inner_jaxprs(eqn):
+        for each in inner.jaxpr.eqns:
+            yield from trusted(each)
+
+
+def name_the_mark(mixed: Mixed, call: Call | None) -> Mixed:
+    """A refusal within a mapped fragment, with the mark by which the user may vouch that environments do not meet in it."""
+    unproved = call is not None and call.vmaps and not call.independent and call.jaxpr and obstacle(call.jaxpr)
+    if call is None or not unproved or mixed.vouch:
+        return mixed
+    return mixed._replace(
+        fragment=mixed.fragment or call.name, vouch=f'@choreo.fragment("{call.role}", independent=True)'
+    )
+
+
+def _closed(call: Call) -> jec.ClosedJaxpr:
+    assert call.jaxpr is not None, "`Mapped.of` looked"
+    return call.jaxpr
+
+
 def _call_one(closed: jec.ClosedJaxpr, *values: Any) -> list[Any]:
     return _compat.eval_jaxpr(closed, values)
 
@@ -70,18 +98,18 @@ def _call_one(closed: jec.ClosedJaxpr, *values: Any) -> list[Any]:
 @functools.lru_cache(maxsize=1024)
 def _mapped_out_axes(call: Call, text: str) -> tuple[Axis, ...] | None:
     """Where the mapped axis stands in each result; None if the record does not explain the equation."""
-    vmap = call.vmaps[0]
+    if not call.independent and obstacle(_closed(call)):
+        return None
     try:
-        actual = _map_call(call, vmap.size)
+        actual = _map_call(call, call.vmaps[0].size)
         used = {n for aval in [*call.in_avals, *(v.aval for v in actual.outvars)] for n in aval.shape}
         odd = next(n for n in (7919, 7927, 7933, 7937) if n not in used)  # a size that nothing else has
         other = _map_call(call, odd)
-        single = call.jaxpr.jaxpr.outvars
     except NameError:  # a collective over the mapped axis: that is how environments could meet
         return None
-    if _text(actual.params["jaxpr"]) != text or _sees_batch(call.jaxpr):
+    if _text(actual.params["jaxpr"]) != text:
         return None
-    shapes = zip(_shapes(other.outvars), _shapes(single), strict=True)
+    shapes = zip(_shapes(other.outvars), _shapes(_closed(call).jaxpr.outvars), strict=True)
     return tuple(None if len(mapped) == len(one) else mapped.index(odd) for mapped, one in shapes)
 
 
@@ -89,26 +117,14 @@ def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
     return [v.aval.shape for v in variables]
 
 
-BATCH_SEEN = {"custom_vmap_call", "ffi_call", "io_callback", "pure_callback", "rng_bit_generator", "rng_uniform"}
-"""Primitives that `vmap` hands the whole batch, to do with as they like."""
-
-
-def _sees_batch(closed: jec.ClosedJaxpr) -> bool:
-    return any(
-        eqn.primitive.name in BATCH_SEEN
-        or (eqn.primitive.name in ("random_bits", "random_split", "random_fold_in") and not draws_per_key(eqn))
-        or any(_sees_batch(inner) for inner in _compat.inner_jaxprs(eqn))
-        for eqn in closed.jaxpr.eqns
-    )
-
-
 def _map_call(call: Call, size: int) -> jec.JaxprEqn:
     def insert(aval, axis):
-        return struct_of(aval, aval.shape if axis is None else (*aval.shape[:axis], size, *aval.shape[axis:]))
+        return _compat.struct_of(aval, aval.shape if axis is None else (*aval.shape[:axis], size, *aval.shape[axis:]))
 
     in_axes = call.vmaps[0].in_axes
     args = [insert(aval, axis) for aval, axis in zip(call.in_avals, in_axes, strict=True)]
-    closed = jax.make_jaxpr(jax.vmap(jax.jit(call.fn), in_axes=in_axes, axis_size=size))(*args)
+    one = jax.jit(functools.partial(_call_one, _closed(call)))
+    closed = jax.make_jaxpr(jax.vmap(one, in_axes=in_axes, axis_size=size))(*args)
     return next(eqn for eqn in closed.jaxpr.eqns if _compat.call_name(eqn) is not None)
 
 

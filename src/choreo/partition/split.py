@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import jax.extend.core as jec
 
+from choreo import _compat
 from choreo.partition.program import Axis
 
 
@@ -59,7 +60,7 @@ Rule = Callable[[jec.JaxprEqn, Sequence[Axis], Size], Split]
 
 def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     """Cut an equation, given along which axis each operand stands in blocks (at least one does)."""
-    rule = RULES.get(eqn.primitive.name)
+    rule = _RULES.get(eqn.primitive)
     if rule is None:
         raise Mixes(f"no rule tells how `{eqn.primitive.name}` treats environments")
     lengths = {_shape(var)[axis] for var, axis in zip(eqn.invars, axes, strict=True) if axis is not None}
@@ -366,6 +367,10 @@ RULES: dict[str, Rule] = {
     "transpose": transpose,
     "triangular_solve": leading(2),
 }  # fmt: skip
+
+
+_RULES = {primitive: rule for name, rule in RULES.items() for primitive in _compat.primitives([name])}
+"""By JAX's own primitive objects: a user's primitive that is merely named `add` has no rule."""
 
 
 def _shape(var: Any) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.extend.core as jec
+import jax.extend.core.primitives
 import numpy as np
 from jax.extend import source_info_util
 
@@ -25,7 +26,9 @@ from choreo.partition.split import Axis
 from choreo.roles import SHARD_AXIS, Call, find_call, shard_numbers
 from choreo.types import PyTree, Role
 
-for _library in ("brax", "chex", "distrax", "equinox", "flashbax", "flax", "gymnax", "haiku", "mctx", "optax", "rlax"):
+LIBRARIES = """brax chex craftax diffrax distrax equinox flashbax flax gymnax haiku jaxmarl jumanji lineax mctx mujoco
+mujoco_playground navix optax optimistix pgx rlax"""
+for _library in LIBRARIES.split():
     _found = importlib.util.find_spec(_library)  # in a message, a line of these is not the user's
     for _folder in (_found.submodule_search_locations or ()) if _found else ():
         source_info_util.register_exclusion(_folder)
@@ -245,7 +248,7 @@ class _Builder:
                 known.update(zip(eqn.outvars, self.inline(inner, operands, ops, consts, line), strict=True))
                 continue
             body = None
-            if roles and eqn.primitive.name == "scan":
+            if roles and eqn.primitive is jec.primitives.scan_p:
                 p = _compat.scan_params(eqn)
                 names = [v.label if isinstance(v, Value) else "" for v in operands]
                 body = self.block(p.body, labels=names, at=line, num_consts=p.num_consts, num_carry=p.num_carry,

@@ -24,7 +24,8 @@ import numpy as np
 from choreo import envs
 from choreo._compat import call_name, inner_jaxprs
 from choreo.errors import AlgorithmError
-from choreo.roles import find_call, is_array
+from choreo.roles import find_call
+from choreo.static_key import is_array
 from choreo.types import PyTree
 
 PARTS = {

@@ -1,0 +1,210 @@
+"""Fragments under `vmap` whose primitives see the whole batch: refused with the user's line, or equal to the reference."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import batching, mlir
+
+import choreo
+from choreo import _compat
+from choreo.layouts import coarse
+from choreo.partition.trace import trace
+from choreo.plans import plan_traced
+from choreo.runtime.inprocess import InProcess
+from choreo.testing import unmarked
+from laws.reference import assert_close
+from laws.refuse_or_equal import KEY, Pond, planned_run, reference_op_by_op, refuse_or_equal
+
+E = 6
+COARSE = {"coarse x2": coarse(2)}
+MARK = '@choreo.fragment("actor", independent=True)'
+
+
+@choreo.fragment("learner")
+def learn(w, action):
+    return w - 0.1 * jnp.mean(jnp.tanh(action), axis=0)
+
+
+@dataclass(frozen=True)
+class Acts:
+    """Acts by one function per environment, steps, learns."""
+
+    act: Any
+
+    def init(self, env, key):
+        return {"state": env.reset(env.keys(key)), "weights": jnp.linspace(0.5, 1.5, env.width)}
+
+    def iterate(self, env, carry, key):
+        action = jax.vmap(self.act, (None, 0, 0))(carry["weights"], carry["state"], env.keys(key))
+        state = env.step(carry["state"], action)
+        return {"state": state, "weights": learn(carry["weights"], action)}, {"action": jnp.mean(action)}
+
+
+def mixing_primitive(name: str) -> jec.Primitive:
+    """Adds two numbers; on a batch, it subtracts the mean of all rows."""
+    add = jec.Primitive(name)
+    add.def_impl(lambda x, y: x + y)
+    add.def_abstract_eval(lambda x, y: x)
+    mlir.register_lowering(add, mlir.lower_fun(lambda x, y: x + y, multiple_results=False))
+
+    def mix(args, axes):
+        x, y = args
+        return add.bind(x - jnp.mean(x, axis=axes[0], keepdims=True), y), axes[0]
+
+    batching.primitive_batchers[add] = mix
+    return add
+
+
+ADD = mixing_primitive("add")
+NAMED_ADD = mixing_primitive("mixes")
+
+
+def by_unvmap(fold):
+    def act(w, s, key):
+        return jnp.where(fold(s > 0.3), w * s, -w * s)
+
+    return act
+
+
+def by_max(w, s, key):
+    return w * s / (1.0 + eqxi.unvmap_max((10 * s[0]).astype(jnp.int32)).astype(s.dtype))
+
+
+def by_primitive(primitive):
+    def act(w, s, key):
+        return primitive.bind(w * s, s)
+
+    return act
+
+
+def by_error_if(w, s, key):
+    return eqx.error_if(w * s, jnp.any(s > 1e6), "the state is too large")
+
+
+def by_diffrax(w, s, key):
+    import diffrax
+
+    return diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, args: -y * args),
+        diffrax.Tsit5(),
+        t0=0.0,
+        t1=0.2,
+        dt0=0.1,
+        y0=s,
+        args=w,
+        max_steps=4,
+    ).ys[0]
+
+
+def by_callback(w, s, key):
+    """Python, row by row: independent, which no compiler can see."""
+    return w * jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="sequential")
+
+
+REFUSED = {
+    "unvmap_any": by_unvmap(eqxi.unvmap_any),
+    "unvmap_all": by_unvmap(lambda x: eqxi.unvmap_all(x[0])),
+    "unvmap_max": by_max,
+    "a user's primitive named add": by_primitive(ADD),
+    "a user's primitive": by_primitive(NAMED_ADD),
+    "error_if": by_error_if,
+    "a callback": by_callback,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_sees_the_batch_is_refused_with_the_way_out(name):
+    algo = Acts(choreo.fragment("actor")(REFUSED[name]))
+    refusals = refuse_or_equal(algo, Pond(E), __file__, COARSE)
+    assert refusals["coarse x2"] is not None
+    assert MARK in str(refusals["coarse x2"])
+
+
+def test_diffrax_is_refused_with_the_way_out():
+    pytest.importorskip("diffrax")
+    # diffrax relies on JAX's usual promotion of types.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        refusals = refuse_or_equal(Acts(choreo.fragment("actor")(by_diffrax)), Pond(E), __file__, COARSE)
+    assert MARK in str(refusals["coarse x2"])
+
+
+@pytest.mark.parametrize("mark", [choreo.fragment("actor"), lambda fn: fn], ids=["fragment", "glue"])
+def test_a_primitive_that_is_named_add_has_no_rule_of_add(mark):
+    """On the whole batch, without vmap: another primitive of that name might do anything to it."""
+    flip = jec.Primitive("add")
+    flip.def_impl(lambda x, y: x[::-1] + y)
+    flip.def_abstract_eval(lambda x, y: x)
+    mlir.register_lowering(flip, mlir.lower_fun(lambda x, y: x[::-1] + y, multiple_results=False))
+    act = mark(lambda w, s: flip.bind(s, s) * jnp.broadcast_to(w, s.shape))
+
+    @dataclass(frozen=True)
+    class Batched(Acts):
+        def iterate(self, env, carry, key):
+            action = self.act(carry["weights"], carry["state"])
+            state = env.step(carry["state"], action)
+            return {"state": state, "weights": learn(carry["weights"], action)}, {"action": jnp.mean(action)}
+
+    refuse_or_equal(Batched(act), Pond(E), __file__, COARSE)
+
+
+def test_a_rule_that_a_user_registered_for_a_primitive_of_jax_is_not_trusted():
+    from jax import lax
+
+    assert _compat.has_own_batching_rule(lax.tan_p)
+    rules = dict(_compat._batching.fancy_primitive_batchers)
+    batching.primitive_batchers[lax.tan_p] = lambda args, axes, **_: (lax.tan(args[0] - jnp.mean(args[0])), axes[0])
+    try:
+        assert not _compat.has_own_batching_rule(lax.tan_p)
+        algo = Acts(choreo.fragment("actor")(lambda w, s, key: w * lax.tan(s)))
+        refuse_or_equal(algo, Pond(E), __file__, COARSE)
+    finally:
+        _compat._batching.fancy_primitive_batchers[lax.tan_p] = rules[lax.tan_p]
+
+
+def test_a_fragment_that_the_user_vouches_for_is_replicated_and_the_plan_says_so():
+    algo = Acts(choreo.fragment("actor", independent=True)(by_callback))
+    assert refuse_or_equal(algo, Pond(E), __file__, COARSE) == {"coarse x2": None}
+    plan = plan_traced(trace(algo, Pond(E)), coarse(2), title="")
+    assert "trusted, not proved: `by_callback`" in str(plan)
+
+
+def test_nothing_is_trusted_that_is_proved():
+    algo = Acts(choreo.fragment("actor", independent=True)(lambda w, s, key: w * s))
+    assert "trusted" not in str(plan_traced(trace(algo, Pond(E)), coarse(2), title=""))
+    algo = Acts(choreo.fragment("actor", independent=True)(by_callback))
+    assert "trusted" not in str(plan_traced(trace(algo, Pond(E)), coarse(1), title=""))
+
+
+def test_mctx_is_proved_and_equal():
+    mctx = pytest.importorskip("mctx")
+
+    def recurrent(w, key, action, embedding):
+        value = jnp.tanh(embedding @ w)
+        nxt = 0.5 * embedding + action[:, None].astype(jnp.float32) * jnp.ones((1, 3))
+        logits = jnp.stack([value, -value, 0.0 * value], axis=-1)
+        return mctx.RecurrentFnOutput(
+            reward=value, discount=0.9 * jnp.ones_like(value), prior_logits=logits, value=value
+        ), nxt
+
+    def act(w, s, key):
+        """A search for one environment: a batch of one."""
+        value = jnp.tanh(s @ w)[None]
+        logits = jnp.stack([value, -value, 0.0 * value], axis=-1)
+        root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=s[None])
+        found = mctx.gumbel_muzero_policy(w, key, root, recurrent, num_simulations=4, max_num_considered_actions=3)
+        return s + found.action_weights[0]
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        algo = Acts(choreo.fragment("actor")(act))
+        planned = plan_traced(trace(algo, Pond(E)), coarse(2), title="")
+        with unmarked():
+            reference = reference_op_by_op(dataclasses.replace(algo), Pond(E), jax.random.key(KEY))
+        assert_close(planned_run(planned, InProcess), reference, 1e-5)

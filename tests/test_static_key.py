@@ -1,0 +1,228 @@
+"""Values that compare equal and are not the same must not share a program."""
+
+import collections
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import choreo
+from choreo import static_key
+from choreo.errors import AlgorithmError
+from choreo.static_key import NoKey, tree_key
+from choreo.static_key import static_key as key
+from choreo.testing import unmarked
+
+
+@pytest.fixture(autouse=True)
+def types_promote():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any = None
+
+
+@dataclass(frozen=True)
+class Cfg:
+    x: Any
+
+    @choreo.fragment("actor")
+    def scale(self, y):
+        return y * self.x
+
+    @choreo.fragment("actor")
+    def inverse(self, y):
+        return y / self.x
+
+    def method(self):
+        return self.x
+
+
+@dataclass(frozen=True)
+class WithMore:
+    """Keeps something under a name that is no field."""
+
+    x: dataclasses.InitVar[float]
+    y: int = 0
+
+    def __post_init__(self, x):
+        object.__setattr__(self, "kept", x)
+
+
+@dataclass(frozen=True)
+class Uncompared:
+    x: Any = field(compare=False)
+
+
+def double(x):
+    return 2 * x
+
+
+WRAPPED = {
+    "itself": lambda x: x,
+    "tuple": lambda x: (x, 2),
+    "list": lambda x: [x],
+    "dict value": lambda x: {"a": x},
+    "dict key": lambda x: {x: 1},
+    "OrderedDict": lambda x: collections.OrderedDict(a=x),
+    "NamedTuple": lambda x: Pair(x),
+    "dataclass": Cfg,
+    "dataclass in a dataclass": lambda x: Cfg(Cfg((x,))),
+    "field that does not compare": Uncompared,
+    "attribute that is no field": WithMore,
+    "partial": lambda x: functools.partial(double, x),
+    "partial by name": lambda x: functools.partial(double, x=x),
+    "bound method": lambda x: Cfg(x).method,
+    "slice": lambda x: slice(x, None),
+}
+LOOK_EQUAL = [(1, 1.0), (1, True), (1.0, True), (0.0, -0.0), (0, False), (1, np.int32(1)), (1.0, np.float32(1)),
+              (1.0, 1 + 0j), (0j, -0j), (np.float32(1), np.float64(1)), (np.zeros(2), -np.zeros(2)), ("a", b"a")]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+@pytest.mark.parametrize("pair", LOOK_EQUAL, ids=str)
+def test_what_looks_equal_is_told_apart(pair, wrap):
+    if wrap == "dict key" and any(isinstance(x, np.ndarray) for x in pair):
+        pytest.skip("an array is no key of a dict")
+    one, other = (WRAPPED[wrap](x) for x in pair)
+    assert key(one) != key(other)
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+@pytest.mark.parametrize("value", [1, 1.5, True, "a", None, math.nan, 2j, np.float32(3)], ids=str)
+def test_the_same_is_the_same(value, wrap):
+    assert key(WRAPPED[wrap](value)) == key(WRAPPED[wrap](value))
+    assert hash(key(WRAPPED[wrap](value))) == hash(key(WRAPPED[wrap](value)))
+
+
+def test_of_what_is_no_data_each_is_itself():
+    class Thing:
+        def __eq__(self, other):
+            return True
+
+        def __hash__(self):
+            return 0
+
+    assert Thing() == Thing()
+    assert key(Thing()) != key(Thing())
+    one = Thing()
+    assert key(one) == key(one)
+    assert key(lambda: 1) != key(lambda: 1)
+    assert key(Cfg(double)) == key(Cfg(double))
+
+
+def test_the_order_of_a_dict_is_part_of_it():
+    assert key({"a": 1, "b": 2}) != key({"b": 2, "a": 1})
+
+
+def test_an_array_in_a_field_counts_by_its_content():
+    array = np.zeros(2)
+    before = key(Cfg(array))
+    array[0] = 1
+    assert key(Cfg(array)) != before
+    assert key(Cfg(np.zeros(2))) == before
+
+
+def test_an_object_that_can_change_has_no_key():
+    with pytest.raises(NoKey, match="a `set` is not hashable"):
+        key((1, {2}))
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(NoKey):
+        key(loop)
+    with pytest.raises(AlgorithmError, match="`scale` was called with a `set`, which is neither an array nor hashable"):
+        Cfg({1}).scale(1.0)
+
+
+class Net(eqx.Module):
+    w: jax.Array
+    rate: Any = eqx.field(static=True)
+
+
+def test_static_fields_of_a_module_are_told_apart():
+    trees = [jax.tree.structure(Net(jnp.ones(2), rate)) for rate in (1, 1.0, True)]
+    assert trees[0] == trees[1]  # which is why
+    assert len({tree_key(tree) for tree in trees}) == 3
+    trees = [jax.tree.structure({name: 0.0}) for name in (1, 1.0, True)]
+    assert len({tree_key(tree) for tree in trees}) == 3
+
+
+class TestAFragment:
+    """The same through the cache of a fragment, against its plain function."""
+
+    @pytest.mark.parametrize("values", [(1, 1.0), (1.0, 1), (True, 1, 1.0)])
+    def test_has_a_program_of_its_own_for_each_type_in_self(self, values):
+        y = jnp.arange(3)
+        for value in values:
+            with unmarked():
+                expected = Cfg(value).scale(y)
+            assert Cfg(value).scale(y).dtype == expected.dtype
+
+    def test_tells_zero_from_minus_zero(self):
+        assert [float(Cfg(zero).inverse(jnp.float32(1))) for zero in (0.0, -0.0, 0.0)] == [
+            math.inf,
+            -math.inf,
+            math.inf,
+        ]
+
+    def test_has_a_program_of_its_own_for_each_static_field(self):
+        rate = choreo.fragment("actor")(lambda net, y: y * net.rate)
+        types = [rate(Net(jnp.ones(2), value), jnp.arange(3)).dtype for value in (1, 1.0, 1)]
+        assert types == [jnp.int32, jnp.float32, jnp.int32]
+
+    def test_has_a_program_of_its_own_for_each_kind_of_key(self):
+        first = choreo.fragment("actor")(lambda d, y: y * next(iter(d)))
+        types = [first({name: jnp.ones(())}, jnp.arange(3)).dtype for name in (1, 1.0, 1)]
+        assert types == [jnp.int32, jnp.float32, jnp.int32]
+
+    def test_has_a_program_of_its_own_for_each_configuration(self):
+        product = choreo.fragment("actor")(lambda x: x @ x)
+        one = jax.ShapeDtypeStruct((3, 2, 2), jnp.float32)
+        for precision in ("highest", None, "highest"):
+            with jax.default_matmul_precision(precision):
+                text = str(jax.make_jaxpr(jax.vmap(product))(one))
+            assert ("HIGHEST" in text) == (precision == "highest")
+
+    def test_keeps_the_program_of_the_call_and_not_of_whoever_asks_later(self):
+        from choreo import _compat
+        from choreo.roles import find_call
+
+        product = choreo.fragment("actor")(lambda x: x @ x)
+        with jax.default_matmul_precision("highest"):
+            closed = jax.make_jaxpr(jax.vmap(product))(jax.ShapeDtypeStruct((3, 2, 2), jnp.float32))
+        call = find_call(_compat.call_name(closed.jaxpr.eqns[0]))
+        assert "HIGHEST" in str(call.jaxpr)
+
+    def test_forgets_the_oldest(self, monkeypatch):
+        traced = []
+
+        @choreo.fragment("actor")
+        def f(x, n):
+            traced.append(n)
+            return x + n
+
+        f.forms.size = 2
+        for n in (1, 2, 1, 3, 1, 2):
+            f(jnp.float32(0), n)
+        assert traced == [1, 2, 3, 2]
+
+
+def test_a_jit_that_tells_statics_apart():
+    times = static_key.jit(lambda x, by: x * by)
+    assert [times(jnp.arange(2), by).dtype for by in (1, 1.0, 1)] == [jnp.int32, jnp.float32, jnp.int32]
+    assert eqx.filter_jit(lambda x, by: x * by.x)(jnp.arange(2), Cfg(1)).dtype == jnp.int32
+
+
+def test_a_cache_that_tells_statics_apart():
+    kind = static_key.cache(lambda cfg: type(cfg.x).__name__)
+    assert [kind(Cfg(x)) for x in (1, 1.0, True)] == ["int", "float", "bool"]
