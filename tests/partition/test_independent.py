@@ -112,6 +112,7 @@ EXAMPLES = {
     "mulhi": (lambda x, y: bind("mulhi", x, y), [u(3), u(3)]),
     "name": (lambda x: checkpoint_name(x, "x"), [f(3)]),
     "not": (lax.bitwise_not, [i(3)]),
+    "one_minus_square": (lambda x: bind("one_minus_square", x), [f(3)]),
     "optimization_barrier": (lax.optimization_barrier, [f(3)]),
     "ormqr": (lambda x, y: lax.linalg.ormqr(*bind("geqrf", x), y), [f(3, 3), f(3, 2)]),
     "pad": (lambda x, v: lax.pad(x, v, [(1, 1, 0)]), [f(3), f()]),
@@ -171,7 +172,7 @@ EXAMPLES = {
     "while": (lambda x: _halved(x), [f(3)]),
 }  # fmt: skip
 """A function of one row for each primitive, and the types of its arguments."""
-NOT_OF_OWN = {"closed_call", "stop_gradient", "one_minus_square", "polynomial", "custom_lin", "copy"}
+NOT_OF_OWN = {"closed_call", "stop_gradient", "custom_lin", "copy"}
 """What no function of ours makes directly: calls and what compilers make of others."""
 
 
@@ -304,8 +305,8 @@ REFUSED = """
 accum_grad_in_ref after_all all_gather all_gather_invariant all_gather_reduced all_to_all approx_top_k axis_index call
 call_hi_primitive cholesky_update composite conv create_token custom_jvp_call_jaxpr dce_sink device_put empty empty2 empty_ref
 eval_jaxpr free_ref freeze from_edtype geqp3 get iota_2x32_shape layout_constraint linear_call new_ref pbroadcast
-pbroadcast_dynamic philox2x32 philox4x32 platform_index pmax pmin ppermute precv preduced psend psum psum_invariant pvary
-ragged_all_to_all ragged_dot_general reduce_scatter reduced_vary_cast reduced_vary_cast_p regularized_incomplete_beta remat_opt reshard rng_bit_generator
+pbroadcast_dynamic philox2x32 philox4x32 platform_index pmax pmin polynomial ppermute precv preduced psend psum psum_invariant pvary
+ragged_all_to_all ragged_dot_general reduce_scatter reduced_vary_cast reduced_vary_cast_p regularized_incomplete_beta relayout remat_opt reshard rng_bit_generator
 rng_uniform scaled_dot select_and_scatter sharding_constraint stage swap symmetric_product threefry4x32 tie to_edtype
 unreachable unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p
 zeros_like xla_metadata_value xla_metadata_call compute_on inspect_sharding has_memory_space debug_callback debug_print
