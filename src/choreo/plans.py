@@ -247,11 +247,11 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
 def _trusted(traced: Traced, sites: Sites) -> tuple[str, ...]:
     """Fragments of replicated groups for which the user vouches."""
     names = [
-        name
+        call.name
         for program in (traced.init, traced.iterate)
         for op in program.fragments()
         if any(sites.size(sites.group(role)) for role in op.roles)
-        for name in trusted(op.eqn)
+        for call in trusted(op.eqn)
     ]
     return tuple(dict.fromkeys(names))
 

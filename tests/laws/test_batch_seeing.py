@@ -15,6 +15,7 @@ from jax.interpreters import batching, mlir
 
 import choreo
 from choreo import _compat
+from choreo.errors import AlgorithmError
 from choreo.layouts import coarse
 from choreo.partition.trace import trace
 from choreo.plans import plan_traced
@@ -208,3 +209,25 @@ def test_mctx_is_proved_and_equal():
         with unmarked():
             reference = reference_op_by_op(dataclasses.replace(algo), Pond(E), jax.random.key(KEY))
         assert_close(planned_run(planned, InProcess), reference, 1e-5)
+
+
+class TestCheckIndependent:
+    """`choreo check` tries to catch out what the user vouches for."""
+
+    def test_an_honest_fragment_passes(self):
+        algo = Acts(choreo.fragment("actor", independent=True)(by_callback))
+        assert choreo.testing.check_independent(algo, Pond(E)) == ["by_callback"]
+
+    @pytest.mark.parametrize("name", ["unvmap_any", "unvmap_max", "a user's primitive"])
+    def test_a_fragment_in_which_environments_meet_is_caught(self, name):
+        algo = Acts(choreo.fragment("actor", independent=True)(REFUSED[name]))
+        with pytest.raises(AlgorithmError, match="is marked independent=True, but environments meet in it: with"):
+            choreo.testing.check_independent(algo, Pond(E))
+
+    def test_rows_that_a_fragment_refuses_are_left_out(self):
+        algo = Acts(choreo.fragment("actor", independent=True)(by_error_if))
+        assert choreo.testing.check_independent(algo, Pond(E)) == ["by_error_if"]
+
+    def test_what_is_proved_is_not_tried(self):
+        algo = Acts(choreo.fragment("actor", independent=True)(lambda w, s, key: w * s))
+        assert choreo.testing.check_independent(algo, Pond(E)) == []

@@ -66,11 +66,11 @@ class Mapped:
         return [next(rest) if out else None for out in outs]
 
 
-def trusted(eqn: jec.JaxprEqn) -> Iterator[str]:
-    """Names of the mapped fragments in an equation that the user vouches for, because nothing is proved of them."""
+def trusted(eqn: jec.JaxprEqn) -> Iterator[Call]:
+    """The mapped fragments in an equation that the user vouches for, because nothing is proved of them."""
     call = find_call(_compat.call_name(eqn))
     if call and call.independent and call.vmaps and call.jaxpr is not None and obstacle(call.jaxpr):
-        yield call.name
+        yield call
     for inner in _compat.inner_jaxprs(eqn):
         for each in inner.jaxpr.eqns:
             yield from trusted(each)

@@ -1,0 +1,90 @@
+"""`check_independent`: do environments meet in a fragment for which the user vouches (`independent=True`)?
+
+A proof it is not: the fragment runs on a batch of random rows, and again with all rows but one replaced by noise, NaN and
+infinity. If a single bit of that one row's results changes, it has seen the others.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo import _compat
+from choreo.errors import AlgorithmError
+from choreo.partition.mapped import trusted
+from choreo.partition.trace import trace
+from choreo.roles import Call
+
+OTHERS = {"large numbers": 7.5, "negative numbers": -7.5, "NaN": jnp.nan, "infinity": jnp.inf}
+"""What stands in the other rows."""
+MOST_ROWS = 8
+"""So many rows are looked at, one after the other."""
+
+
+def check_independent(algo: Any, env: Any) -> list[str]:
+    """Try to catch out every fragment that is trusted and not proved; raises AlgorithmError. Returns their names."""
+    traced = trace(algo, env)
+    calls = [
+        call for program in (traced.init, traced.iterate) for op in program.fragments() for call in trusted(op.eqn)
+    ]
+    for call in calls:
+        _check_call(call)
+    return list(dict.fromkeys(call.name for call in calls))
+
+
+def _check_call(call: Call) -> None:
+    (vmap, *_), closed = call.vmaps, call.jaxpr
+    assert closed is not None, "`trusted` looked"
+    run = jax.jit(jax.vmap(lambda *row: _compat.eval_jaxpr(closed, row), vmap.in_axes))
+    arguments = [
+        _draw(aval, axis, vmap.size, seed)
+        for seed, (aval, axis) in enumerate(zip(call.in_avals, vmap.in_axes, strict=True))
+    ]
+    results = run(*arguments)
+    tried = 0
+    for row, (what, value) in itertools.product(range(min(vmap.size, MOST_ROWS)), OTHERS.items()):
+        spoiled = [_spoil(x, axis, row, value) for x, axis in zip(arguments, vmap.in_axes, strict=True)]
+        try:
+            found = run(*spoiled)
+        except (RuntimeError, ValueError):  # the fragment itself refuses such rows, as `equinox.error_if` does
+            continue
+        tried += 1
+        if _bits_of_row(found, row) != _bits_of_row(results, row):
+            raise AlgorithmError(
+                f"The fragment `{call.name}` is marked independent=True, but environments meet in it: with {what} in the other "
+                f"rows of the batch, the result for one environment changes.",
+                fix="Leave out independent=True: Choreo then refuses the layouts in which the result would depend on the split.",
+            )
+    if not tried:
+        raise AlgorithmError(
+            f"Whether environments meet in `{call.name}` (independent=True) cannot be tried: it raises an error for every batch.",
+            fix="Let it return numbers for any numbers.",
+        )
+
+
+def _draw(aval: Any, axis: int | None, size: int, seed: int) -> jax.Array:
+    """Random numbers of a type, for all rows."""
+    shape = aval.shape if axis is None else (*aval.shape[:axis], size, *aval.shape[axis:])
+    key = jax.random.key(seed)
+    if _compat.is_key(aval.dtype):
+        keys = jax.random.split(jax.random.key(seed, impl=_compat.key_impl(aval.dtype)), max(1, int(np.prod(shape))))
+        return keys.reshape(shape)
+    if jnp.issubdtype(aval.dtype, jnp.inexact):
+        return jax.random.normal(key, shape).astype(aval.dtype)
+    return jax.random.randint(key, shape, 0, 2).astype(aval.dtype)
+
+
+def _spoil(x: jax.Array, axis: int | None, row: int, value: float) -> jax.Array:
+    """All rows but one replaced: by that number, or, of integers and keys, by the rows in another order."""
+    if axis is None:
+        return x
+    others = jnp.full(x.shape, value, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.flip(x, axis)
+    here = (slice(None),) * axis + (row,)
+    return others.at[here].set(x[here])
+
+
+def _bits_of_row(results: list[jax.Array], row: int) -> list[bytes]:
+    arrays = [jax.random.key_data(x) if _compat.is_key(x.dtype) else x for x in results]
+    return [np.asarray(x)[row].tobytes() for x in arrays]
