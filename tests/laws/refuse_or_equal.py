@@ -21,9 +21,9 @@ from choreo.errors import LayoutError, PartitionError
 from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.trace import trace
 from choreo.plans import Plan, plan_traced
-from choreo.runtime.execution import Execution
 from choreo.runtime.inprocess import InProcess
-from laws.reference import Run, assert_close, named, reference_run
+from choreo.testing import unmarked
+from laws.reference import Run, assert_close, named, reference_run, stacked
 
 LAYOUTS = {
     "coarse x2": coarse(2),
@@ -72,7 +72,7 @@ class OpByOp(InProcess):
         super().__init__(plan)
         self.device.compiled = lambda fn, *_: SimpleNamespace(call=fn)
         self.device.loaded.clear()
-        self.execution = Execution(self.execution.orders, self.execution.hood, self.device)
+        self.execution = type(self.execution)(self.execution.orders, self.execution.hood, self.device)
 
 
 def refuse_or_equal(
@@ -108,14 +108,21 @@ def refuse_or_equal(
     return refusals
 
 
-def reference_op_by_op(algo: Any, env: Any, key: jax.Array) -> Run:
-    """The reference meaning without compiling it as one: what a user gets who calls `iterate`."""
+def reference_op_by_op(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> Run:
+    """The reference meaning without compiling it as one: what a user gets who calls `iterate` of unmarked functions."""
     init_key, run_key = jax.random.split(key)
-    carry, rows = algo.init(env, init_key), []
-    for i in range(3):
-        carry, metrics = algo.iterate(env, carry, jax.random.fold_in(run_key, i))
-        rows.append(metrics)
-    return named(carry, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]})
+    with unmarked():
+        carry, rows = as_jax(algo.init(env, init_key)), []
+        for i in range(iterations):
+            carry, metrics = algo.iterate(env, carry, jax.random.fold_in(run_key, i))
+            carry = as_jax(carry)
+            rows.append(as_jax(metrics))
+    return named(carry, stacked(rows))
+
+
+def as_jax(tree: Any) -> Any:
+    """NumPy's arrays as JAX's, as they come out of a `jit`."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x, tree)
 
 
 def planned_run(planned: Plan, runtime: type[InProcess]) -> Run:
