@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 import choreo
+from choreo.loops import Position, rollout
 
 Init = Callable[[Any, jax.Array], Any]
 Iterate = Callable[[Any, Any, jax.Array], tuple[Any, Any]]
@@ -214,7 +215,8 @@ def chained() -> Edge:
 
     def iterate(env, c, key):
         s = env.step(c["s"], acts(c["w"], c["s"]))
-        after = {"s": s, "w": learn(c["w"], s) + 0.1 * c["c"], "a": c["a"] + 1, "b": c["a"] + 0, "c": c["b"] + 0}
+        late = jnp.asarray(c["c"]).astype(jnp.float32)
+        after = {"s": s, "w": learn(c["w"], s) + 0.1 * late, "a": c["a"] + 1, "b": c["a"] + 0, "c": c["b"] + 0}
         return after, {"c": c["c"]}
 
     return Edge(init, iterate)
@@ -820,3 +822,60 @@ SIZED: dict[str, Edge] = {
     )
 }
 """Programs that take every size from `env`."""
+
+
+# Whole runs
+
+
+class Learned(NamedTuple):
+    weights: jax.Array
+    updates: Any
+    """A number of Python, to begin with."""
+    notes: Any
+
+
+class Whole(NamedTuple):
+    train: Learned
+    position: Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """REINFORCE in miniature, with all that is odd above at once: numbers of Python, containers, metrics out of order."""
+
+    unroll: int = 4
+    sign: Any = 1
+    """1 balances the pole, 1.0 does not: a policy that looks at the type."""
+
+    def init(self, env, key):
+        env_state, obs = env.reset(env.keys(key))
+        notes = collections.OrderedDict(z=jnp.zeros(4, jnp.bfloat16), a=(None, 0.5))
+        return Whole(Learned(jnp.zeros((4, 2)), 0, notes), Position(env_state, obs))
+
+    def policy(self, train):
+        return train.weights
+
+    @choreo.fragment("actor")
+    def act(self, params, obs, key, *, greedy=False):
+        if greedy:
+            falls_right = obs[2] + obs[3] > 0
+            return (falls_right if isinstance(self.sign, int) else ~falls_right).astype(jnp.int32), ()
+        return jax.random.categorical(key, jnp.tanh(obs) @ params), ()
+
+    def iterate(self, env, carry, key):
+        position, trajectory, episodes = rollout(env, self.act, carry.train.weights, carry.position, key, self.unroll)
+        train, loss = self.learn(carry.train, trajectory)
+        metrics = collections.OrderedDict(zeta=loss, updates=carry.train.updates, **episodes)
+        metrics["alpha"] = jnp.max(train.weights)
+        return Whole(train, position), metrics
+
+    @choreo.fragment("learner")
+    def learn(self, train, trajectory):
+        def loss(weights):
+            log_pi = jax.nn.log_softmax(jnp.tanh(trajectory.obs) @ weights)
+            return -jnp.mean(jnp.take_along_axis(log_pi, trajectory.action[..., None], axis=-1) * (1 + trajectory.obs))
+
+        value, grad = jax.value_and_grad(loss)(train.weights)
+        rate = 0.1 * (1.0 + jnp.asarray(train.updates).astype(jnp.float32))
+        notes = collections.OrderedDict(z=train.notes["z"] + np.ones((), jnp.bfloat16), a=train.notes["a"])
+        return Learned(train.weights - rate * grad, train.updates + 1, notes), value

@@ -17,7 +17,10 @@ import numpy as np
 import pytest
 
 import choreo
+from choreo.evaluate import evaluate
 from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.recipe import Recipe
+from choreo.runs import Run, Timing
 from choreo.testing import unmarked
 from laws import edges
 from laws.edges import (
@@ -36,6 +39,7 @@ from laws.edges import (
     SIZED,
     Edge,
 )
+from laws.reference import assert_same_leaf, named, reference_run
 from laws.refuse_or_equal import EVERYTHING_REPLICATED, LAYOUTS, Pond, refuse_or_equal
 
 E = 6
@@ -330,3 +334,64 @@ def test_as_many_environments_as_something_else(name, sizes):
 def test_sizes_in_every_layout(name, sizes, layout):
     if sizes[0] % 6 == 0 or layout in ("fused", "three sites"):
         refused_or_equal(SIZED[name], {layout: EVERY_LAYOUT[layout]}, Pond(*sizes))
+
+
+# Whole runs, as a user sees them
+
+
+@pytest.mark.parametrize(
+    "layout", [fused(), pytest.param(coarse(2), marks=pytest.mark.long)], ids=["fused", "coarse x2"]
+)
+def test_a_run_shows_what_the_reference_computes(layout):
+    """As many environments as steps, and as numbers in an observation. Rows, what was learned, summary and evaluation."""
+    algo, env = edges.Learner(), choreo.envs.make("jax:CartPole-v1", 4)
+    run = choreo.train(algo, env, steps=48, layout=layout, runtime="inprocess", eval_every=3, eval_episodes=2)
+    wanted = reference_run(algo, env, run.recipe.key)
+    metrics = {name.removeprefix("metrics/"): value for name, value in wanted.items() if name.startswith("metrics/")}
+    ours = {"iteration", "env_steps", "seconds", "train_return", "eval_return"}
+    assert {name for row in run.rows for name in row} == ours | set(metrics)
+    for name, values in metrics.items():
+        np.testing.assert_allclose([row[name] for row in run.rows], values, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert [(row["iteration"], row["env_steps"]) for row in run.rows] == [(0, 16), (1, 32), (2, 48)]
+
+    learned = named(run.train_state, {})
+    for name, value in wanted.items():
+        if name.startswith(".train"):
+            assert_same_leaf(name, learned[name.removeprefix(".train")], value, 1e-5)
+
+    assert (run.summary["iterations"], run.summary["env_steps"]) == (3, 48)
+    evaluation = run.evaluate(episodes=3)
+    with unmarked():
+        plain = run.evaluate(episodes=3)
+    np.testing.assert_array_equal(evaluation.returns, plain.returns)
+    assert run.rows[-1]["eval_return"] > 0
+
+
+MARKS = pytest.mark.parametrize("marks", [contextlib.nullcontext, unmarked], ids=["marked", "unmarked"])
+"""Without marks, what tells algorithms apart is not a fragment's cache."""
+
+
+@MARKS
+def test_evaluation_of_algorithms_that_compare_equal(marks):
+    env, params = choreo.envs.make("jax:CartPole-v1", 4), jnp.zeros((4, 2))
+    play = functools.partial(evaluate, env=env, params=params, key=jax.random.key(1), episodes=2)
+    with marks():
+        assert play(edges.Learner(sign=1)).mean > 50
+        assert play(edges.Learner(sign=1.0)).mean < 20
+        assert play(edges.Learner(sign=True)).mean > 50
+
+
+@MARKS
+def test_acting_with_algorithms_that_compare_equal(marks):
+    env, obs = choreo.envs.make("jax:CartPole-v1", 4), np.array([0.0, 0.0, 0.1, 0.1], np.float32)
+    actions = {}
+    for sign in (1, 1.0):
+        recipe = Recipe(
+            algo=edges.Learner(sign=sign), env=env, layout=fused(), steps=16, seed=0, runtime=None, eval_every=None,
+            eval_episodes=2, stop_at_return=None, checkpoint_every=None,
+        )  # fmt: skip
+        train = edges.Learned(jnp.zeros((4, 2)), jnp.int32(0), None)
+        run = Run(recipe=recipe, train_state=train, rows=[], timing=Timing(), path=None)
+        with marks():
+            actions[type(sign)] = int(run.act(obs))
+    assert actions == {int: 1, float: 0}
