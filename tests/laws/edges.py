@@ -686,8 +686,9 @@ def with_shape(name: str) -> Edge:
         @choreo.fragment("learner")
         def learn_and_write(w, leaf, at, s):
             flat = leaf.reshape(-1)
-            for i in range(min(E, size)):
-                flat = flat.at[(at + i) % size].set(jnp.tanh(s[i, 0]))
+            some = min(E, size)
+            if some:
+                flat = flat.at[(at + jnp.arange(some)) % size].set(jnp.tanh(s[:some, 0]))
             mean = jnp.sum(flat) / max(size, 1)
             return w - 0.1 * mean * jnp.tanh(w), flat.reshape(leaf.shape), at + E, mean
 

@@ -125,7 +125,12 @@ def test_a_number_of_python_compiled_in_a_chunk(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), cases(MODULES, ["coarse x2", "fused"], ci=lambda _, layout: layout == "coarse x2")
+    ("name", "layout"),
+    cases(
+        MODULES,
+        ["coarse x2", "fused"],
+        ci=lambda name, layout: layout == "coarse x2" and name in ("Dropout", "MultiheadAttention"),
+    ),
 )
 def test_a_module_keeps_its_python_leaves(name, layout):
     runs(MODULES[name], {layout: EVERY_LAYOUT[layout]})
@@ -259,10 +264,10 @@ def configured() -> Edge:
     return Edge(init, iterate)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", cases(CONFIGURATIONS, ci=lambda name: name == "threefry"))
 def test_a_configuration_changed_between_two_plans(name):
     algo = configured()
-    for configuration in (CONFIGURATIONS[name], contextlib.nullcontext, CONFIGURATIONS[name]):
+    for configuration in (CONFIGURATIONS[name], contextlib.nullcontext):
         with configuration():
             refuse_or_equal(algo, Pond(E), __file__, COARSE)
 
@@ -320,14 +325,15 @@ SIZES = [(3, 3), (2, 2), (2, 3), (1, 1), (1, 3), (4, 2), (6, 6)]
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    cases(SIZED, SIZES, ci=lambda name, sizes: sizes in ((3, 3), (2, 2)) or name in ("dense", "as long as wide")),
+    cases(
+        SIZED, SIZES, ci=lambda name, sizes: sizes == (3, 3) or (name, sizes) in (("dense", (2, 2)), ("dense", (1, 3)))
+    ),
 )
 def test_as_many_environments_as_something_else(name, sizes):
     env = Pond(*sizes)
     replicas = next(n for n in (3, 2, 1) if env.num_envs % n == 0)
     layouts = {"coarse": coarse(replicas), "everything": Layout(Group("env", "actor", "learner", replicas=replicas))}
-    refused_or_equal(SIZED[name], layouts, env)
-    refused_or_equal(SIZED[name], FUSED, env)
+    refused_or_equal(SIZED[name], FUSED | layouts, env)
 
 
 @pytest.mark.parametrize(("name", "sizes", "layout"), cases(SIZED, SIZES, [*EVERY_LAYOUT], ci=in_the_long_run))
