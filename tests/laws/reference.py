@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -241,7 +241,7 @@ def stacked(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> TypeGuard[jax.Array]:
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
