@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import choreo
-from choreo.errors import LayoutError, PartitionError
+from choreo.errors import AlgorithmError, ChoreoError, LayoutError, PartitionError
 from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.trace import trace
-from choreo.plans import Plan, plan_traced
-from choreo.runtime.execution import Execution
+from choreo.plans import Plan, plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
-from laws.reference import Run, assert_close, named, reference_run
+from choreo.runtime.schedule import Read
+from choreo.testing import unmarked
+from laws.reference import Run, assert_close, merged_reference, named, reference_run, sharded_reference, stacked
 
 LAYOUTS = {
     "coarse x2": coarse(2),
@@ -68,11 +69,11 @@ class Pond:
 class OpByOp(InProcess):
     """The serial runtime, without compiling segments."""
 
-    def __init__(self, plan: Plan):
-        super().__init__(plan)
+    def __init__(self, plan: Plan, **options: Any):
+        super().__init__(plan, **options)
         self.device.compiled = lambda fn, *_: SimpleNamespace(call=fn)
         self.device.loaded.clear()
-        self.execution = Execution(self.execution.orders, self.execution.hood, self.device)
+        self.execution = type(self.execution)(self.execution.orders, self.execution.hood, self.device)
 
 
 def refuse_or_equal(
@@ -84,45 +85,85 @@ def refuse_or_equal(
     tolerance: float = 1e-5,
     compiled: bool = False,
     meaning: Callable[[], Run] | None = None,
-) -> dict[str, PartitionError | None]:
+) -> dict[str, ChoreoError | None]:
     """Run under each layout; return the refusals. `file`: the user's file, whose line a refusal must name.
     `meaning`: the reference result, where several programs have the same."""
-    traced = trace(algo, env)
+    traced = functools.cache(lambda: trace(algo, env))
     reference = meaning or functools.cache(
         lambda: (reference_run if compiled else reference_op_by_op)(algo, env, jax.random.key(KEY))
     )
-    refusals: dict[str, PartitionError | None] = {}
+    refusals: dict[str, ChoreoError | None] = {}
     for name, layout in layouts.items():
         try:
-            planned = plan_traced(traced, layout, title=name)
-        except (PartitionError, LayoutError) as refusal:
-            names_the_users_line(refusal, file)
+            usual = layout.shards == 1 and layout.merge == "all"
+            planned = plan_traced(traced() if usual else trace_for(algo, env, layout), layout, title=name)
+        except AlgorithmError as refusal:
+            assert re.search(r"`carry|metric", str(refusal)), f"the refusal does not name a leaf or a metric: {refusal}"
             refusals[name] = refusal
             continue
-        run = planned_run(planned, InProcess if compiled else OpByOp)
+        except (PartitionError, LayoutError) as refusal:
+            if not (layout.is_relaxed and "merge" in str(refusal) and layout.merge == "any"):  # the user's own option
+                names_the_users_line(refusal, file)
+            refusals[name] = refusal
+            continue
+        runtime = InProcess if compiled else OpByOp
+        if layout.merge == "any":
+            run, wanted = run_merged(algo, env, planned, runtime)
+        elif layout.shards > 1:
+            wanted = sharded_reference(algo, env, layout.shards, jax.random.key(KEY), jit=lambda fn: fn)
+            run = planned_run(planned, runtime)
+        else:
+            run, wanted = (run_without_lag if layout.max_lag else planned_run)(planned, runtime), reference()
         try:
-            assert_close(run, reference(), tolerance)
+            assert_close(run, wanted, tolerance)
         except AssertionError as wrong:
             raise AssertionError(f"silently wrong under {name}: {wrong}") from wrong
         refusals[name] = None
     return refusals
 
 
-def reference_op_by_op(algo: Any, env: Any, key: jax.Array) -> Run:
-    """The reference meaning without compiling it as one: what a user gets who calls `iterate`."""
+def reference_op_by_op(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> Run:
+    """The reference meaning without compiling it as one: what a user gets who calls `iterate` of unmarked functions."""
     init_key, run_key = jax.random.split(key)
-    carry, rows = algo.init(env, init_key), []
-    for i in range(3):
-        carry, metrics = algo.iterate(env, carry, jax.random.fold_in(run_key, i))
-        rows.append(metrics)
-    return named(carry, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]})
+    with unmarked():
+        carry, rows = as_jax(algo.init(env, init_key)), []
+        for i in range(iterations):
+            carry, metrics = algo.iterate(env, carry, jax.random.fold_in(run_key, i))
+            carry = as_jax(carry)
+            rows.append(as_jax(metrics))
+    return named(carry, stacked(rows))
 
 
-def planned_run(planned: Plan, runtime: type[InProcess]) -> Run:
-    running = runtime(planned)
+def as_jax(tree: Any) -> Any:
+    """NumPy's arrays as JAX's, as they come out of a `jit`."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x, tree)
+
+
+def planned_run(planned: Plan, runtime: type[InProcess], replay: list[Read] | None = None) -> Run:
+    return run_and_log(planned, runtime, replay)[0]
+
+
+def run_and_log(planned: Plan, runtime: type[InProcess], replay: list[Read] | None = None) -> tuple[Run, list[Read]]:
+    running = runtime(planned, replay=replay)
     running.start(jax.random.key(KEY))
     metrics = running.run(0, 3)
-    return named(running.carry(), metrics)
+    metrics = {name: value for name, value in metrics.items() if name not in LAGS}
+    return named(running.carry(), metrics), list(running.log)
+
+
+LAGS = ("lag_mean", "lag_max")
+
+
+def run_without_lag(planned: Plan, runtime: type[InProcess]) -> Run:
+    """A relaxed layout in which every reader happens to read the newest version: the law of one that is not relaxed."""
+    _, log = run_and_log(planned, runtime)
+    return planned_run(planned, runtime, [read._replace(version=read.update) for read in log])
+
+
+def run_merged(algo: Any, env: Any, planned: Plan, runtime: type[InProcess]) -> tuple[Run, Run]:
+    """With merge="any" and no lag: what it gives, and what it means."""
+    run, log = run_and_log(planned, runtime)
+    return run, merged_reference(algo, env, planned.copies, log, jax.random.key(KEY), jit=lambda fn: fn)
 
 
 def names_the_users_line(refusal: Exception, file: str) -> None:

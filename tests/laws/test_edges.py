@@ -1,0 +1,403 @@
+"""The battery at the edges: odd leaves, containers, statics, configurations and sizes, against functions without marks.
+
+What a user can see is compared: structure, types and bits of the carry, every metric of every row under its own name,
+summary and evaluation. A program is refused, naming the leaf, the metric or the line; or it equals the reference. Most of
+these are plain programs that must run.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import choreo
+from choreo.evaluate import evaluate
+from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.recipe import Recipe
+from choreo.runs import Run, Timing
+from choreo.testing import unmarked
+from laws import edges
+from laws.edges import (
+    ARRAYS,
+    CONTAINERS,
+    COUNTERS,
+    EQUALS,
+    HOLDERS,
+    METRICS,
+    METRICS_THAT_RUN,
+    MODULES,
+    NUMBERS,
+    ONE_AXIS,
+    PYTHON,
+    SHAPES,
+    SIZED,
+    Edge,
+)
+from laws.reference import assert_same_leaf, named, reference_run
+from laws.refuse_or_equal import EVERYTHING_REPLICATED, LAYOUTS, Pond, refuse_or_equal
+
+E = 6
+POND = Pond(E)
+FUSED = {"fused": fused()}
+COARSE = {"coarse x2": coarse(2)}
+FINE = {"fine x2": fine(2)}
+UNEVEN = {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}
+ONE_SITE_EACH = {"three sites": Layout(Group("env"), Group("actor"), Group("learner"))}
+RELAXED = {"lag": coarse(2, max_lag=2)}
+ANY = {"any": coarse(2, merge="any")}
+SHARDS = {"shards": coarse(2, shards=2)}
+EVERY_LAYOUT = (
+    FUSED | COARSE | FINE | UNEVEN | ONE_SITE_EACH | RELAXED | ANY | SHARDS
+    | {"everything x2": EVERYTHING_REPLICATED, "exact": coarse(3, exact=True), "fused, shards": fused(shards=2)}
+)  # fmt: skip
+
+
+def runs(algo: Edge, layouts: dict[str, Layout], env: Pond = POND, *, compiled: bool = False) -> None:
+    """Under each of these layouts it is not refused, and equals the reference."""
+    refusals = refuse_or_equal(algo, env, edges.__file__, layouts, compiled=compiled)
+    refused = {name: str(refusal) for name, refusal in refusals.items() if refusal}
+    assert not refused, refused
+
+
+def refused_or_equal(algo: Edge, layouts: dict[str, Layout], env: Pond = POND) -> None:
+    refuse_or_equal(algo, env, edges.__file__, layouts)
+
+
+def cases(*names: Collection[Any], ci: Callable[..., bool]) -> list[Any]:
+    """All combinations; those for which `ci` is False run in the long run only."""
+    return [
+        pytest.param(*cell, id=" - ".join(map(str, cell)), marks=[] if ci(*cell) else [pytest.mark.long])
+        for cell in itertools.product(*names)
+    ]
+
+
+def in_the_long_run(*_: Any) -> bool:
+    return False
+
+
+# Leaves
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_of_every_kind_is_carried_swapped_aliased_and_handed_over(name):
+    runs(edges.with_leaf(*ARRAYS[name]), COARSE)
+
+
+@pytest.mark.parametrize(("name", "layout"), cases(ARRAYS, [*EVERY_LAYOUT], ci=in_the_long_run))
+def test_arrays_in_every_layout(name, layout):
+    refused_or_equal(edges.with_leaf(*ARRAYS[name]), {layout: EVERY_LAYOUT[layout]})
+
+
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float8_e4m3fn", "int4", "bool", "key", "key rbg", "old-style key", "zero-size"]
+)
+def test_compiled_with_donation(name):
+    """As in earnest: memory that is given away while the same array stands in another slot would show."""
+    runs(edges.with_leaf(*ARRAYS[name]), FUSED, compiled=True)
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_a_number_of_python_is_carried_swapped_and_changed(name):
+    runs(edges.with_leaf(*PYTHON[name]), FUSED)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    cases(
+        COUNTERS,
+        ["fused", "coarse x2"],
+        ci=lambda name, layout: layout == "fused" or name in ("int", "bool that flips", "in an actor"),
+    ),
+)
+def test_a_number_of_python_that_is_learned_from(name, layout):
+    runs(COUNTERS[name], {layout: EVERY_LAYOUT[layout]})
+
+
+@pytest.mark.parametrize("name", ["int", "bool that flips", "a chain"])
+def test_a_number_of_python_compiled_in_a_chunk(name):
+    runs(COUNTERS[name], FUSED, compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    cases(
+        MODULES,
+        ["coarse x2", "fused"],
+        ci=lambda name, layout: layout == "coarse x2" and name in ("Dropout", "MultiheadAttention"),
+    ),
+)
+def test_a_module_keeps_its_python_leaves(name, layout):
+    runs(MODULES[name], {layout: EVERY_LAYOUT[layout]})
+
+
+# Containers
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_carry_in_every_container(name):
+    runs(edges.in_container(name), COARSE)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_fragment_takes_and_gives_every_container(name):
+    runs(edges.through_fragments(name), COARSE)
+
+
+@pytest.mark.parametrize(("name", "layout"), cases(CONTAINERS, [*EVERY_LAYOUT], ci=in_the_long_run))
+def test_containers_in_every_layout(name, layout):
+    refused_or_equal(edges.in_container(name), {layout: EVERY_LAYOUT[layout]})
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_in_every_container_and_type(name):
+    check = runs if name in METRICS_THAT_RUN else refused_or_equal
+    check(edges.with_metrics(name), FUSED | COARSE)
+
+
+@pytest.mark.parametrize(("name", "layout"), cases(METRICS, [*EVERY_LAYOUT], ci=in_the_long_run))
+def test_metrics_in_every_layout(name, layout):
+    refused_or_equal(edges.with_metrics(name), {layout: EVERY_LAYOUT[layout]})
+
+
+@pytest.mark.parametrize("layout", ["any", "shards", "lag"])
+def test_metrics_under_their_own_names(layout):
+    runs(edges.with_metrics("OrderedDict"), {layout: EVERY_LAYOUT[layout]})
+
+
+# Statics that compare equal
+
+
+MOST_USED = ("argument", "self", "static field")
+
+
+def seen(result: Any) -> list[Any]:
+    """Types and bits of a result."""
+    return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(result)]
+
+
+@pytest.mark.parametrize(
+    ("holder", "values"),
+    cases(HOLDERS, EQUALS, ci=lambda holder, values: values in ("one", "zero") or holder in MOST_USED),
+)
+def test_statics_that_compare_equal_are_told_apart(holder, values):
+    """One after the other, in both orders: the second must not be given the program of the first."""
+    call, x = HOLDERS[holder], jnp.float32([0.5, -2.0])
+    for value in (*EQUALS[values], *reversed(EQUALS[values])):
+        with unmarked():
+            wanted = seen(call(value, x))
+        assert seen(call(value, x)) == wanted, f"{value!r} in {holder}"
+
+
+@pytest.mark.parametrize("holder", ["self", "static field", "partial", "NamedTuple"])
+def test_statics_that_compare_equal_are_told_apart_under_jit_vmap_and_grad(holder):
+    x = jnp.float32([0.5, -2.0])
+    for value in (1, 1.0, True, 0.0, -0.0):
+        call = functools.partial(HOLDERS[holder], value)
+        for around in (jax.jit, jax.vmap, lambda f: jax.grad(lambda x: jnp.sum(f(x)[1]))):
+            with unmarked():
+                wanted = seen(around(lambda x, call=call: call(x))(x))
+            assert seen(around(lambda x, call=call: call(x))(x)) == wanted, f"{value!r} in {holder}"
+
+
+@pytest.mark.parametrize(
+    ("holder", "values"),
+    cases(HOLDERS, NUMBERS, ci=lambda holder, values: (holder, values) in (("self", "one"), ("static field", "zero"))),
+)
+def test_programs_with_statics_that_compare_equal(holder, values):
+    for value in EQUALS[values][:3]:
+        runs(edges.iterating(value, holder), COARSE)
+
+
+# Configurations changed between two traces
+
+
+@choreo.fragment("actor")
+def under_configuration(w, s, key):
+    """What it computes depends on each of the configurations below."""
+    drawn = jax.random.normal(jax.random.split(key, 3)[1], (3,)) + jax.random.normal(jax.random.key(3), (3,))
+    return jnp.tanh(w @ s) + jnp.asarray(drawn, s.dtype), jnp.zeros(2) + 0.1
+
+
+CONFIGURATIONS: dict[str, Any] = {
+    "matmul precision": lambda: jax.default_matmul_precision("highest"),
+    "x64": lambda: jax.enable_x64(True),
+    "threefry": lambda: jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),  # pyright: ignore[reportAttributeAccessIssue]
+    "kind of keys": lambda: jax.default_prng_impl("rbg"),
+    "matmul precision, lower": lambda: jax.default_matmul_precision("bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("first", ["with", "without"])
+def test_a_configuration_changed_between_two_calls(name, first):
+    given = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3), jnp.float32([0.1, 0.2, 0.3]), jax.random.key(1)
+    around = [CONFIGURATIONS[name], contextlib.nullcontext]
+    for configuration in around if first == "with" else around[::-1]:
+        with configuration():
+            fragment = choreo.fragment("actor")(lambda *args: under_configuration(*args))
+            with unmarked():
+                wanted, text = seen(under_configuration(*given)), program_of(under_configuration, *given)
+            assert seen(under_configuration(*given)) == wanted
+            assert program_of(fragment, *given).count("HIGHEST") == text.count("HIGHEST")
+            assert program_of(under_configuration, *given).count("HIGHEST") == text.count("HIGHEST")
+
+
+def program_of(fn: Any, *args: Any) -> str:
+    return str(jax.make_jaxpr(lambda *args: fn(*args))(*args))
+
+
+def configured() -> Edge:
+    def init(env, key):
+        return {"s": env.reset(env.keys(key)), "w": jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)}
+
+    def iterate(env, c, key):
+        a, b = jax.vmap(under_configuration, (None, 0, 0))(c["w"], c["s"], env.keys(key))
+        s = env.step(c["s"], a)
+        return {"s": s, "w": edges.learn(c["w"], s)}, {"m": jnp.mean(s), "b": jnp.mean(b)}
+
+    return Edge(init, iterate)
+
+
+@pytest.mark.parametrize("name", cases(CONFIGURATIONS, ci=lambda name: name == "threefry"))
+def test_a_configuration_changed_between_two_plans(name):
+    algo = configured()
+    for configuration in (CONFIGURATIONS[name], contextlib.nullcontext):
+        with configuration():
+            refuse_or_equal(algo, Pond(E), __file__, COARSE)
+
+
+def test_the_precision_of_a_plan_is_that_of_its_own_trace():
+    """On a CPU every precision gives the same numbers; the program of a mapped fragment says which was asked for."""
+    algo = configured()
+    for configuration, found in ((CONFIGURATIONS["matmul precision"], True), (contextlib.nullcontext, False)):
+        with configuration():
+            traced = choreo.plans.trace(algo, Pond(E))
+        calls = [op.call for op in traced.iterate.fragments() if op.call and op.call.name == "under_configuration"]
+        assert [("HIGHEST" in str(call.jaxpr)) for call in calls] == [found]
+
+
+def test_promotion_that_is_strict_again_refuses_again():
+    mixed = choreo.fragment("actor")(lambda x, n: x * n)
+    with jax.numpy_dtype_promotion("standard"):
+        mixed(jnp.float32(2.0), jnp.int32(3))
+    with pytest.raises(ValueError, match="implicit dtype promotion"):
+        mixed(jnp.float32(2.0), jnp.int32(3))
+
+
+# Shapes that depend on E, and E equal to something else
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_depend_on_the_number_of_environments(name):
+    runs(edges.with_shape(name), FUSED | COARSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), cases(SHAPES, ["any", "shards"], ci=lambda name, layout: layout == "any" or name in ONE_AXIS)
+)
+def test_such_shapes_in_parts(name, layout):
+    """Each worker, or shard, has fewer environments than the carry was made for."""
+    refused_or_equal(edges.with_shape(name), {layout: EVERY_LAYOUT[layout]})
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    cases(ONE_AXIS, ["any", "shards", "lag", "env x2, actor x3"], ci=lambda name, layout: layout in ("any", "shards")),
+)
+def test_rows_of_environments_in_parts(name, layout):
+    refused_or_equal(edges.with_rows(name), {layout: EVERY_LAYOUT[layout]})
+
+
+@pytest.mark.parametrize(("name", "layout"), cases(SHAPES, [*EVERY_LAYOUT], ci=in_the_long_run))
+def test_such_shapes_in_every_layout(name, layout):
+    refused_or_equal(edges.with_shape(name), {layout: EVERY_LAYOUT[layout]})
+
+
+SIZES = [(3, 3), (2, 2), (2, 3), (1, 1), (1, 3), (4, 2), (6, 6)]
+"""Environments and width: equal to each other, to the number of replicas, or to 1."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    cases(
+        SIZED, SIZES, ci=lambda name, sizes: sizes == (3, 3) or (name, sizes) in (("dense", (2, 2)), ("dense", (1, 3)))
+    ),
+)
+def test_as_many_environments_as_something_else(name, sizes):
+    env = Pond(*sizes)
+    replicas = next(n for n in (3, 2, 1) if env.num_envs % n == 0)
+    layouts = {"coarse": coarse(replicas), "everything": Layout(Group("env", "actor", "learner", replicas=replicas))}
+    refused_or_equal(SIZED[name], FUSED | layouts, env)
+
+
+@pytest.mark.parametrize(("name", "sizes", "layout"), cases(SIZED, SIZES, [*EVERY_LAYOUT], ci=in_the_long_run))
+def test_sizes_in_every_layout(name, sizes, layout):
+    if sizes[0] % 6 == 0 or layout in ("fused", "three sites"):
+        refused_or_equal(SIZED[name], {layout: EVERY_LAYOUT[layout]}, Pond(*sizes))
+
+
+# Whole runs, as a user sees them
+
+
+@pytest.mark.parametrize(
+    "layout", [fused(), pytest.param(coarse(2), marks=pytest.mark.long)], ids=["fused", "coarse x2"]
+)
+def test_a_run_shows_what_the_reference_computes(layout):
+    """As many environments as steps, and as numbers in an observation. Rows, what was learned, summary and evaluation."""
+    algo, env = edges.Learner(), choreo.envs.make("jax:CartPole-v1", 4)
+    run = choreo.train(algo, env, steps=48, layout=layout, runtime="inprocess", eval_every=3, eval_episodes=2)
+    wanted = reference_run(algo, env, run.recipe.key)
+    metrics = {name.removeprefix("metrics/"): value for name, value in wanted.items() if name.startswith("metrics/")}
+    ours = {"iteration", "env_steps", "seconds", "train_return", "eval_return"}
+    assert {name for row in run.rows for name in row} == ours | set(metrics)
+    for name, values in metrics.items():
+        np.testing.assert_allclose([row[name] for row in run.rows], values, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert [(row["iteration"], row["env_steps"]) for row in run.rows] == [(0, 16), (1, 32), (2, 48)]
+
+    learned = named(run.train_state, {})
+    for name, value in wanted.items():
+        if name.startswith(".train"):
+            assert_same_leaf(name, learned[name.removeprefix(".train")], value, 1e-5)
+
+    assert (run.summary["iterations"], run.summary["env_steps"]) == (3, 48)
+    evaluation = run.evaluate(episodes=3)
+    with unmarked():
+        plain = run.evaluate(episodes=3)
+    np.testing.assert_array_equal(evaluation.returns, plain.returns)
+    assert run.rows[-1]["eval_return"] > 0
+
+
+MARKS = pytest.mark.parametrize("marks", [contextlib.nullcontext, unmarked], ids=["marked", "unmarked"])
+"""Without marks, what tells algorithms apart is not a fragment's cache."""
+
+
+@MARKS
+def test_evaluation_of_algorithms_that_compare_equal(marks):
+    env, params = choreo.envs.make("jax:CartPole-v1", 4), jnp.zeros((4, 2))
+    play = functools.partial(evaluate, env=env, params=params, key=jax.random.key(1), episodes=2)
+    with marks():
+        assert play(edges.Learner(sign=1)).mean > 50
+        assert play(edges.Learner(sign=1.0)).mean < 20
+        assert play(edges.Learner(sign=True)).mean > 50
+
+
+@MARKS
+def test_acting_with_algorithms_that_compare_equal(marks):
+    env, obs = choreo.envs.make("jax:CartPole-v1", 4), np.array([0.0, 0.0, 0.1, 0.1], np.float32)
+    actions = {}
+    for sign in (1, 1.0):
+        recipe = Recipe(
+            algo=edges.Learner(sign=sign), env=env, layout=fused(), steps=16, seed=0, runtime=None, eval_every=None,
+            eval_episodes=2, stop_at_return=None, checkpoint_every=None,
+        )  # fmt: skip
+        train = edges.Learned(jnp.zeros((4, 2)), jnp.int32(0), None)
+        run = Run(recipe=recipe, train_state=train, rows=[], timing=Timing(), path=None)
+        with marks():
+            actions[type(sign)] = int(run.act(obs))
+    assert actions == {int: 1, float: 0}
