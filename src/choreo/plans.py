@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from jax import export
@@ -22,6 +21,7 @@ from choreo.errors import LayoutError, PartitionError
 from choreo.graph.ir import Graph
 from choreo.graph.products import largest_product
 from choreo.layouts.base import Layout
+from choreo.partition.carry import leaves_of, types_of, weakened, with_leaves
 from choreo.partition.exported import ExportedFn
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
@@ -130,12 +130,12 @@ class Plan:
     def combine(self, leaves: list[Any]) -> PyTree:
         """A carry from its array leaves, as sites hold them."""
         leaves = [self._merged(leaf, axis) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
-        arrays, static = eqx.partition(self.carry, lambda x: isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x))
-        return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), static)
+        weak = [weakened(leaf, like) for leaf, like in zip(leaves, types_of(self.carry), strict=True)]
+        return with_leaves(self.carry, weak)
 
     def leaves(self, carry: PyTree) -> list[Any]:
         """The array leaves of a carry, as sites hold them."""
-        leaves = jax.tree.leaves(eqx.filter(carry, eqx.is_array))
+        leaves = leaves_of(carry, self.carry)
         if self.shards == 1:
             return leaves
         return [split_shards(leaf, axis, self.shards) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
