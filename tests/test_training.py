@@ -1,12 +1,14 @@
 import dataclasses
 import math
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +16,8 @@ import choreo
 from choreo import checkpoint, envs, registry
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
 from choreo.folder import RunFolder
+from choreo.layouts import coarse, fused
+from choreo.parts import RESERVED
 from choreo.recipe import Recipe
 from choreo.runs import Run, Timing
 from choreo.training import EpisodeReturns, load, resume, train
@@ -422,6 +426,71 @@ def test_a_metric_is_one_number():
 
     with pytest.raises(AlgorithmError, match=re.escape("The metric `loss` of `Wordy` has shape [3].")):
         train(Wordy(), CARTPOLE, steps=1)
+
+
+def with_metrics(make):
+    """Tiny, with more metrics; `make(metrics)` returns all of them."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Measured(Tiny):
+        def iterate(self, env, carry, key):
+            carry, metrics = super().iterate(env, carry, key)
+            return carry, make(metrics)
+
+    return Measured()
+
+
+def test_what_a_run_writes_itself_is_reserved():
+    options = {"layout": coarse(2, max_lag=1), "runtime": "inprocess", "eval_every": 1, "eval_episodes": 1}
+    own = {"loss", "rate", "episodes", "episode_return", "episode_length"}
+    assert set(run_tiny(1, **options).rows[0]) == own | set(RESERVED)
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_reserved_names_of_metrics_are_refused(name):
+    algo = with_metrics(lambda metrics: metrics | {name: jnp.zeros(())})
+    for refused in (lambda: train(algo, CARTPOLE, steps=1), lambda: choreo.plan(algo, CARTPOLE)):
+        with pytest.raises(AlgorithmError, match=f"`Measured.iterate` returns a metric `{name}`, which a run writes itself.\nGive"):  # fmt: skip
+            refused()
+
+
+def test_complex_metrics_are_refused():
+    algo = with_metrics(lambda metrics: metrics | {"phase": jnp.complex64(1j)})
+    with pytest.raises(AlgorithmError, match="The metric `phase` of `Measured` is complex64, which is no real number."):
+        train(algo, CARTPOLE, steps=1)
+
+
+NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint8", "bool")
+
+
+@pytest.mark.parametrize("layout", [fused(), coarse(2, max_lag=1, merge="any")], ids=["fused", "any x2"])
+def test_metrics_of_every_type_of_numbers_under_their_own_names(layout, tmp_path):
+    def more(metrics):
+        whole = {"episode_length": jnp.int32(7), "episode_level": jnp.int32(3), "episodes": jnp.int32(2)}
+        more = metrics | whole | {name: jnp.asarray(1, name) for name in NARROW}
+        return OrderedDict(sorted(more.items(), reverse=True))
+
+    run = train(with_metrics(more), CARTPOLE, steps=128, layout=layout, runtime="inprocess", out=tmp_path / "x")
+    row = run.rows[0]
+    assert [row[name] for name in NARROW] == [1] * len(NARROW)
+    assert (row["episode_length"], row["episode_level"]) == (7, 3)
+    assert row["episodes"] == (2 if layout.merge == "all" else 4)
+    assert without_seconds(RunFolder(tmp_path / "x").read_metrics()) == without_seconds(run.rows)
+
+
+def test_an_action_that_is_not_of_the_action_space_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Floats(Tiny):
+        @choreo.fragment("actor")
+        def act(self, params, obs, key, *, greedy=False):
+            return jnp.float32(jnp.argmax(obs @ params)), ()
+
+    with pytest.raises(AlgorithmError) as error:
+        train(Floats(), CARTPOLE, steps=1)
+    assert str(error.value).startswith(
+        "`Floats.act` returns an action float32[] for one environment, but actions are Discrete(2).\n`act` is for one "
+        "environment; `iterate` vmaps it. Actions of a Discrete space are integers, as from jnp.argmax;"
+    )
 
 
 # From values to names, and back.

@@ -77,6 +77,11 @@ def names_of(form: PyTree) -> list[str]:
     return [path.lstrip(".") for path, leaf in _paths(form) if is_type(leaf)]
 
 
+def may_change(form: PyTree) -> bool:
+    """Can the form of what `init` returns become another one, once `iterate` is traced?"""
+    return any(leaf.weak_type if is_type(leaf) else type(leaf) in NUMBERS for leaf in jax.tree.leaves(form))
+
+
 def is_type(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
@@ -330,7 +335,9 @@ def _type_of(leaf: Any) -> jax.ShapeDtypeStruct:
 def _said(leaf: Any) -> str:
     if is_type(leaf):
         return jax.typeof(leaf).str_short()
-    return f"the {type(leaf).__name__} {leaf!r}" if type(leaf) in (*NUMBERS, str) else f"a {type(leaf).__name__}"
+    if type(leaf) in (*NUMBERS, str):
+        return f"the {type(leaf).__name__} {leaf!r}"
+    return f"the function {leaf.__name__}" if hasattr(leaf, "__name__") else f"a {type(leaf).__name__}"
 
 
 def _paths(tree: PyTree) -> list[tuple[str, Any]]:
