@@ -485,12 +485,13 @@ def test_an_action_that_is_not_of_the_action_space_is_refused():
         def act(self, params, obs, key, *, greedy=False):
             return jnp.float32(jnp.argmax(obs @ params)), ()
 
-    with pytest.raises(AlgorithmError) as error:
-        train(Floats(), CARTPOLE, steps=1)
-    assert str(error.value).startswith(
-        "`Floats.act` returns an action float32[] for one environment, but actions are Discrete(2).\n`act` is for one "
-        "environment; `iterate` vmaps it. Actions of a Discrete space are integers, as from jnp.argmax;"
-    )
+    for refused in (lambda: train(Floats(), CARTPOLE, steps=1), lambda: choreo.plan(Floats(), CARTPOLE)):
+        with pytest.raises(AlgorithmError) as error:
+            refused()
+        assert str(error.value).startswith(
+            "`Floats.act` returns an action float32[] for one environment, but actions are Discrete(2).\n`act` is for one "
+            "environment; `iterate` vmaps it. Actions of a Discrete space are integers, as from jnp.argmax;"
+        )
 
 
 # From values to names, and back.

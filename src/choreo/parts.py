@@ -13,12 +13,20 @@ import numpy as np
 
 from choreo.errors import AlgorithmError
 from choreo.host import spaces
+from choreo.partition.carry import form_of, types_of, with_leaves
 from choreo.types import PyTree
 
 RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")
 """What a run writes into its rows itself, beside the metrics of the algorithm."""
 NEEDED = ("episode_return", "episodes")
 """The metrics that `train_return` is made of."""
+
+
+def check_parts(algo: Any, env: Any) -> None:
+    """Refuse an algorithm whose `init`, `policy` or `act` cannot be used on `env`; does not trace `iterate`."""
+    form = form_of(lambda key: algo.init(env, key), jax.eval_shape(lambda: jax.random.key(0)))
+    check_carry(algo, form)
+    check_acts(algo, env, form.train)
 
 
 def check_carry(algo: Any, carry: PyTree) -> None:
@@ -68,16 +76,12 @@ def check_acts(algo: Any, env: Any, train: PyTree) -> None:
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = jax.eval_shape(lambda key: env.reset(env.keys(key))[1], key)
     obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-    arrays, tree = jax.tree.flatten(train)
-    given = [leaf for leaf in arrays if isinstance(leaf, jax.ShapeDtypeStruct)]
 
-    def actions(given, obs, key):
-        rest = iter(given)
-        leaves = [next(rest) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in arrays]
-        params = algo.policy(jax.tree.unflatten(tree, leaves))
+    def actions(leaves, obs, key):
+        params = algo.policy(with_leaves(train, leaves))
         return [_act(algo, params, obs, key, greedy=greedy) for greedy in (False, True)]
 
-    for action in jax.eval_shape(actions, given, obs, key):
+    for action in jax.eval_shape(actions, types_of(train), obs, key):
         check_action(type(algo).__name__, action, env.action_space)
 
 

@@ -127,23 +127,13 @@ class Recipe:
     def next_boundary(self, iteration: int) -> int:
         return min((iteration // self.chunk + 1) * self.chunk, self.iterations)
 
-    def check_algorithm(self) -> None:
-        """Refuse an algorithm whose `init` or `act` cannot be used here; runs nothing, and does not trace `iterate`."""
-        form = self._first_form()
-        parts.check_acts(self.algo_with_horizon, self.env, form.train)
-
     def carry_structure(self) -> PyTree:
         """The form of the carry: the types of its arrays, and its static leaves; runs nothing."""
-        form = self._first_form()
+        form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
+        parts.check_carry(self.algo, form)
         if not may_change(form):
             return form
         return trace(self.algo_with_horizon, self.env, self.layout.shards).carry
-
-    def _first_form(self) -> PyTree:
-        """The form of what `init` returns; `iterate` may make arrays of its numbers."""
-        form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
-        parts.check_carry(self.algo, form)
-        return form
 
     def to_toml(self) -> dict[str, Any]:
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -132,6 +132,7 @@ def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = N
     Nothing is computed and nothing started.
     """
     algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
+    parts.check_parts(algo, env)
     the_plan = plans.plan(algo, env, registry.layout(layout))
     parts.check_metric_names(algo, the_plan.metric_names)
     return the_plan
@@ -248,7 +249,7 @@ def _drive(
     """Run iterations from `start` to the end, doing at each boundary what is due."""
     began, algo, env = time.perf_counter(), recipe.algo_with_horizon, recipe.env
     use_compilation_cache()
-    recipe.check_algorithm()  # the cheapest way to hear that the algorithm and the counts do not fit
+    parts.check_parts(algo, env)  # the cheapest way to hear that the algorithm and the counts do not fit
     traced = plans.trace_for(algo, env, recipe.layout)
     parts.check_metrics(algo, traced.metrics)
     the_plan = plans.plan_traced(traced, recipe.layout, title=recipe.title)

@@ -259,6 +259,76 @@ class TestWeakTypes:
         assert "computes in other types from its second iteration on" in refusal(lambda: 0.5, learn)
 
 
+class TestArrivingParts:
+    """merge="any": `init` is run for all environments, `iterate` for those of one worker."""
+
+    @pytest.mark.parametrize(
+        "shape", [lambda n: (4 * n,), lambda n: (n + 1,), lambda n: (n // 2,), lambda n: (n, n), lambda n: (n,) * (1 + (n > 4))],
+        ids=["4E", "E+1", "E/2", "ExE", "rank"],
+    )  # fmt: skip
+    def test_a_shape_without_an_axis_of_exactly_E_is_refused(self, shape):
+        """A mean over a ring of 4E came out as a mean over a quarter of it, times four."""
+        text = merged_refusal(lambda env: {"ring": jnp.zeros(shape(env.num_envs))})
+        assert text.startswith(
+            f"`carry['more']['ring']` of `Functions` is float32{_list(shape(6))} for 6 environments and "
+            f'float32{_list(shape(3))} for 3; with merge="any" a worker has 3 of them, and its block is cut along an axis of '
+            "exactly 6.\nGive it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs]"
+        )
+
+    def test_a_number_that_depends_on_E_is_refused(self):
+        assert "is the int 6 for 6 environments and the int 3 for 3" in merged_refusal(lambda env: env.num_envs)
+
+    def test_a_type_that_depends_on_E_is_refused(self):
+        text = merged_refusal(lambda env: jnp.zeros(2, jnp.float32 if env.num_envs > 4 else jnp.int32))
+        assert "is float32[2] for 6 environments and int32[2] for 3" in text
+
+    def test_blocks_and_what_all_share_are_taken(self):
+        form = plan(
+            keeper(lambda env: {"none": None, "w": jnp.zeros(4), "empty": jnp.zeros((0, 2))}), Pond(), MERGED
+        ).carry
+        assert form["s"].shape == (6, 3) and form["more"]["empty"].shape == (0, 2)
+
+    def test_shards_cannot_divide_such_a_shape_either(self):
+        with pytest.raises(AlgorithmError) as error:
+            plan(
+                keeper(lambda env: jnp.zeros(4 * env.num_envs)),
+                Pond(),
+                Layout(Group("env", "actor", "learner"), shards=2),
+            )
+        assert str(error.value).startswith(
+            "`carry['more']` of `Functions` is float32[24] for 6 environments and float32[48] for 12; 2 shards divide what has "
+            "one axis of exactly 6.\nGive it an axis of its own for environments"
+        )
+
+
+def keeper(more: Callable[[Any], Any]) -> Functions:
+    """An algorithm whose carry holds `more(env)`, and keeps it as it is."""
+
+    @choreo.fragment("learner")
+    def learn(w, grad):
+        return w - 0.1 * grad
+
+    def start(env, key):
+        return {"s": jnp.ones((env.num_envs, env.width)), "w": jnp.ones(env.width), "more": more(env)}
+
+    def go(env, carry, key):
+        s = env.step(carry["s"], jax.vmap(push, (None, 0))(carry["w"], carry["s"]))
+        w = learn(carry["w"], jnp.mean(s, 0))
+        return carry | {"s": s, "w": w}, {"loss": jnp.sum(w)}
+
+    return Functions(start, go)
+
+
+def merged_refusal(more: Callable[[Any], Any]) -> str:
+    with pytest.raises(AlgorithmError) as error:
+        plan(keeper(more), Pond(), MERGED)
+    return str(error.value)
+
+
+def _list(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
 @pytest.mark.parametrize("kind", [dict, OrderedDict, lambda pairs: defaultdict(float, pairs)], ids=["dict", "ordered", "default"])  # fmt: skip
 def test_metrics_keep_their_names_in_any_mapping(kind):
     def go(env, carry, key):

@@ -77,6 +77,11 @@ def names_of(form: PyTree) -> list[str]:
     return [path.lstrip(".") for path, leaf in _paths(form) if is_type(leaf)]
 
 
+def named(name: str) -> str:
+    """One of these, for messages: `carry.train.params`, `carry['w']`."""
+    return f"carry{name}" if name.startswith("[") else f"carry.{name}"
+
+
 def may_change(form: PyTree) -> bool:
     """Can the form of what `init` returns become another one, once `iterate` is traced?"""
     return any(leaf.weak_type if is_type(leaf) else type(leaf) in NUMBERS for leaf in jax.tree.leaves(form))
@@ -129,7 +134,7 @@ def _needs_python(name: str, first: PyTree, form: PyTree, after: PyTree) -> Algo
     rows = zip(_paths(first), jax.tree.leaves(form), jax.tree.leaves(after), strict=True)
     changed = [(path, old, new) for (path, old), now, new in rows if is_type(now) and not is_type(old)]
     said = ", ".join(
-        f"`carry{path}` goes in as {_said(old)} and comes back as {_said(new)}" for path, old, new in changed
+        f"`carry{path}` goes in as {leaf_text(old)} and comes back as {leaf_text(new)}" for path, old, new in changed
     )
     return AlgorithmError(
         f"`{name}.iterate` changes a number of the carry ({said}), which is therefore an array to it, as in jax.jit(iterate); "
@@ -155,8 +160,8 @@ def changed_leaves(name: str, first: PyTree, form: PyTree, after: PyTree) -> fro
         elif not same(old, new):
             if type(old) not in NUMBERS or not (is_type(new) or type(new) in NUMBERS):
                 raise AlgorithmError(
-                    f"`{name}.iterate` must return a carry of the same form: `carry{path}` goes in as {_said(old)} and comes "
-                    f"back as {_said(new)}.",
+                    f"`{name}.iterate` must return a carry of the same form: `carry{path}` goes in as {leaf_text(old)} and comes "
+                    f"back as {leaf_text(new)}.",
                     fix="Only arrays and numbers may change from one iteration to the next: let `iterate` return that leaf "
                     "as it was given, or keep a number that says which.",
                 )
@@ -168,7 +173,7 @@ def _check_type(name: str, path: str, began: Any, old: jax.ShapeDtypeStruct, new
     given = _type_of(new) if type(new) in NUMBERS else new
     if is_type(given) and (old.shape, old.dtype) == (given.shape, given.dtype):
         return
-    goes_in, comes_back = _said(old) if is_type(began) else f"{_said(began)} ({_said(old)})", _said(new)
+    goes_in, comes_back = leaf_text(old) if is_type(began) else f"{leaf_text(began)} ({leaf_text(old)})", leaf_text(new)
     fix = "Make `init` and `iterate` agree on shape and dtype."
     if not is_type(began):
         fix += f" A number that changes is an array of one type: write {_example(given)} in `init`, or convert it in `iterate`."
@@ -211,7 +216,7 @@ def _settle_weak(name: str, first: PyTree, form: PyTree, program: Program,
 
 
 def _depends_on_weak(name: str, path: str, began: Any, after: Any) -> AlgorithmError:
-    what = f"{_said(began)}, " if not is_type(began) else ""
+    what = f"{leaf_text(began)}, " if not is_type(began) else ""
     return AlgorithmError(
         f"`{name}.iterate` computes in other types from its second iteration on: `carry{path}` ({what}"
         "a weak type, as Python numbers have) goes in or comes back weakly typed, but not both.",
@@ -243,6 +248,19 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is complex:
         return same(a.real, b.real) and same(a.imag, b.imag)
     return a == b if type(a) in (bool, int, str, bytes) else a is b
+
+
+def same_leaf(a: Any, b: Any) -> bool:
+    """Is it the same leaf of two forms? Arrays by their types."""
+    if is_type(a) and is_type(b):
+        return (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+    return same(a, b)
+
+
+def block_type(leaf: jax.ShapeDtypeStruct, axis: int | None, blocks: int) -> jax.ShapeDtypeStruct:
+    """The type of one of so many blocks along an axis; of the whole, if there is none."""
+    shape = tuple(n // blocks if d == axis else n for d, n in enumerate(leaf.shape))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def same_structure(a: Any, b: Any) -> bool:
@@ -332,7 +350,8 @@ def _type_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _said(leaf: Any) -> str:
+def leaf_text(leaf: Any) -> str:
+    """A leaf of a form, for messages."""
     if is_type(leaf):
         return jax.typeof(leaf).str_short()
     if type(leaf) in (*NUMBERS, str):

@@ -61,7 +61,7 @@ def trace(algo: Any, env: Any, shards: int = 1) -> Traced:
         )
     key = jax.eval_shape(lambda: jax.random.key(0))
     first = carry.form_of(lambda key: algo.init(env, key), key)
-    env_axes = _env_axes(algo, env, first, key)
+    env_axes = _env_axes(algo, env, first, key, shards)
     form, iterate = carry.settle(
         type(algo).__name__, first, lambda form: _trace_iterate(algo, env, first, form, env_axes, shards)
     )
@@ -153,8 +153,8 @@ def _check_equal(algo: Any, shards: int, carry_axes: tuple[Axis, ...], names: li
     for name, axis, mapped in zip(names, carry_axes, vmap.in_axes, strict=True):
         if axis is None and mapped is not None:
             raise AlgorithmError(
-                f"With {shards} learner shards, each would end `{type(algo).__name__}.iterate` with another `carry.{name}`; it "
-                "has no env axis, and must be the same on all of them.",
+                f"With {shards} learner shards, each would end `{type(algo).__name__}.iterate` with another "
+                f"`{carry.named(name)}`; it has no env axis, and must be the same on all of them.",
                 fix="Combine what it is computed from (gradients, statistics): choreo.all_reduce(x). Or use one shard.",
             )
 
@@ -175,7 +175,7 @@ def _by_name(algo: Any, metrics: Any) -> dict[str, jax.Array]:
     return {name: jnp.asarray(metrics[name]) for name in sorted(metrics)}
 
 
-def _env_axes(algo: Any, env: Any, form: PyTree, key: Any) -> list[Axis]:
+def _env_axes(algo: Any, env: Any, form: PyTree, key: Any, shards: int) -> list[Axis]:
     """For each leaf of the carry: the one axis that has, at twice the environments, exactly twice as many."""
     twice = carry.form_of(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key), key)
     pairs = list(zip(jax.tree.leaves(form), jax.tree.leaves(twice), strict=False))
@@ -187,10 +187,21 @@ def _env_axes(algo: Any, env: Any, form: PyTree, key: Any) -> list[Axis]:
             fix="Let the number of environments change shapes only: one array with an env axis in place of many arrays.",
         )
     axes = []
-    for one, two in pairs:
-        lengths = zip(one.shape, two.shape, strict=False) if carry.is_type(one) else ()
-        found = [d for d, pair in enumerate(lengths) if pair == (env.num_envs, 2 * env.num_envs)]
+    for (path, _), (one, two) in zip(jax.tree_util.tree_leaves_with_path(form), pairs, strict=True):
+        if not carry.is_type(one):
+            axes.append(None)
+            continue
+        lengths = enumerate(zip(one.shape, two.shape, strict=False))
+        found = [d for d, pair in lengths if pair == (env.num_envs, 2 * env.num_envs)]
         axes.append(found[0] if len(found) == 1 and len(one.shape) == len(two.shape) else None)
+        if shards > 1 and axes[-1] is None and one.shape != two.shape:
+            raise AlgorithmError(
+                f"`carry{jax.tree_util.keystr(path)}` of `{type(algo).__name__}` is {carry.leaf_text(one)} for {env.num_envs} "
+                f"environments and {carry.leaf_text(two)} for {2 * env.num_envs}; {shards} shards divide what has one axis of "
+                f"exactly {env.num_envs}.",
+                fix="Give it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
+                "does not depend on their number. Or use one shard.",
+            )
     return axes
 
 
