@@ -4,6 +4,7 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -492,6 +493,64 @@ def test_an_action_that_is_not_of_the_action_space_is_refused():
             "`Floats.act` returns an action float32[] for one environment, but actions are Discrete(2).\n`act` is for one "
             "environment; `iterate` vmaps it. Actions of a Discrete space are integers, as from jnp.argmax;"
         )
+
+
+# Numbers in the carry.
+
+
+class Counting(NamedTuple):
+    weights: jax.Array
+    iterations: int
+    rate: float
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counter(Tiny):
+    """Tiny, with a counter and a decaying rate as a user would write them."""
+
+    def init(self, env, key):
+        carry = super().init(env, key)
+        return carry._replace(train=Counting(carry.train.weights, 0, 0.1, "counter"))
+
+    @choreo.fragment("learner")
+    def learn(self, train, trajectory):
+        grad = jnp.mean(trajectory.obs, (0, 1))[:, None] * jnp.ones((1, 2)) / (1 + jnp.float32(train.iterations))
+        weights = train.weights - train.rate * grad
+        loss = jnp.sum(weights) + jnp.float32(train.iterations)
+        return Counting(weights, train.iterations + 1, train.rate * 0.5, train.name), {"loss": loss}
+
+
+def test_a_run_with_numbers_in_its_carry_resumes_bit_for_bit(tmp_path):
+    def counter(iterations, **options):
+        return train(Counter(), CARTPOLE, steps=iterations * PER_ITERATION, **options)
+
+    whole = counter(4, out=tmp_path / "whole")
+    assert (int(whole.train_state.iterations), float(whole.train_state.rate)) == (4, np.float32(0.1) / 16)
+    assert whole.train_state.name == "counter"
+    counter(2, out=tmp_path / "x")
+    # Other steps than it began with: `Counter` has no schedule.
+    resumed = resume(tmp_path / "x", steps=4 * PER_ITERATION, algo=Counter())
+    loaded = load(tmp_path / "x", algo=Counter())
+    for run in (resumed, loaded):
+        assert same_bits(run.train_state, whole.train_state)
+        assert without_seconds(run.rows) == without_seconds(whole.rows)
+    begun = counter(1, init_from=tmp_path / "x")
+    assert int(begun.train_state.iterations) == 1  # weights only; counters start anew
+
+
+def test_workers_count_as_this_process_does():
+    options = {"steps": 3 * PER_ITERATION, "layout": coarse(2)}
+    there, here = (train(Counter(), CARTPOLE, runtime=runtime, **options) for runtime in ("local", "inprocess"))
+    assert same_bits(there.train_state, here.train_state) and int(there.train_state.iterations) == 3
+    assert without_seconds(there.rows) == without_seconds(here.rows)
+
+
+def same_bits(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x == y if isinstance(y, str) else x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs
+    )
 
 
 # From values to names, and back.
