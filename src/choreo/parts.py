@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo.errors import AlgorithmError
+from choreo.evaluate import initial_state
 from choreo.host import spaces
 from choreo.partition.carry import form_of, types_of, with_leaves
 from choreo.types import PyTree
@@ -86,8 +87,8 @@ def check_acts(algo: Any, env: Any, train: PyTree) -> None:
 
 
 def _act(algo: Any, params: PyTree, obs: PyTree, key: Any, *, greedy: bool) -> PyTree:
-    first = getattr(algo, "initial_state", None)  # the one optional part of an algorithm
-    memory = () if first is None else (first(params),)
+    state = initial_state(algo, params)
+    memory = () if state is None else (state,)
     out = algo.act(params, obs, key, *memory, greedy=greedy)
     if not isinstance(out, tuple) or len(out) != 2 + len(memory):
         what = "(action, extras, memory)" if memory else "(action, extras)"

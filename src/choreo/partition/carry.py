@@ -312,7 +312,9 @@ def _only_strengthens(eqn: jec.JaxprEqn) -> bool:
     """Does it turn a weak type into a strong one, and leave all bits as they are?"""
     if eqn.primitive is not lax.convert_element_type_p or eqn.params["sharding"] is not None:
         return False
-    return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
+    return before.dtype == after.dtype
 
 
 def _param(value: Any) -> str:
