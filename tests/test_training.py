@@ -1,12 +1,15 @@
 import dataclasses
 import math
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +17,8 @@ import choreo
 from choreo import checkpoint, envs, registry
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
 from choreo.folder import RunFolder
+from choreo.layouts import coarse, fused
+from choreo.parts import RESERVED
 from choreo.recipe import Recipe
 from choreo.runs import Run, Timing
 from choreo.training import EpisodeReturns, load, resume, train
@@ -422,6 +427,130 @@ def test_a_metric_is_one_number():
 
     with pytest.raises(AlgorithmError, match=re.escape("The metric `loss` of `Wordy` has shape [3].")):
         train(Wordy(), CARTPOLE, steps=1)
+
+
+def with_metrics(make):
+    """Tiny, with more metrics; `make(metrics)` returns all of them."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Measured(Tiny):
+        def iterate(self, env, carry, key):
+            carry, metrics = super().iterate(env, carry, key)
+            return carry, make(metrics)
+
+    return Measured()
+
+
+def test_what_a_run_writes_itself_is_reserved():
+    options = {"layout": coarse(2, max_lag=1), "runtime": "inprocess", "eval_every": 1, "eval_episodes": 1}
+    own = {"loss", "rate", "episodes", "episode_return", "episode_length"}
+    assert set(run_tiny(1, **options).rows[0]) == own | set(RESERVED)
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_reserved_names_of_metrics_are_refused(name):
+    algo = with_metrics(lambda metrics: metrics | {name: jnp.zeros(())})
+    for refused in (lambda: train(algo, CARTPOLE, steps=1), lambda: choreo.plan(algo, CARTPOLE)):
+        with pytest.raises(AlgorithmError, match=f"`Measured.iterate` returns a metric `{name}`, which a run writes itself.\nGive"):  # fmt: skip
+            refused()
+
+
+def test_complex_metrics_are_refused():
+    algo = with_metrics(lambda metrics: metrics | {"phase": jnp.complex64(1j)})
+    with pytest.raises(AlgorithmError, match="The metric `phase` of `Measured` is complex64, which is no real number."):
+        train(algo, CARTPOLE, steps=1)
+
+
+NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint8", "bool")
+
+
+@pytest.mark.parametrize("layout", [fused(), coarse(2, max_lag=1, merge="any")], ids=["fused", "any x2"])
+def test_metrics_of_every_type_of_numbers_under_their_own_names(layout, tmp_path):
+    def more(metrics):
+        whole = {"episode_length": jnp.int32(7), "episode_level": jnp.int32(3), "episodes": jnp.int32(2)}
+        more = metrics | whole | {name: jnp.asarray(1, name) for name in NARROW}
+        return OrderedDict(sorted(more.items(), reverse=True))
+
+    run = train(with_metrics(more), CARTPOLE, steps=128, layout=layout, runtime="inprocess", out=tmp_path / "x")
+    row = run.rows[0]
+    assert [row[name] for name in NARROW] == [1] * len(NARROW)
+    assert (row["episode_length"], row["episode_level"]) == (7, 3)
+    assert row["episodes"] == (2 if layout.merge == "all" else 4)
+    assert without_seconds(RunFolder(tmp_path / "x").read_metrics()) == without_seconds(run.rows)
+
+
+def test_an_action_that_is_not_of_the_action_space_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Floats(Tiny):
+        @choreo.fragment("actor")
+        def act(self, params, obs, key, *, greedy=False):
+            return jnp.float32(jnp.argmax(obs @ params)), ()
+
+    for refused in (lambda: train(Floats(), CARTPOLE, steps=1), lambda: choreo.plan(Floats(), CARTPOLE)):
+        with pytest.raises(AlgorithmError) as error:
+            refused()
+        assert str(error.value).startswith(
+            "`Floats.act` returns an action float32[] for one environment, but actions are Discrete(2).\n`act` is for one "
+            "environment; `iterate` vmaps it. Actions of a Discrete space are integers, as from jnp.argmax;"
+        )
+
+
+# Numbers in the carry.
+
+
+class Counting(NamedTuple):
+    weights: jax.Array
+    iterations: int
+    rate: float
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counter(Tiny):
+    """Tiny, with a counter and a decaying rate as a user would write them."""
+
+    def init(self, env, key):
+        carry = super().init(env, key)
+        return carry._replace(train=Counting(carry.train.weights, 0, 0.1, "counter"))
+
+    @choreo.fragment("learner")
+    def learn(self, train, trajectory):
+        grad = jnp.mean(trajectory.obs, (0, 1))[:, None] * jnp.ones((1, 2)) / (1 + jnp.float32(train.iterations))
+        weights = train.weights - train.rate * grad
+        loss = jnp.sum(weights) + jnp.float32(train.iterations)
+        return Counting(weights, train.iterations + 1, train.rate * 0.5, train.name), {"loss": loss}
+
+
+def test_a_run_with_numbers_in_its_carry_resumes_bit_for_bit(tmp_path):
+    def counter(iterations, **options):
+        return train(Counter(), CARTPOLE, steps=iterations * PER_ITERATION, **options)
+
+    whole = counter(4, out=tmp_path / "whole")
+    assert (int(whole.train_state.iterations), float(whole.train_state.rate)) == (4, np.float32(0.1) / 16)
+    assert whole.train_state.name == "counter"
+    counter(2, out=tmp_path / "x")
+    # Other steps than it began with: `Counter` has no schedule.
+    resumed = resume(tmp_path / "x", steps=4 * PER_ITERATION, algo=Counter())
+    loaded = load(tmp_path / "x", algo=Counter())
+    for run in (resumed, loaded):
+        assert same_bits(run.train_state, whole.train_state)
+        assert without_seconds(run.rows) == without_seconds(whole.rows)
+    begun = counter(1, init_from=tmp_path / "x")
+    assert int(begun.train_state.iterations) == 1  # weights only; counters start anew
+
+
+def test_workers_count_as_this_process_does():
+    options = {"steps": 3 * PER_ITERATION, "layout": coarse(2)}
+    there, here = (train(Counter(), CARTPOLE, runtime=runtime, **options) for runtime in ("local", "inprocess"))
+    assert same_bits(there.train_state, here.train_state) and int(there.train_state.iterations) == 3
+    assert without_seconds(there.rows) == without_seconds(here.rows)
+
+
+def same_bits(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x == y if isinstance(y, str) else x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs
+    )
 
 
 # From values to names, and back.

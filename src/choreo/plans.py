@@ -11,17 +11,28 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh
 
 from choreo._compat import key_impl
-from choreo.errors import LayoutError, PartitionError
+from choreo.errors import AlgorithmError, LayoutError, PartitionError
 from choreo.graph.ir import Graph
 from choreo.graph.products import largest_product
 from choreo.layouts.base import Layout
+from choreo.partition.carry import (
+    block_type,
+    is_type,
+    leaf_text,
+    leaves_of,
+    named,
+    same_leaf,
+    same_structure,
+    types_of,
+    weakened,
+    with_leaves,
+)
 from choreo.partition.exported import ExportedFn
 from choreo.partition.mapped import trusted
 from choreo.partition.passes import partition
@@ -133,12 +144,12 @@ class Plan:
     def combine(self, leaves: list[Any]) -> PyTree:
         """A carry from its array leaves, as sites hold them."""
         leaves = [self._merged(leaf, axis) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
-        arrays, static = eqx.partition(self.carry, lambda x: isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x))
-        return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), static)
+        weak = [weakened(leaf, like) for leaf, like in zip(leaves, types_of(self.carry), strict=True)]
+        return with_leaves(self.carry, weak)
 
     def leaves(self, carry: PyTree) -> list[Any]:
         """The array leaves of a carry, as sites hold them."""
-        leaves = jax.tree.leaves(eqx.filter(carry, eqx.is_array))
+        leaves = leaves_of(carry, self.carry)
         if self.shards == 1:
             return leaves
         return [split_shards(leaf, axis, self.shards) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
@@ -211,7 +222,32 @@ def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
     traced = trace(algo, env, layout.shards)
     if layout.merge == "all":
         return traced
-    return replace(traced, iterate=trace(algo, env.with_num_envs(env.num_envs // layout.copies)).iterate)
+    part = trace(algo, env.with_num_envs(env.num_envs // layout.copies))
+    _check_parts_of_carry(type(algo).__name__, traced, part)
+    return replace(traced, iterate=part.iterate)
+
+
+def _check_parts_of_carry(name: str, whole: Traced, part: Traced) -> None:
+    """With merge="any", `init` is run for all environments, `iterate` for those of one worker: each leaf must be a block of
+    the whole, or the same."""
+    axes, copies = iter(whole.carry_axes), whole.num_envs // part.num_envs
+    if not same_structure(jax.tree.structure(whole.carry), jax.tree.structure(part.carry)):
+        raise AlgorithmError(
+            f"`{name}.init` returns a carry whose structure depends on the number of environments.",
+            fix="Let the number of environments change shapes only: one array with an env axis in place of many arrays.",
+        )
+    rows = zip(jax.tree_util.tree_leaves_with_path(whole.carry), jax.tree.leaves(part.carry), strict=True)
+    for (path, leaf), own in rows:
+        expected = block_type(leaf, next(axes), copies) if is_type(leaf) else leaf
+        if not same_leaf(expected, own):
+            said = [leaf_text(each) for each in (leaf, own)]
+            raise AlgorithmError(
+                f"`carry{jax.tree_util.keystr(path)}` of `{name}` is {said[0]} for {whole.num_envs} environments and {said[1]} "
+                f'for {part.num_envs}; with merge="any" a worker has {part.num_envs} of them, and its block is cut along an '
+                f"axis of exactly {whole.num_envs}.",
+                fix="Give it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
+                'does not depend on their number. Or use merge="all".',
+            )
 
 
 def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
@@ -276,13 +312,13 @@ def _blocks_of_copies(iterate: Program, traced: Traced, sites: Sites) -> Program
         own = {group: (ref, axis if sites.size(group) else None) for group, (ref, _) in port.held.items()}
         if axis is not None and not all(sites.size(group) for group in own):
             raise PartitionError(
-                f'With merge="any" the learner hears one worker at a time, and `carry.{port.name}`, which it keeps, has the '
+                f'With merge="any" the learner hears one worker at a time, and `{named(port.name)}`, which it keeps, has the '
                 "environments of all of them.",
                 fix='Use merge="all" (with max_lag, workers need not wait for it); with replay, the layout apex.',
             )
         if axis is None and all(sites.size(group) for group in own) and _is_written(iterate, port, num_carry):
             raise PartitionError(
-                f'With merge="any" every worker would have its own `carry.{port.name}`, which has no env axis.',
+                f'With merge="any" every worker would have its own `{named(port.name)}`, which has no env axis.',
                 fix='Let the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".',
             )
         return replace(port, held=own)

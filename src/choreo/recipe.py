@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 
-from choreo import registry
-from choreo.errors import AlgorithmError, RunError, unknown_name
+from choreo import parts, registry
+from choreo.errors import RunError, unknown_name
 from choreo.evaluate import check_act
+from choreo.partition.carry import form_of, may_change
+from choreo.partition.trace import trace
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
@@ -127,14 +128,12 @@ class Recipe:
         return min((iteration // self.chunk + 1) * self.chunk, self.iterations)
 
     def carry_structure(self) -> PyTree:
-        """The shapes and types of the carry; runs nothing."""
-        carry = eqx.filter_eval_shape(lambda: self.algo_with_horizon.init(self.env, self.key))
-        if not hasattr(carry, "train"):
-            raise AlgorithmError(
-                f"`{type(self.algo).__name__}.init` returns a {type(carry).__name__} without `train`.",
-                fix="Return a NamedTuple whose field `train` holds everything learned.",
-            )
-        return carry
+        """The form of the carry: the types of its arrays, and its static leaves; runs nothing."""
+        form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
+        parts.check_carry(self.algo, form)
+        if not may_change(form):
+            return form
+        return trace(self.algo_with_horizon, self.env, self.layout.shards).carry
 
     def to_toml(self) -> dict[str, Any]:
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from choreo import checkpoint, plans, registry
+from choreo import checkpoint, parts, plans, registry
 from choreo.cache import use_compilation_cache
 from choreo.cluster import Cluster
 from choreo.envs.gymnasium import HostEnv
-from choreo.errors import AlgorithmError, DivergedError, RunError
+from choreo.errors import DivergedError, RunError
 from choreo.evaluate import evaluate
 from choreo.folder import Row, RunFolder, free_folder, to_json
 from choreo.loggers import Logger, Metrics, check_loggers, make_loggers
@@ -35,6 +34,7 @@ from choreo.plans import Plan
 from choreo.progress import Progress
 from choreo.recipe import InitFrom, Recipe, make_runtime
 from choreo.runs import Run, Timing
+from choreo.runtime.inprocess import as_numbers
 from choreo.runtime.schedule import Read
 from choreo.types import PyTree
 from choreo.weights import Weights
@@ -131,7 +131,11 @@ def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = N
 
     Nothing is computed and nothing started.
     """
-    return plans.plan(registry.algorithm(algo), registry.environment(env, num_envs), registry.layout(layout))
+    algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
+    parts.check_parts(algo, env)
+    the_plan = plans.plan(algo, env, registry.layout(layout))
+    parts.check_metric_names(algo, the_plan.metric_names)
+    return the_plan
 
 
 def resume(
@@ -245,8 +249,9 @@ def _drive(
     """Run iterations from `start` to the end, doing at each boundary what is due."""
     began, algo, env = time.perf_counter(), recipe.algo_with_horizon, recipe.env
     use_compilation_cache()
-    recipe.carry_structure()  # the cheapest way to hear that the algorithm and the counts do not fit
+    parts.check_parts(algo, env)  # the cheapest way to hear that the algorithm and the counts do not fit
     traced = plans.trace_for(algo, env, recipe.layout)
+    parts.check_metrics(algo, traced.metrics)
     the_plan = plans.plan_traced(traced, recipe.layout, title=recipe.title)
     if start.done and the_plan.num_sites > 1:
         raise RunError(
@@ -374,19 +379,7 @@ class Clock:
 def _rows(
     recipe: Recipe, stacked: Mapping[str, Any], first: int, stop: int, returns: EpisodeReturns, *, seconds: float
 ) -> list[Row]:
-    for name, values in stacked.items():
-        if np.ndim(values) != 1:
-            raise AlgorithmError(
-                f"The metric `{name}` of `{type(recipe.algo).__name__}` has shape {list(np.shape(values)[1:])}.",
-                fix="A metric is one number per iteration: take its mean, or give each part a name.",
-            )
-    columns = {name: np.asarray(values).tolist() for name, values in stacked.items()}
-    for name in ("episode_return", "episodes"):
-        if name not in columns:
-            raise AlgorithmError(
-                f"`{type(recipe.algo).__name__}.iterate` returns no metric `{name}`.",
-                fix="Add it: choreo.rollout returns the metrics of episodes, or see docs/your-own-algorithm.md.",
-            )
+    columns = {name: as_numbers(values).tolist() for name, values in stacked.items()}
     rows = []
     for i in range(first, stop):
         row = {"iteration": i, "env_steps": (i + 1) * recipe.steps_per_iteration, "seconds": round(seconds, 3)}

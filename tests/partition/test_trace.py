@@ -30,7 +30,7 @@ class TestRefused:
 
     def test_a_number_in_place_of_an_array(self):
         text = refusal(lambda env, carry, key: (carry | {"slow": 0.0}, {}))
-        assert "`carry['slow']` goes in as float32[3] and comes back as float." in text
+        assert "`carry['slow']` goes in as float32[3] and comes back as the float 0.0." in text
 
     def test_another_structure(self):
         text = refusal(lambda env, carry, key: ({"s": carry["s"], "slow": carry["slow"]}, {}))

@@ -254,3 +254,14 @@ def test_a_plan_that_prints_cannot_be_sent_and_says_so(layout):
     with pytest.raises(ChoreoError) as refusal:
         pickle.dumps(planned)
     assert "jax.debug.print" in str(refusal.value)
+
+
+def test_a_segment_is_compiled_for_the_types_of_the_plan_only():
+    """JAX compiles for what it is given: a leaf of another shape would be computed with in silence."""
+    running = InProcess(plan(WALK, Pond(), fused()))
+    running.start(jax.random.key(0))
+    (row,) = running.execution.leaves.values()
+    names = [port.name for port in running.plan.iterate.ins]
+    row[names.index("['slow']")] = jnp.zeros((1,))  # would broadcast
+    with jax.numpy_rank_promotion("allow"), pytest.raises(AssertionError, match=r"as float32\[1\], and the plan says"):
+        running.run(0, 1)

@@ -84,9 +84,46 @@ class NoTrain(Tiny):
         return super().init(env, key)._asdict()
 
 
-class FunctionInCarry(Tiny):
+class PythonInCarry(Tiny):
+    """A function and a number that stay as they are, and a number that does not."""
+
+    def init(self, env, key):
+        return super().init(env, key)._replace(train={"total": 0.0, "activation": jnp.tanh, "scale": 2})
+
+    def policy(self, train):
+        return train["scale"]
+
+    @choreo.fragment("learner")
+    def learn(self, train, reward):
+        total = train["total"] + train["activation"](jnp.sum(reward) * train["scale"])
+        return train | {"total": total}
+
+
+class FunctionThatChanges(Tiny):
     def init(self, env, key):
         return super().init(env, key)._replace(train={"total": jnp.zeros(()), "activation": jnp.tanh})
+
+    @choreo.fragment("learner")
+    def learn(self, train, reward):
+        return train | {"activation": jnp.sin}
+
+
+class FloatAction(Tiny):
+    @choreo.fragment("actor")
+    def act(self, params, obs, key, *, greedy=False):
+        return jnp.float32(1), ()
+
+
+class ComplexMetric(Tiny):
+    def iterate(self, env, carry, key):
+        carry, metrics = super().iterate(env, carry, key)
+        return carry, {**metrics, "phase": jnp.complex64(1j)}
+
+
+class ReservedMetric(Tiny):
+    def iterate(self, env, carry, key):
+        carry, metrics = super().iterate(env, carry, key)
+        return carry, {**metrics, "seconds": jnp.zeros(())}
 
 
 class OtherType(Tiny):
@@ -144,13 +181,16 @@ class RandomGreedy(Tiny):
 
 BROKEN = {
     NoMarks: "No function called by `NoMarks.iterate` carries a role",
-    NoTrain: r"`NoTrain.init` returns a dict without `.train`",
-    FunctionInCarry: r"at `carry.train\['activation'\]`; a carry holds arrays",
-    OtherType: r"at `.train\['total'\]`: float32\[\] became int32\[\]",
-    OtherStructure: "has another structure",
+    NoTrain: r"`NoTrain.init` returns a dict without `train`",
+    FunctionThatChanges: r"`carry.train\['activation'\]` goes in as the function tanh and comes back as the function sin",
+    OtherType: r"`carry.train\['total'\]` goes in as float32\[\] and comes back as int32\[\]",
+    OtherStructure: "must return a carry of the same structure",
     NotFinite: r"`carry.train\['total'\]` is not finite",
-    NoMetrics: "lack `episode_return`, `episode_length`, `episodes`",
-    VectorMetric: "metric `loss` of `VectorMetric` is not a scalar",
+    NoMetrics: "returns no metric `episode_return`",
+    VectorMetric: r"metric `loss` of `VectorMetric` has shape \[3\]",
+    ComplexMetric: "metric `phase` of `ComplexMetric` is complex64, which is no real number",
+    ReservedMetric: "returns a metric `seconds`, which a run writes itself",
+    FloatAction: r"an action float32\[\] for one environment, but actions are Discrete\(2\)",
     OneResult: r"not \(carry, metrics\)",
     BatchedAct: r"an action int32\[2\] for one environment",
     NoGreedy: "`NoGreedy.act` cannot be called",
@@ -164,8 +204,9 @@ def test_names_what_is_wrong(broken):
         check_algorithm(broken(), ENV)
 
 
-def test_the_least_that_passes():
-    check_algorithm(Tiny(), ENV)
+@pytest.mark.parametrize("algo", [Tiny(), PythonInCarry()], ids=["the least", "Python in the carry"])
+def test_what_passes(algo):
+    check_algorithm(algo, ENV)
 
 
 def test_a_missing_part_is_named_with_its_signature():

@@ -240,7 +240,7 @@ class _Cutter:
                 for axis in sorted(needs.at(v, group), key=str)]  # fmt: skip
         outs += extra
         consts = {v: self.consts[v] for v, _ in read if isinstance(v, Value) and v in self.consts}
-        fn = _segment_fn(everything, list(keys), [x.stacked for x in ins], outs, consts, needs, group, size)
+        fn = _segment_fn(everything, list(keys), ins, outs, consts, needs, group, size)
         name = "+".join(dict.fromkeys(_fragment_names(ops))) or "glue"
         out_avals = tuple(_piece_aval(v.aval, axis, size) for v, axis in outs)
         roles = tuple(dict.fromkeys(role for op in ops for role in sorted(op.roles)))
@@ -371,13 +371,17 @@ def _piece_aval(aval: Any, axis: Axis, size: Size | None) -> Any:
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
 
 
-def _segment_fn(ops, keys, stacked, outs, consts, needs: Needs, group: GroupName, size: Size | None):
+def _segment_fn(ops, keys, ins: Sequence[Input], outs, consts, needs: Needs, group: GroupName, size: Size | None):
     """The function of a segment: evaluates its ops one by one, so that JAX can trace and compile it."""
 
     def segment(index, t, *values):
         held: dict[Value, dict[Axis, Any]] = {v: {None: c} for v, c in consts.items()}
-        for (value, axis), array, is_stacked in zip(keys, values, stacked, strict=True):
-            array = lax.dynamic_index_in_dim(array, t, 0, keepdims=False) if is_stacked else array
+        for (value, axis), array, given in zip(keys, values, ins, strict=True):
+            # Looked at when it is traced: JAX would compile the segment for any other type that arrives.
+            assert (array.shape, array.dtype) == (given.aval.shape, given.aval.dtype), (
+                f"`{given.label}` arrives at `{group}` as {array.dtype}{list(array.shape)}, and the plan says {given.aval}"
+            )
+            array = lax.dynamic_index_in_dim(array, t, 0, keepdims=False) if given.stacked else array
             held.setdefault(value, {})[axis] = array
 
         def piece(operand, axis):

@@ -7,7 +7,7 @@ the env axis of each leaf of the carry; the proof, equation by equation, is in `
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 import jax.extend.core as jec
 import jax.extend.core.primitives
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
@@ -22,6 +23,7 @@ from choreo import _compat
 from choreo.errors import AlgorithmError, PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
+from choreo.partition import carry
 from choreo.partition.split import Axis
 from choreo.roles import SHARD_AXIS, Call, find_call, shard_numbers
 from choreo.types import PyTree, Role
@@ -45,7 +47,9 @@ class Traced:
     carry_axes: tuple[Axis, ...]
     """The proposed env axis of each leaf of the carry."""
     carry: PyTree
-    """The carry with `jax.ShapeDtypeStruct` for arrays, and all its static leaves."""
+    """The form of the carry: `jax.ShapeDtypeStruct` for arrays, and all its static leaves."""
+    metrics: dict[str, jax.ShapeDtypeStruct]
+    """The types of the metrics; with several shards, of each shard."""
     num_envs: int
     shards: int = 1
     """With several, arrays of `iterate` that have an env axis have it divided: [shard, env]."""
@@ -58,52 +62,69 @@ def trace(algo: Any, env: Any, shards: int = 1) -> Traced:
             "jax.disable_jit() is on, and hides fragments from the tracer.",
             fix="Leave jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself.",
         )
-    key, iteration = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), np.int32)
-    carry = eqx.filter_eval_shape(lambda key: algo.init(env, key), key)
-    arrays, static = eqx.partition(carry, _is_array)
-    names = _leaf_names(arrays)
-
-    init_jaxpr = jax.make_jaxpr(lambda key: jax.tree.leaves(eqx.filter(algo.init(env, key), eqx.is_array)))(key)
-    carry_axes = _carry_axes(algo, env, arrays)
-    out_names: list[str] = []
-
-    def iterate(env, arrays, key):
-        before = eqx.combine(arrays, static)
-        after, metrics = _check_result(algo, algo.iterate(env, before, key), before)
-        out_names[:] = _metric_names(algo, metrics)
-        return jax.tree.leaves(eqx.filter(after, eqx.is_array)), jax.tree.leaves(metrics)
-
-    def one_iteration(arrays, key, iteration):
-        return iterate(env, arrays, jax.random.fold_in(key, iteration))
-
-    given = arrays
-    if shards > 1:
-        one_iteration = _sharded(algo, env, iterate, shards, carry_axes, names)
-        leaves = [
-            split_shards(leaf, axis, shards) for leaf, axis in zip(jax.tree.leaves(arrays), carry_axes, strict=True)
-        ]
-        given = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
-    iterate_jaxpr = jax.make_jaxpr(one_iteration)(given, key, iteration)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    first = carry.form_of(lambda key: algo.init(env, key), key)
+    env_axes = _env_axes(algo, env, first, key, shards)
+    form, iterate = carry.settle(
+        type(algo).__name__, first, lambda form: _trace_iterate(algo, env, first, form, env_axes, shards)
+    )
+    names = carry.names_of(form)
+    init_jaxpr = jax.make_jaxpr(lambda key: carry.leaves_of(algo.init(env, key), form))(key)
     return Traced(
         init=build("init", init_jaxpr, ["key"], names, env.num_envs, num_carry=0),
-        iterate=build("iterate", iterate_jaxpr, [*names, "key", "iteration"], [*names, *out_names],
+        iterate=build("iterate", iterate.jaxpr, [*names, "key", "iteration"], [*names, *iterate.metrics],
                       env.num_envs, num_carry=len(names)),
-        carry_axes=carry_axes,
-        carry=carry,
+        carry_axes=_axes_of_arrays(form, env_axes),
+        carry=form,
+        metrics=iterate.metrics,
         num_envs=env.num_envs,
         shards=shards,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Iteration(carry.TracedOnce):
+    """`iterate`, traced for a carry of some form."""
+
+    metrics: dict[str, jax.ShapeDtypeStruct]
+    """Their types: with several shards, of each shard."""
+
+
+def _trace_iterate(
+    algo: Any, env: Any, first: PyTree, form: PyTree, env_axes: Sequence[Axis], shards: int
+) -> Iteration:
+    """The program `carry, key, iteration -> carry, metrics` for the arrays of a form; `first` is that of `init`."""
+    found: list[tuple[PyTree, frozenset[int], dict[str, jax.ShapeDtypeStruct]]] = []
+    axes = _axes_of_arrays(form, env_axes)
+
+    def iterate(env, leaves, key):
+        before = carry.with_leaves(form, leaves)
+        after, metrics = _pair(algo, algo.iterate(env, before, key))
+        metrics, new = _by_name(algo, metrics), carry.as_form(after)
+        changed = carry.changed_leaves(type(algo).__name__, first, carry.as_form(before), new)
+        found.append((new, changed, carry.as_form(metrics)))
+        return carry.leaves_of(after, form), list(metrics.values())
+
+    def one_iteration(leaves, key, iteration):
+        return iterate(env, leaves, jax.random.fold_in(key, iteration))
+
+    given = carry.types_of(form)
+    if shards > 1:
+        one_iteration = _sharded(algo, env, iterate, shards, axes, carry.names_of(form))
+        given = [split_shards(leaf, axis, shards) for leaf, axis in zip(given, axes, strict=True)]
+    key, iteration = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), np.int32)
+    jaxpr = jax.make_jaxpr(one_iteration)(given, key, iteration)
+    ((after, changed, metrics),) = found
+    return Iteration(jaxpr, after, changed, metrics)
 
 
 def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tuple[Axis, ...], names: list[str]):
     """The meaning of several shards: `iterate` on the environments of each, with a key of its own, under one `vmap`."""
     env = env.with_num_envs(env.num_envs // shards)
 
-    def one_iteration(arrays, key, iteration):
-        leaves, tree = jax.tree.flatten(arrays)
-
+    def one_iteration(leaves, key, iteration):
         def one_shard(leaves, key):
-            after, metrics = iterate(env, jax.tree.unflatten(tree, leaves), key)
+            after, metrics = iterate(env, leaves, key)
             _check_equal(algo, shards, carry_axes, names, after)
             return after, metrics
 
@@ -119,7 +140,9 @@ def split_shards(leaf: Any, axis: Axis, shards: int) -> Any:
     if axis is None:
         return leaf
     shape = (*leaf.shape[:axis], shards, leaf.shape[axis] // shards, *leaf.shape[axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.reshape(shape)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+    return leaf.reshape(shape)
 
 
 def merge_shards(leaf: Any, axis: Axis) -> Any:
@@ -133,66 +156,61 @@ def _check_equal(algo: Any, shards: int, carry_axes: tuple[Axis, ...], names: li
     for name, axis, mapped in zip(names, carry_axes, vmap.in_axes, strict=True):
         if axis is None and mapped is not None:
             raise AlgorithmError(
-                f"With {shards} learner shards, each would end `{type(algo).__name__}.iterate` with another `carry.{name}`; it "
-                "has no env axis, and must be the same on all of them.",
+                f"With {shards} learner shards, each would end `{type(algo).__name__}.iterate` with another "
+                f"`{carry.named(name)}`; it has no env axis, and must be the same on all of them.",
                 fix="Combine what it is computed from (gradients, statistics): choreo.all_reduce(x). Or use one shard.",
             )
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)
-
-
-def _leaf_names(tree: PyTree) -> list[str]:
-    return [jax.tree_util.keystr(path).lstrip(".") for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _check_result(algo: Any, result: Any, before: PyTree) -> tuple[PyTree, PyTree]:
-    name = type(algo).__name__
+def _pair(algo: Any, result: Any) -> tuple[PyTree, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
-        raise AlgorithmError(f"`{name}.iterate` returned {type(result).__name__}, not (carry, metrics).",
+        raise AlgorithmError(f"`{type(algo).__name__}.iterate` returned {type(result).__name__}, not (carry, metrics).",
                              fix="End it with `return carry, metrics`.")  # fmt: skip
-    after = result[0]
-    for (path, old), (_, new) in zip(
-        *(jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after)), strict=False
-    ):
-        if eqx.is_array(old) and not (eqx.is_array(new) and (old.shape, old.dtype) == (new.shape, new.dtype)):
-            here, given = (
-                jax.typeof(old).str_short(),
-                jax.typeof(new).str_short() if eqx.is_array(new) else type(new).__name__,
-            )
-            raise AlgorithmError(
-                f"`{name}.iterate` must return a carry of the same form: `carry{jax.tree_util.keystr(path)}` goes in as "
-                f"{here} and comes back as {given}.", fix="Make `init` and `iterate` agree on shape and dtype.")  # fmt: skip
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        raise AlgorithmError(f"`{name}.iterate` must return a carry of the same structure as `init` returns.",
-                             fix=f"init: {jax.tree.structure(before)}\niterate: {jax.tree.structure(after)}")  # fmt: skip
     return result
 
 
-def _metric_names(algo: Any, metrics: Any) -> list[str]:
-    flat = isinstance(metrics, dict) and all(isinstance(name, str) for name in metrics)
+def _by_name(algo: Any, metrics: Any) -> dict[str, jax.Array]:
+    """Metrics in the order of their names. A mapping may have another order, and JAX has one of its own for each kind."""
+    flat = isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics)
     if not flat or not all(eqx.is_array_like(value) for value in metrics.values()):
         raise AlgorithmError(f"`{type(algo).__name__}.iterate` must return its metrics as a flat dict of arrays.",
                              fix='For example `return carry, {"loss": loss}`.')  # fmt: skip
-    return sorted(metrics)
+    return {name: jnp.asarray(metrics[name]) for name in sorted(metrics)}
 
 
-def _carry_axes(algo: Any, env: Any, arrays: PyTree) -> tuple[Axis, ...]:
-    """Leaves that have, at twice the environments, one axis of exactly as many: there."""
-    twice = eqx.filter_eval_shape(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key),
-                                  jax.eval_shape(lambda: jax.random.key(0)))  # fmt: skip
-    if jax.tree.structure(arrays) != jax.tree.structure(eqx.filter(twice, _is_array)):
+def _env_axes(algo: Any, env: Any, form: PyTree, key: Any, shards: int) -> list[Axis]:
+    """For each leaf of the carry: the one axis that has, at twice the environments, exactly twice as many."""
+    twice = carry.form_of(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key), key)
+    pairs = list(zip(jax.tree.leaves(form), jax.tree.leaves(twice), strict=False))
+    if jax.tree.structure(form) != jax.tree.structure(twice) or any(
+        carry.is_type(one) != carry.is_type(two) for one, two in pairs
+    ):
         raise AlgorithmError(
             f"`{type(algo).__name__}.init` returns a carry whose structure depends on the number of environments.",
             fix="Let the number of environments change shapes only: one array with an env axis in place of many arrays.",
         )
     axes = []
-    for one, two in zip(jax.tree.leaves(arrays), jax.tree.leaves(eqx.filter(twice, _is_array)), strict=True):
-        twice_as_many = env.num_envs, 2 * env.num_envs
-        found = [d for d, lengths in enumerate(zip(one.shape, two.shape, strict=False)) if lengths == twice_as_many]
+    for (path, _), (one, two) in zip(jax.tree_util.tree_leaves_with_path(form), pairs, strict=True):
+        if not carry.is_type(one):
+            axes.append(None)
+            continue
+        lengths = enumerate(zip(one.shape, two.shape, strict=False))
+        found = [d for d, pair in lengths if pair == (env.num_envs, 2 * env.num_envs)]
         axes.append(found[0] if len(found) == 1 and len(one.shape) == len(two.shape) else None)
-    return tuple(axes)
+        if shards > 1 and axes[-1] is None and one.shape != two.shape:
+            raise AlgorithmError(
+                f"`carry{jax.tree_util.keystr(path)}` of `{type(algo).__name__}` is {carry.leaf_text(one)} for {env.num_envs} "
+                f"environments and {carry.leaf_text(two)} for {2 * env.num_envs}; {shards} shards divide what has one axis of "
+                f"exactly {env.num_envs}.",
+                fix="Give it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
+                "does not depend on their number. Or use one shard.",
+            )
+    return axes
+
+
+def _axes_of_arrays(form: PyTree, env_axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    pairs = zip(jax.tree.leaves(form), env_axes, strict=True)
+    return tuple(axis for leaf, axis in pairs if carry.is_type(leaf))
 
 
 def build(name: str, closed: jec.ClosedJaxpr, in_names: Sequence[str], out_names: Sequence[str], num_envs: int,

@@ -132,6 +132,7 @@ def combine_metrics(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     Counts (`episodes`, `..._count`, `..._sum`) are added, `..._max` is the largest, what is said of episodes is a mean over
     episodes, everything else a mean over shards.
     """
+    metrics = {name: as_numbers(values) for name, values in metrics.items()}
     episodes = metrics.get("episodes")
 
     def combined(name: str, values: np.ndarray) -> np.ndarray:
@@ -140,11 +141,23 @@ def combine_metrics(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if name.endswith("_max"):
             return values.max(1)
         if name.startswith("episode_") and episodes is not None:
+            # Whole numbers have no NaN, and their products may not fit.
+            values = values if np.issubdtype(values.dtype, np.inexact) else values.astype(np.float64)
             total, weighted = episodes.sum(1), np.where(episodes > 0, values * episodes, 0).sum(1)
             return np.divide(weighted, total, out=np.full_like(weighted, np.nan), where=total > 0)
         return values.mean(1)
 
     return {name: combined(name, values) for name, values in metrics.items()}
+
+
+def as_numbers(values: Any) -> np.ndarray:
+    """Metrics in a type of numpy's own that holds them all: bfloat16 and its kind can neither be added up nor written."""
+    values = np.asarray(values)
+    if jnp.issubdtype(values.dtype, np.floating) and values.dtype.itemsize < 4:
+        return values.astype(np.float32)
+    if jnp.issubdtype(values.dtype, np.integer) and values.dtype.kind not in "iu":  # int4 and its kind
+        return values.astype(np.int32)
+    return values
 
 
 def join_carry(plan: Plan, pieces: dict[Any, list[Any]]) -> list[Any]:

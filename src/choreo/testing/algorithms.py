@@ -13,19 +13,16 @@ An algorithm is a protocol, not a base class: a frozen dataclass of hyper-parame
 """
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
-import gymnasium
+import equinox as eqx
 import jax
-import jax.extend.core as jec
 import numpy as np
 
-from choreo import envs
-from choreo._compat import call_name, inner_jaxprs
+from choreo import envs, parts
 from choreo.errors import AlgorithmError
-from choreo.roles import find_call
-from choreo.static_key import is_array
+from choreo.partition.carry import form_of, leaves_of, with_leaves
+from choreo.partition.trace import Traced, trace
 from choreo.types import PyTree
 
 PARTS = {
@@ -36,6 +33,7 @@ PARTS = {
     "act": "act(params, obs, key, *, greedy=False) -> (action, extras)",
 }
 METRICS = ("episode_return", "episode_length", "episodes")
+"""Those that choreo.rollout returns; every report has them."""
 
 
 def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
@@ -43,9 +41,12 @@ def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
     env = envs.make("jax:CartPole-v1", num_envs=8) if env is None else env
     require_parts(algo)
     key_init, key = jax.random.split(jax.random.key(0))
-    check_init(algo, env, key_init)
-    carry = jax.jit(algo.init, static_argnums=0)(env, key_init)
-    check_roles(algo, env, carry, key)
+    parts.check_carry(algo, form_of(lambda key: algo.init(env, key), key_init))
+    traced = trace(algo, env)
+    check_roles(algo, traced)
+    parts.check_metrics(algo, traced.metrics, needed=METRICS)
+    carry = eqx.filter_jit(lambda key: algo.init(env, key))(key_init)
+    carry = with_leaves(traced.carry, leaves_of(carry, traced.carry))
     check_iterate(algo, env, carry, key)
     check_act(algo, env, carry)
 
@@ -74,30 +75,9 @@ def require_parts(algo: Any) -> None:
         ) from error
 
 
-def check_init(algo: Any, env: envs.Env, key: jax.Array) -> None:
-    """`carry.train` exists, and every leaf of the carry is an array: a function could not cross a `jit`."""
-    traced = []
-    jax.eval_shape(lambda key: traced.append(algo.init(env, key)), key)  # returns nothing, so that any leaf will do
-    (carry,) = traced
-    if not hasattr(carry, "train"):
-        raise AlgorithmError(
-            f"`{type(algo).__name__}.init` returns a {type(carry).__name__} without `.train`.",
-            fix="Return a NamedTuple (or another pytree) with a field `train`.",
-        )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
-        if not is_array(leaf):
-            raise AlgorithmError(
-                f"`{type(algo).__name__}.init` returns a {type(leaf).__name__} at `carry{jax.tree_util.keystr(path)}`; "
-                "a carry holds arrays.",
-                fix="Mark it eqx.field(static=True) in its module, or pass the module through choreo.networks.freeze.",
-            )
-
-
-def check_roles(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> None:
+def check_roles(algo: Any, traced: Traced) -> None:
     """Something in `iterate` is marked: else there is nothing to lay out."""
-    jaxpr = jax.make_jaxpr(lambda carry, key: algo.iterate(env, carry, key))(carry, key)
-    roles = set(_roles(jaxpr)) - {"env"}
-    if not roles:
+    if not set(traced.iterate.roles) - {"env"}:
         raise AlgorithmError(
             f"No function called by `{type(algo).__name__}.iterate` carries a role.",
             fix='Mark them: @choreo.fragment("actor") on act, @choreo.fragment("learner") on learn.',
@@ -105,15 +85,9 @@ def check_roles(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> None
 
 
 def check_iterate(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> None:
-    """An iteration returns a carry of the same form, and the metrics everybody reads."""
-    name = type(algo).__name__
-    out = jax.eval_shape(lambda carry, key: algo.iterate(env, carry, key), carry, key)
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise AlgorithmError(f"`{name}.iterate` returns a {type(out).__name__}, not (carry, metrics).")
-    _same_form(name, carry, out[0])
-    _check_metrics(name, out[1])
-    carry, _ = jax.jit(lambda carry, key: algo.iterate(env, carry, key))(carry, key)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(carry.train):
+    """After an iteration, everything learned is finite."""
+    carry, _ = eqx.filter_jit(lambda carry, key: algo.iterate(env, carry, key))(carry, key)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(carry.train, eqx.is_array)):
         numeric = not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         if numeric and not np.isfinite(np.asarray(leaf, np.float64)).all():
             raise AlgorithmError(
@@ -124,7 +98,7 @@ def check_iterate(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> No
 
 def check_act(algo: Any, env: envs.Env, carry: PyTree) -> None:
     """Acting for one environment gives an action of the action space, greedy or not, with or without memory."""
-    name, space = type(algo).__name__, env.action_space
+    name = type(algo).__name__
     params = algo.policy(carry.train)
     obs = jax.tree.map(lambda x: x[0], env.reset(env.keys(jax.random.key(1)))[1])
     memory = algo.initial_state(params) if hasattr(algo, "initial_state") else None
@@ -140,7 +114,7 @@ def check_act(algo: Any, env: envs.Env, carry: PyTree) -> None:
         if not isinstance(out, tuple) or len(out) != expected:
             what = "(action, extras)" if memory is None else "(action, extras, memory)"
             raise AlgorithmError(f"`{name}.act` does not return {what}.", fix=f"Write it as {PARTS['act']}.")
-        _check_action(name, out[0], space)
+        parts.check_action(name, out[0], env.action_space)
         if memory is not None:
             _same_form(name, memory, out[2], what="the memory `act` returns")
     again = algo.act(*args[:2], jax.random.key(3), *args[3:], greedy=True)[0]
@@ -148,35 +122,7 @@ def check_act(algo: Any, env: envs.Env, carry: PyTree) -> None:
         raise AlgorithmError(f"`{name}.act(greedy=True)` depends on the key.", fix="Return the likeliest action.")
 
 
-def _check_metrics(name: str, metrics: Any) -> None:
-    if not isinstance(metrics, dict):
-        raise AlgorithmError(f"`{name}.iterate` returns metrics as a {type(metrics).__name__}, not a dict.")
-    for key, value in metrics.items():
-        if not isinstance(key, str) or getattr(value, "shape", None) != ():
-            raise AlgorithmError(
-                f"The metric `{key}` of `{name}` is not a scalar array.",
-                fix="Metrics are a flat dict from names to scalars; take a mean.",
-            )
-    missing = [metric for metric in METRICS if metric not in metrics]
-    if missing:
-        raise AlgorithmError(
-            f"The metrics of `{name}` lack {', '.join(f'`{m}`' for m in missing)}.",
-            fix="choreo.rollout returns them; merge them into your own.",
-        )
-
-
-def _check_action(name: str, action: Any, space: gymnasium.Space) -> None:
-    expected = space.shape or ()
-    kind = np.floating if isinstance(space, gymnasium.spaces.Box) else np.integer
-    if action.shape != expected or not np.issubdtype(action.dtype, kind):
-        raise AlgorithmError(
-            f"`{name}.act` returns an action {action.dtype}{list(action.shape)} for one environment, "
-            f"but actions are {space}.",
-            fix="`act` is for one environment; `iterate` vmaps it.",
-        )
-
-
-def _same_form(name: str, before: PyTree, after: PyTree, *, what: str = "the carry `iterate` returns") -> None:
+def _same_form(name: str, before: PyTree, after: PyTree, *, what: str) -> None:
     one, other = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise AlgorithmError(
@@ -190,11 +136,3 @@ def _same_form(name: str, before: PyTree, after: PyTree, *, what: str = "the car
                 f"{x.dtype}{list(x.shape)} became {y.dtype}{list(y.shape)}.",
                 fix="Keep shapes and types; write jnp.zeros((), jnp.int32) rather than 0.",
             )
-
-
-def _roles(jaxpr: jec.ClosedJaxpr) -> Iterator[str]:
-    for eqn in jaxpr.jaxpr.eqns:
-        if call := find_call(call_name(eqn)):
-            yield call.role
-        for inner in inner_jaxprs(eqn):
-            yield from _roles(inner)

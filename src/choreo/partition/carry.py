@@ -1,0 +1,373 @@
+"""Which leaves of a carry are arrays, and which stay Python.
+
+    Train(w=array, updates=0, dropout=Dropout(p=0.5, inference=False))      what `init` returns
+          float32[3]   int32[]            0.5          False                its form: types of arrays, all else as it is
+
+A *form* is a carry with a `jax.ShapeDtypeStruct` in place of each array. It is the only answer to what is an array of a
+carry: `leaves_of` and `with_leaves` go by the form, and never look at the leaves themselves.
+
+A Python leaf is static at first. If `iterate` gives it back with the same type and bits, it never changes, by induction over
+iterations, and stays static. A number that comes back as anything else becomes an array of JAX's type for it, as in
+`jax.jit(iterate)`, and `iterate` is traced again. All other leaves (functions, strings) may not change.
+"""
+
+import dataclasses
+import itertools
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.extend.core as jec
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from choreo.errors import AlgorithmError
+from choreo.static_key import is_array
+from choreo.types import PyTree
+
+NUMBERS = (bool, int, float, complex)
+"""The Python types that JAX makes arrays of. Not their subclasses: an enum is no number to a user."""
+
+NEEDS_PYTHON = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+)  # fmt: skip
+"""What JAX raises where an array is used as a Python number."""
+
+
+def form_of(make: Callable[..., PyTree], *args: Any) -> PyTree:
+    """The form of what `make` returns; computes nothing."""
+    found = []
+    # It returns nothing to JAX, so that any leaf will do.
+    jax.eval_shape(lambda *args: found.append(as_form(make(*args))), *args)
+    return found[0]
+
+
+def as_form(carry: PyTree) -> PyTree:
+    """The form of a carry, whose numpy arrays and numbers are arrays as well."""
+    return jax.tree.map(lambda leaf: _type_of(leaf) if _is_numeric(leaf) else leaf, carry)
+
+
+def leaves_of(carry: PyTree, form: PyTree) -> list[Any]:
+    """The leaves of a carry that are arrays."""
+    pairs = zip(jax.tree.leaves(carry), jax.tree.leaves(form), strict=True)
+    return [
+        leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, like.dtype) for leaf, like in pairs if is_type(like)
+    ]
+
+
+def with_leaves(form: PyTree, leaves: Sequence[Any]) -> PyTree:
+    """The carry that has these arrays, and the static leaves of its form."""
+    rest = iter(leaves)
+    carry = jax.tree.map(lambda like: next(rest) if is_type(like) else like, form)
+    assert next(rest, None) is None, "more leaves than the form has arrays"
+    return carry
+
+
+def types_of(form: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """The types of the arrays, in their order."""
+    return [leaf for leaf in jax.tree.leaves(form) if is_type(leaf)]
+
+
+def names_of(form: PyTree) -> list[str]:
+    """The paths of the arrays, in their order: `train.params`, `['w']`."""
+    return [path.lstrip(".") for path, leaf in _paths(form) if is_type(leaf)]
+
+
+def named(name: str) -> str:
+    """One of these, for messages: `carry.train.params`, `carry['w']`."""
+    return f"carry{name}" if name.startswith("[") else f"carry.{name}"
+
+
+def may_change(form: PyTree) -> bool:
+    """Can the form of what `init` returns become another one, once `iterate` is traced?"""
+    return any(leaf.weak_type if is_type(leaf) else type(leaf) in NUMBERS for leaf in jax.tree.leaves(form))
+
+
+def is_type(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def weakened(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array as weakly typed as its form says. Arrays come back from a site with strong types."""
+    if not like.weak_type or leaf.weak_type:
+        return leaf
+    return lax.convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=True, sharding=None)
+
+
+@dataclass(frozen=True)
+class TracedOnce:
+    """`iterate`, traced for a carry of some form."""
+
+    jaxpr: jec.ClosedJaxpr
+    after: PyTree
+    """The form of the carry that it returns."""
+    changed: frozenset[int]
+    """The positions of static leaves that it changes: see `changed_leaves`."""
+
+
+Program = TypeVar("Program", bound=TracedOnce)
+
+
+def settle(name: str, first: PyTree, trace: Callable[[PyTree], Program]) -> tuple[PyTree, Program]:
+    """Make arrays of the leaves that change from one iteration to the next: the form that fits each, and the program.
+
+    `first` is the form of what `init` returns; `trace` traces `iterate` for a carry of a given form; `name` is the
+    algorithm's, for messages.
+    """
+    form, program = first, trace(first)
+    while program.changed:
+        leaves, tree = jax.tree.flatten(form)
+        form = tree.unflatten([_type_of(leaf) if i in program.changed else leaf for i, leaf in enumerate(leaves)])
+        try:
+            program = trace(form)
+        except NEEDS_PYTHON as error:
+            raise _needs_python(name, first, form, program.after) from error
+    return _settle_weak(name, first, form, program, trace)
+
+
+def _needs_python(name: str, first: PyTree, form: PyTree, after: PyTree) -> AlgorithmError:
+    """The error for code that works with a Python number only; `after` is what came back when it still was one."""
+    rows = zip(_paths(first), jax.tree.leaves(form), jax.tree.leaves(after), strict=True)
+    changed = [(path, old, new) for (path, old), now, new in rows if is_type(now) and not is_type(old)]
+    said = ", ".join(
+        f"`carry{path}` goes in as {leaf_text(old)} and comes back as {leaf_text(new)}" for path, old, new in changed
+    )
+    return AlgorithmError(
+        f"`{name}.iterate` changes a number of the carry ({said}), which is therefore an array to it, as in jax.jit(iterate); "
+        "but it is used as a Python number.",
+        fix="In place of `if`, `not`, `and`, range() and the like, use jnp.where, jnp.logical_not, lax.fori_loop; or let "
+        "`iterate` return the number as it was given.",
+    )
+
+
+def changed_leaves(name: str, first: PyTree, form: PyTree, after: PyTree) -> frozenset[int]:
+    """The positions of static leaves that come back as another number or array; refuses what may not come back.
+
+    `form` and `after` go in and come back; `first` is what `init` returns, before any number became an array.
+    """
+    if not same_structure(jax.tree.structure(form), jax.tree.structure(after)):
+        raise AlgorithmError(f"`{name}.iterate` must return a carry of the same structure as `init` returns.",
+                             fix=f"init: {jax.tree.structure(form)}\niterate: {jax.tree.structure(after)}")  # fmt: skip
+    changed = set()
+    rows = zip(_paths(form), jax.tree.leaves(first), jax.tree.leaves(after), strict=True)
+    for i, ((path, old), began, new) in enumerate(rows):
+        if is_type(old):
+            _check_type(name, path, began, old, new)
+        elif not same(old, new):
+            if type(old) not in NUMBERS or not (is_type(new) or type(new) in NUMBERS):
+                raise AlgorithmError(
+                    f"`{name}.iterate` must return a carry of the same form: `carry{path}` goes in as {leaf_text(old)} and comes "
+                    f"back as {leaf_text(new)}.",
+                    fix="Only arrays and numbers may change from one iteration to the next: let `iterate` return that leaf "
+                    "as it was given, or keep a number that says which.",
+                )
+            changed.add(i)
+    return frozenset(changed)
+
+
+def _check_type(name: str, path: str, began: Any, old: jax.ShapeDtypeStruct, new: Any) -> None:
+    given = _type_of(new) if type(new) in NUMBERS else new
+    if is_type(given) and (old.shape, old.dtype) == (given.shape, given.dtype):
+        return
+    goes_in, comes_back = leaf_text(old) if is_type(began) else f"{leaf_text(began)} ({leaf_text(old)})", leaf_text(new)
+    fix = "Make `init` and `iterate` agree on shape and dtype."
+    if not is_type(began):
+        fix += f" A number that changes is an array of one type: write {_example(given)} in `init`, or convert it in `iterate`."
+    raise AlgorithmError(
+        f"`{name}.iterate` must return a carry of the same form: `carry{path}` goes in as {goes_in} and comes back as "
+        f"{comes_back}.",
+        fix=fix,
+    )
+
+
+def _example(given: Any) -> str:
+    return f"jnp.zeros({given.shape}, jnp.{given.dtype})" if is_type(given) else "an array"
+
+
+def _settle_weak(name: str, first: PyTree, form: PyTree, program: Program,
+                 trace: Callable[[PyTree], Program]) -> tuple[PyTree, Program]:  # fmt: skip
+    """Weak types, which decide what a leaf is promoted to, must not make one iteration another program than the next.
+
+    In `jax.jit(iterate)` a leaf may go in weak and come back strong, so that the second iteration is traced again with
+    other types. All types that occur are tried, and the strong ones, which we keep: each must give the same program.
+    """
+    seen: dict[tuple[bool, ...], Program] = {_weak(form): program}
+    weak = after = _returned_weak(form, program.after)
+    if after in seen:
+        return form, program
+    strong = tuple(a and b for a, b in zip(_weak(form), after, strict=True))
+    path = next(path for (path, was), is_now in zip(_typed_paths(form), after, strict=True) if was.weak_type != is_now)
+    try:
+        while weak not in seen:
+            seen[weak] = trace(_with_weak(form, weak))
+            weak = _returned_weak(form, seen[weak].after)
+            strong = tuple(a and b for a, b in zip(strong, weak, strict=True))
+        if strong not in seen:
+            seen[strong] = trace(_with_weak(form, strong))
+    except (TypeError, ValueError) as error:  # JAX may promote the one, and refuse to promote the other
+        raise _depends_on_weak(name, path, _at(first, path), after) from error
+    if len({describe(each.jaxpr) for each in seen.values()}) > 1:
+        raise _depends_on_weak(name, path, _at(first, path), after)
+    return _with_weak(form, strong), seen[strong]
+
+
+def _depends_on_weak(name: str, path: str, began: Any, after: Any) -> AlgorithmError:
+    what = f"{leaf_text(began)}, " if not is_type(began) else ""
+    return AlgorithmError(
+        f"`{name}.iterate` computes in other types from its second iteration on: `carry{path}` ({what}"
+        "a weak type, as Python numbers have) goes in or comes back weakly typed, but not both.",
+        fix=f"Give it a dtype in `init`, as in jnp.asarray({began if not is_type(began) else '...'}, jnp.float32), and let "
+        "`iterate` return that dtype.",
+    )
+
+
+def _weak(form: PyTree) -> tuple[bool, ...]:
+    return tuple(leaf.weak_type for leaf in types_of(form))
+
+
+def _returned_weak(form: PyTree, after: PyTree) -> tuple[bool, ...]:
+    pairs = zip(jax.tree.leaves(form), jax.tree.leaves(after), strict=True)
+    return tuple((new if is_type(new) else _type_of(new)).weak_type for old, new in pairs if is_type(old))
+
+
+def _with_weak(form: PyTree, weak: Sequence[bool]) -> PyTree:
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=w) for t, w in zip(types_of(form), weak, strict=True)]
+    return with_leaves(form, types)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Is it the same leaf? Numbers and strings by type and bits, all else by identity."""
+    if type(a) is not type(b):
+        return False
+    if type(a) is float:
+        return struct.pack("d", a) == struct.pack("d", b)
+    if type(a) is complex:
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    return a == b if type(a) in (bool, int, str, bytes) else a is b
+
+
+def same_leaf(a: Any, b: Any) -> bool:
+    """Is it the same leaf of two forms? Arrays by their types."""
+    if is_type(a) and is_type(b):
+        return (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+    return same(a, b)
+
+
+def block_type(leaf: jax.ShapeDtypeStruct, axis: int | None, blocks: int) -> jax.ShapeDtypeStruct:
+    """The type of one of so many blocks along an axis; of the whole, if there is none."""
+    shape = tuple(n // blocks if d == axis else n for d, n in enumerate(leaf.shape))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+
+
+def same_structure(a: Any, b: Any) -> bool:
+    """Are these tree structures equal, also in the types and bits of what they hold? To `==`, 1, 1.0 and True are equal."""
+    if a != b:
+        return False
+    pairs = zip(a.children(), b.children(), strict=True)
+    return _same_data(a.node_data(), b.node_data()) and all(same_structure(x, y) for x, y in pairs)
+
+
+def _same_data(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(_same_data(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Mapping):
+        return _same_data(list(a.items()), list(b.items()))
+    if dataclasses.is_dataclass(a) and not isinstance(a, type):
+        return all(_same_data(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return same(a, b) if type(a) in NUMBERS else True  # `==` has said that the rest is equal
+
+
+def describe(closed: jec.ClosedJaxpr) -> str:
+    """A program as text, without weak types: programs with the same text compute the same."""
+    return "\n".join(_lines(closed.jaxpr, closed.consts))
+
+
+def _lines(jaxpr: jec.Jaxpr, consts: Sequence[Any]) -> Iterator[str]:
+    names: dict[Any, str] = {var: f"c{i}" for i, var in enumerate(jaxpr.constvars)}
+    names |= {var: f"x{i}" for i, var in enumerate(jaxpr.invars)}
+    numbers = itertools.count()
+
+    def read(var: Any) -> str:
+        return f"{_value(var.val)}:{_bare(var.aval)}" if isinstance(var, jec.Literal) else names[var]
+
+    yield f"{[_bare(v.aval) for v in jaxpr.invars]} {[_value(const) for const in consts]}"
+    for eqn in jaxpr.eqns:
+        if _only_strengthens(eqn):
+            names[eqn.outvars[0]] = read(eqn.invars[0])
+            continue
+        operands = [read(v) for v in eqn.invars]
+        names |= {var: f"v{next(numbers)}" for var in eqn.outvars}
+        params = [f"{key}={_param(value)}" for key, value in sorted(eqn.params.items()) if key != "weak_type"]
+        yield f"{[(names[v], _bare(v.aval)) for v in eqn.outvars]} = {eqn.primitive}{params} {operands}"
+    yield f"return {[read(v) for v in jaxpr.outvars]}"
+
+
+def _only_strengthens(eqn: jec.JaxprEqn) -> bool:
+    """Does it turn a weak type into a strong one, and leave all bits as they are?"""
+    if eqn.primitive is not lax.convert_element_type_p or eqn.params["sharding"] is not None:
+        return False
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
+    return before.dtype == after.dtype
+
+
+def _param(value: Any) -> str:
+    if isinstance(value, jec.ClosedJaxpr):
+        return "{" + describe(value) + "}"
+    if isinstance(value, jec.Jaxpr):
+        return "{" + "\n".join(_lines(value, ())) + "}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_param(item) for item in value)})"
+    return _value(value) if is_array(value) else _bare(value)
+
+
+def _value(value: Any) -> str:
+    """A constant, every bit of it."""
+    if is_array(value) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return f"{np.shape(value)}{np.asarray(value).tobytes().hex()}"
+
+
+def _bare(what: Any) -> str:
+    """As text, without weak types, addresses, and the numbers of fragments' calls."""
+    text = re.sub(r"weak_type=(True|False)|~| at 0x[0-9a-f]+", "", str(what))
+    return re.sub(r"^(choreo:.*):\d+$", r"\1", text)
+
+
+def _is_numeric(leaf: Any) -> bool:
+    """An array to JAX, which knows no arrays of strings or objects."""
+    if isinstance(leaf, jax.Array):
+        return True
+    return is_array(leaf) and (jnp.issubdtype(leaf.dtype, np.number) or jnp.issubdtype(leaf.dtype, np.bool_))
+
+
+def _type_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def leaf_text(leaf: Any) -> str:
+    """A leaf of a form, for messages."""
+    if is_type(leaf):
+        return jax.typeof(leaf).str_short()
+    if type(leaf) in (*NUMBERS, str):
+        return f"the {type(leaf).__name__} {leaf!r}"
+    return f"the function {leaf.__name__}" if hasattr(leaf, "__name__") else f"a {type(leaf).__name__}"
+
+
+def _paths(tree: PyTree) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _typed_paths(form: PyTree) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    return [(path, leaf) for path, leaf in _paths(form) if is_type(leaf)]
+
+
+def _at(tree: PyTree, path: str) -> Any:
+    return dict(_paths(tree))[path]

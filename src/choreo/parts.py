@@ -1,0 +1,123 @@
+"""What `train` and `check_algorithm` ask of the parts of an algorithm: its carry, its metrics, its actions.
+
+All of it is found by tracing: nothing is computed, and no environment is built.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo.errors import AlgorithmError
+from choreo.evaluate import initial_state
+from choreo.host import spaces
+from choreo.partition.carry import form_of, types_of, with_leaves
+from choreo.types import PyTree
+
+RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")
+"""What a run writes into its rows itself, beside the metrics of the algorithm."""
+NEEDED = ("episode_return", "episodes")
+"""The metrics that `train_return` is made of."""
+
+
+def check_parts(algo: Any, env: Any) -> None:
+    """Refuse an algorithm whose `init`, `policy` or `act` cannot be used on `env`; does not trace `iterate`."""
+    form = form_of(lambda key: algo.init(env, key), jax.eval_shape(lambda: jax.random.key(0)))
+    check_carry(algo, form)
+    check_acts(algo, env, form.train)
+
+
+def check_carry(algo: Any, carry: PyTree) -> None:
+    """Everything learned has its place."""
+    if not hasattr(carry, "train"):
+        raise AlgorithmError(
+            f"`{type(algo).__name__}.init` returns a {type(carry).__name__} without `train`.",
+            fix="Return a NamedTuple (or another pytree) whose field `train` holds everything learned.",
+        )
+
+
+def check_metrics(algo: Any, metrics: Mapping[str, Any], *, needed: Collection[str] = NEEDED) -> None:
+    """Metrics are numbers, one per iteration, and have names of their own; `metrics`: their types."""
+    name = type(algo).__name__
+    check_metric_names(algo, metrics)
+    for metric, value in metrics.items():
+        if value.shape != ():
+            raise AlgorithmError(
+                f"The metric `{metric}` of `{name}` has shape {list(value.shape)}.",
+                fix="A metric is one number per iteration: take its mean, or give each part a name.",
+            )
+        if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.integer, np.floating)):
+            raise AlgorithmError(
+                f"The metric `{metric}` of `{name}` is {value.dtype}, which is no real number.",
+                fix="Return its real and imaginary parts, or its absolute value, under names of their own.",
+            )
+    for metric in needed:
+        if metric not in metrics:
+            raise AlgorithmError(
+                f"`{name}.iterate` returns no metric `{metric}`.",
+                fix="Add it: choreo.rollout returns the metrics of episodes, or see docs/your-own-algorithm.md.",
+            )
+
+
+def check_metric_names(algo: Any, names: Collection[str]) -> None:
+    """None of them is one that a run writes into the same row."""
+    for name in names:
+        if name in RESERVED:
+            raise AlgorithmError(
+                f"`{type(algo).__name__}.iterate` returns a metric `{name}`, which a run writes itself.",
+                fix=f"Give it another name; taken are {', '.join(RESERVED)}.",
+            )
+
+
+def check_acts(algo: Any, env: Any, train: PyTree) -> None:
+    """`act` returns an action of the action space for one environment; `train` is the form of what is learned."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    batch = jax.eval_shape(lambda key: env.reset(env.keys(key))[1], key)
+    obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+
+    def actions(leaves, obs, key):
+        params = algo.policy(with_leaves(train, leaves))
+        return [_act(algo, params, obs, key, greedy=greedy) for greedy in (False, True)]
+
+    for action in jax.eval_shape(actions, types_of(train), obs, key):
+        check_action(type(algo).__name__, action, env.action_space)
+
+
+def _act(algo: Any, params: PyTree, obs: PyTree, key: Any, *, greedy: bool) -> PyTree:
+    state = initial_state(algo, params)
+    memory = () if state is None else (state,)
+    out = algo.act(params, obs, key, *memory, greedy=greedy)
+    if not isinstance(out, tuple) or len(out) != 2 + len(memory):
+        what = "(action, extras, memory)" if memory else "(action, extras)"
+        raise AlgorithmError(
+            f"`{type(algo).__name__}.act` does not return {what}.",
+            fix=f"Write it as act(params, obs, key{', memory' * len(memory)}, *, greedy=False) -> {what}.",
+        )
+    return out[0]
+
+
+def check_action(name: str, action: PyTree, space: gymnasium.Space) -> None:
+    """The action of one environment has the shapes and kinds of numbers that its space has."""
+    declared = [leaf for _, leaf in spaces.leaves(space, what="The action")]
+    given = jax.tree.leaves(action)
+    fits = len(given) == len(declared) and all(_fits(x, leaf) for x, leaf in zip(given, declared, strict=True))
+    if not fits:
+        said = ", ".join(f"{x.dtype}{list(x.shape)}" for x in map(jax.typeof, given))
+        raise AlgorithmError(
+            f"`{name}.act` returns an action {said} for one environment, but actions are {space}.",
+            fix="`act` is for one environment; `iterate` vmaps it. Actions of a Discrete space are integers, as from jnp.argmax; "
+            "those of a Box are floats.",
+        )
+
+
+def _fits(action: Any, space: gymnasium.Space) -> bool:
+    kinds: tuple[type, ...] = (np.integer,)
+    if isinstance(space, gymnasium.spaces.Box):
+        kinds = (np.floating,) if jnp.issubdtype(space.dtype, np.floating) else (np.integer, np.floating)
+    if isinstance(space, gymnasium.spaces.MultiBinary):
+        kinds = (np.integer, np.bool_)
+    aval = jax.typeof(action)
+    return aval.shape == (space.shape or ()) and any(jnp.issubdtype(aval.dtype, kind) for kind in kinds)
