@@ -92,6 +92,14 @@ def until_small(row):
     return lax.while_loop(lambda c: jnp.abs(c[0][0]) > 0.05, lambda c: (0.6 * c[0], c[1] + 1), (row, 0))
 
 
+def count_up(carry):
+    return carry[0] + 1, 0.6 * carry[1] + carry[0]
+
+
+def until(n, row):
+    return lax.while_loop(lambda c: c[0] < n, count_up, (0, row))[1]
+
+
 def draw(key):
     return jax.random.normal(key, (3,))
 
@@ -212,6 +220,38 @@ CASES = {
         lambda w, x: lax.while_loop(lambda c: jnp.sum(c[0]) < 9, lambda c: (c[0] + 1, c[1] / 2), (w, x)),
         (SHARED, S),
         (None, 0),
+    ),
+    "while per environment, counted by arange": Case(jax.vmap(lambda row, n: until(n, row)), (S, ((E,), None)), (0,)),
+    "while per environment, counted by arange, second axis": Case(
+        jax.vmap(lambda column, n: until(n, column), (1, 0), 1), (((3, E), 1), ((E,), None)), (1,)
+    ),
+    "while per environment and member, counted by arange": Case(
+        lambda x: jax.vmap(jax.vmap(until))(jnp.arange(2 * E).reshape(E, 2), x), (((E, 2, 3), 0),), (0,)
+    ),
+    "while per member and environment, counted by arange": Case(
+        lambda x: jax.vmap(jax.vmap(until))(jnp.arange(2 * E).reshape(2, E), x), (((2, E, 3), 1),), (1,)
+    ),
+    "while per member, over environments": Case(lambda x: jax.vmap(until)(jnp.arange(4), x), (((4, E), 1),), (1,)),
+    "while per environment, counted by all": Case(
+        lambda x: jax.vmap(until)(jnp.cumsum(jnp.arange(E)) % 4, x), (S,), (0,)
+    ),
+    "while per environment, rounds that mix": Case(
+        jax.vmap(
+            lambda row, n: lax.while_loop(lambda c: lax.psum(c[0], "e") < n, count_up, (0, row))[1], axis_name="e"
+        ),
+        (S, ((E,), None)),
+        (MIXED,),
+    ),
+    "jit hands groups on that cannot be divided": Case(
+        lambda groups, x: jax.jit(lambda groups, x: (groups, x + 1.0))(groups, x), (((4, 3), 0), S), (MIXED, 0)
+    ),
+    "jit hands shared groups on": Case(
+        lambda k, x: jax.jit(lambda groups, x: (groups, x + 1.0))(jax.random.split(k, E).reshape(2, 3), x),
+        (KEY, S),
+        (None, 0),
+    ),
+    "jit of what mixes and what does not": Case(
+        lambda x: jax.jit(lambda a, b: (a + 1.0, b + 1.0))(x, x[::-1]), (S,), (0, MIXED)
     ),
     "custom_vjp": Case(lambda x: (clipped(x), gradient(clipped)(x)), (S,), (0, 0)),
     "custom_vjp whose derivative mixes": Case(

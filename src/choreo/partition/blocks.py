@@ -118,6 +118,7 @@ class Pruned:
 def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "") -> Step:
     """The forms of an equation's results. `at`: the line of the call around it, for equations without a line."""
     at = _compat.where(eqn) or at
+    forms = [_in_blocks(var, form, size, at) for var, form in zip(eqn.invars, forms, strict=True)]
     call = find_call(_compat.call_name(eqn))
     # Python is called for the replica's own environments, also where its operands are the same everywhere.
     on_host = call is not None and isinstance(call.host, HostMethod)
@@ -140,6 +141,16 @@ def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "
     return Step(eqn, whole, way, tuple(outs))
 
 
+def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
+    """A value's form at replicas of this size: another group may have divided it into blocks where this one cannot."""
+    if form.axis is None or var.aval.shape[form.axis] % size.blocks == 0:
+        return form
+    if form.whole:
+        return Form(True)
+    why = f"{var.aval.shape[form.axis]} groups of environments cannot be divided into {size.blocks} blocks"
+    return Form(False, None, Mixed(why, at))
+
+
 def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
     """Where a value that depends on no environment may first be cut: a proposal, never needed for being right."""
     if size.shards:  # few enough to be as many as something else: here we know
@@ -148,22 +159,21 @@ def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
 
 
 def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> Way | None:
-    for form in forms:
-        if form.mixed:
-            raise Mixes(form.mixed)
     name = eqn.primitive.name
     call = find_call(_compat.call_name(eqn))
-    if call and isinstance(call.host, HostMethod):
+    inner = _compat.inner_jaxpr(eqn)
+    on_host, reduces = call is not None and isinstance(call.host, HostMethod), find_reduction(_compat.call_name(eqn))
+    for form in forms:
+        if form.mixed and (inner is None or on_host or reduces):  # some results of other calls may not need this operand
+            raise Mixes(form.mixed)
+    if on_host:
         return OnHost(eqn, forms, size)
     if call and (mapped := Mapped.of(eqn, call, size)) and mapped.accepts(forms):
         return mapped
-    if all(form.axis is None for form in forms):
+    if all(form == WHOLE for form in forms):
         return None
-    inner = _compat.inner_jaxpr(eqn)
-    if inner is not None and find_reduction(_compat.call_name(eqn)):
-        return AllReduce(eqn, inner, forms)
     if inner is not None:
-        return Called(infer(inner, forms, size, at))
+        return AllReduce(eqn, inner, forms) if reduces else Called(infer(inner, forms, size, at))
     if name in CONTROL:
         return CONTROL[name](eqn, forms, size, at)
     axes = [form.axis for form in forms]
@@ -413,21 +423,37 @@ class While:
             return cond, infer(self.p.body, [*self.body_forms, *carry], size, at)
 
         self.carry, (self.cond, self.body) = _carry_forms(init, infer_both, lambda inner: inner[1].outs)
+        self.predicate_axis = self._predicate_axis()
+        if self.predicate_axis is not None and any(form.axis != self.predicate_axis for form in self.carry):
+            self.carry = [Form(False, self.predicate_axis) for _ in self.carry]
+            self.cond, self.body = infer_both(self.carry)
+            if any(not self._one_per_environment(out) for out in [*self.cond.outs, *self.body.outs]):
+                raise Mixes("`while` carries a value that is not one per environment")
+        self.native = [form.axis for form in self.carry]
+
+    def _predicate_axis(self) -> Axis:
+        """Along which axis the predicate stands in blocks; None: it is given whole.
+
+        A predicate with axes is one that `vmap` made: its axes are the first of everything that is carried, and it
+        selects, row by row, what moves on. A row whose predicate is false stays as it is, and so does its predicate, if
+        that reads nothing but the row: then it does not matter how often the rows of other blocks go round. So what is
+        carried along one of the predicate's axes must be so altogether, and the predicate with it, even if that is the
+        same on every replica (a number of rounds computed from `arange`, say).
+        """
         (predicate,) = self.cond.outs
         if predicate.mixed:
             raise Mixes(predicate.mixed)
-        # A mapped predicate selects, environment by environment, whether the carry moves on; finished environments
-        # stay as they are however often the loop goes round. That needs the whole carry in the same blocks.
-        if not predicate.whole and any(form.axis != predicate.axis for form in self.carry):
-            forced = [Form(False, predicate.axis) for _ in self.carry]
-            if any(not form.whole and form.axis != predicate.axis for form in self.carry):
-                raise Mixes("`while` carries environments along different axes")
-            self.cond, self.body = infer_both(forced)
-            if any(out.mixed or not (out.whole or out.axis == predicate.axis) for out in self.body.outs):
-                raise Mixes("`while` carries a value that is not one per environment")
-            self.carry = forced
-        self.predicate_axis = None if self.cond.outs[0].whole else self.cond.outs[0].axis
-        self.native = [form.axis for form in self.carry]
+        rank = len(self.p.cond.jaxpr.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue]
+        axes = {form.axis for form in self.carry if form.axis is not None and rank}
+        axes |= set() if predicate.whole else {predicate.axis}
+        if not any(axis < rank for axis in axes):  # pyright: ignore[reportOptionalOperand]
+            return None
+        if len(axes) > 1:
+            raise Mixes("`while` carries environments along different axes")
+        return axes.pop()
+
+    def _one_per_environment(self, out: Form) -> bool:
+        return not out.mixed and (out.whole or out.axis == self.predicate_axis)
 
     def _needs(self) -> tuple[Pieces, Pieces]:
         cond = demand(self.cond, [{self.predicate_axis}])[0]
