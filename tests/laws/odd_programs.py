@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import choreo
@@ -901,6 +902,14 @@ def a_scan_with_constant_arrays(env, c, key):
 
     (s, base), (a, b, d) = lax.scan(step, (c["s"], TABLE[::-1]), jnp.stack([TABLE, -TABLE, TABLE]))
     return {"s": s + base, "w": learn(c["w"], a, b, d)}, {"a": a, "d": d}
+
+
+@program()
+def constant_arrays_given_to_fragments(env, c, key):
+    add = choreo.fragment("actor")(lambda s, t: s + t)
+    a = add(c["s"], TABLE) + jax.jit(lambda s, t: add(s, t))(c["s"], np.asarray(TABLE))
+    s = env.step(c["s"], a + choreo.fragment("env")(lambda s: (s, TABLE * 2.0))(c["s"])[1])
+    return {"s": s, "w": learn(c["w"], s, TABLE)}, {"m": jnp.mean(s), "t": TABLE}
 
 
 def raw_keys(env, key):
