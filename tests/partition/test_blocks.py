@@ -27,6 +27,7 @@ SIZE = Size(E, BLOCK)
 MIXED = "mixed"
 W = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
 PER_ENV = jnp.linspace(-1.0, 1.0, E * 3).reshape(E, 3)
+PER_MATRIX = jnp.broadcast_to(jnp.eye(3), (E, 3, 3))
 S = ((E, 3), 0)  # one row per environment
 SHARED = ((3,), None)
 KEY = ("key", None)
@@ -253,6 +254,33 @@ CASES = {
     "jit of what mixes and what does not": Case(
         lambda x: jax.jit(lambda a, b: (a + 1.0, b + 1.0))(x, x[::-1]), (S,), (0, MIXED)
     ),
+    "map": Case(lambda w, x: lax.map(lambda row: jnp.sort(row * w), x), (SHARED, S), (0,)),
+    "map, reversed, with row numbers and keys": Case(
+        lambda k, x: lax.scan(
+            lambda _, row: (None, (row[0] + draw(row[1]), row[2] * 2)),
+            None,
+            (x, jax.random.split(k, E), jnp.arange(E)),
+            reverse=True,
+        )[1],
+        (KEY, S),
+        (0, 0),
+    ),
+    "map over something else": Case(lambda x: lax.map(jnp.sin, x), (((3, E), 1),), (1,)),
+    "map that looks at another": Case(lambda x: lax.map(lambda row: row - x[0], x), (S,), (MIXED,)),
+    "map over what is rolled": Case(lambda x: lax.map(lambda r: r[0] - r[1], (x, jnp.roll(x, 1, 0))), (S,), (MIXED,)),
+    "map over two axes": Case(
+        lambda x, y: lax.map(lambda r: r[0] - r[1], (x, y)), (((E, E), 0), ((E, E), 1)), (MIXED,)
+    ),
+    "scan over environments that counts": Case(
+        lambda x: lax.scan(lambda n, row: (n + 1.0, row * n), 0.0, x)[1], (S,), (MIXED,)
+    ),
+    "solve": Case(lambda a, b: jnp.linalg.solve(a + 3.0 * PER_MATRIX, b), (((E, 3, 3), 0), ((E, 3, 2), 0)), (0,)),
+    "solve, gradient": Case(
+        lambda a, b: gradient(lambda b: jnp.linalg.solve(a + 3.0 * PER_MATRIX, b))(b),
+        (((E, 3, 3), 0), ((E, 3, 2), 0)),
+        (0,),
+    ),
+    "solve for all": Case(lambda a: jnp.linalg.solve(a + jnp.eye(E), PER_ENV), (((E, E), 0),), (MIXED,)),
     "custom_vjp": Case(lambda x: (clipped(x), gradient(clipped)(x)), (S,), (0, 0)),
     "custom_vjp whose derivative mixes": Case(
         lambda x: (backward_mixes(x), gradient(backward_mixes)(x)), (S,), (0, MIXED)

@@ -25,7 +25,7 @@ from choreo import _compat
 from choreo.host import HostMethod
 from choreo.partition.forms import WHOLE, Form, Get, Mixed, Pieces, Way, cut, struct_of
 from choreo.partition.mapped import Mapped
-from choreo.partition.reduce import AllReduce
+from choreo.partition.reduce import AllReduce, combines
 from choreo.partition.split import Axis, Mixes, Size, Split, split
 from choreo.roles import SHARD_NUMBERS, find_call, find_reduction
 
@@ -164,7 +164,9 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> 
     inner = _compat.inner_jaxpr(eqn)
     on_host, reduces = call is not None and isinstance(call.host, HostMethod), find_reduction(_compat.call_name(eqn))
     for form in forms:
-        if form.mixed and (inner is None or on_host or reduces):  # some results of other calls may not need this operand
+        if form.mixed and (
+            inner is None or on_host or reduces
+        ):  # some results of other calls may not need this operand
             raise Mixes(form.mixed)
     if on_host:
         return OnHost(eqn, forms, size)
@@ -333,11 +335,7 @@ class Scan:
     def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str):
         self.p, self.size = _compat.scan_params(eqn), size
         c, k = self.p.num_consts, self.p.num_carry
-        xs = []
-        for form in forms[c + k :]:
-            if form.axis == 0 and not form.whole:
-                raise Mixes("`scan` goes through the environments one by one")
-            xs.append(Form(form.whole, form.axis - 1 if form.axis else None))
+        xs = [Form(form.whole, form.axis - 1 if form.axis else None) for form in forms[c + k :]]
         self.carry, self.inner = _carry_forms(
             forms[c : c + k],
             lambda carry: infer(self.p.body, [*forms[:c], *carry, *xs], size, at),
@@ -408,6 +406,38 @@ def _carry_forms(init: Sequence[Form], infer_body: Callable, outs_of: Callable) 
         if after == carry:
             return carry, inner
         carry = after
+
+
+class Rows:
+    """`lax.map` over the environments: a scan that carries nothing.
+
+    Step i computes row i of each result from row i of what it goes through, and from constants that are the same on every
+    replica: so block r of the results is the same scan over block r, whatever is done to a row.
+    """
+
+    def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form]):
+        self.p = _compat.scan_params(eqn)
+        consts, xs = forms[: self.p.num_consts], forms[self.p.num_consts :]
+        if self.p.num_carry or eqn.effects or combines(eqn):
+            raise Mixes("`scan` goes through the environments one by one")
+        if not all(form.whole for form in consts) or not all(form.whole or form.axis == 0 for form in xs):
+            raise Mixes("`scan` goes through the environments one by one, and looks at others on its way")
+        self.native = [0] * len(eqn.outvars)
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        return [{None} if i < self.p.num_consts else {0} for i in range(len(self.p.body.jaxpr.invars))]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        consts, xs = _halves([_single(pieces) for pieces in _given(get, self.demand(outs))], self.p.num_consts)
+
+        def body(_, row):
+            return None, _compat.eval_jaxpr(self.p.body, [*consts, *row])
+
+        return lax.scan(body, None, xs, None, self.p.reverse, self.p.unroll)[1]
+
+
+def _halves(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return values[:count], values[count:]
 
 
 class While:
@@ -527,8 +557,36 @@ class Cond:
         return [next(results) if out else None for out in outs]
 
 
+class Solve:
+    """`custom_linear_solve`: its value is what its solver gives; the other programs in it are for derivatives."""
+
+    def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str):
+        lengths, self.num_ins = eqn.params["const_lengths"], len(forms)
+        start, end = lengths.matvec + lengths.vecmat, sum(lengths)
+        self.used = [*range(start, start + lengths.solve), *range(end, self.num_ins)]
+        solver = eqn.params["jaxprs"].solve
+        self.inner = Called(infer(solver, [forms[i] for i in self.used], size, at))
+        self.native = self.inner.native
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        need: Pieces = [set() for _ in range(self.num_ins)]
+        for i, pieces in zip(self.used, self.inner.demand(outs), strict=True):
+            need[i] = pieces
+        return need
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        return self.inner.emit(lambda i, axis: get(self.used[i], axis), outs, index)
+
+
+def _scan(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> Way:
+    p = _compat.scan_params(eqn)
+    over_envs = any(form.axis == 0 and not form.whole for form in forms[p.num_consts + p.num_carry :])
+    return Rows(eqn, forms) if over_envs else Scan(eqn, forms, size, at)
+
+
 CONTROL: dict[str, Callable[[jec.JaxprEqn, Sequence[Form], Size, str], Way]] = {
-    "scan": Scan,
+    "scan": _scan,
     "while": While,
     "cond": Cond,
+    "custom_linear_solve": Solve,
 }
