@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import choreo
@@ -615,6 +616,30 @@ def a_batched_fragment_with_a_while_per_environment(env, c, key):
 
 
 @program()
+def a_number_of_rounds_per_environment_from_arange(env, c, key):
+    def rounds(n, x):
+        return lax.fori_loop(0, n, lambda t, x: 0.7 * x + 0.1 * t, x)
+
+    def at_most(n, x):
+        return lax.while_loop(
+            lambda c: (c[0] < n) & (jnp.abs(c[1][0]) > 0.01), lambda c: (c[0] + 1, 0.6 * c[1]), (0, x)
+        )
+
+    a = choreo.fragment("actor")(lambda s: jax.vmap(rounds)(jnp.arange(E), s))(c["s"])
+    n, b = choreo.fragment("env")(lambda s: jax.vmap(at_most)(E - jnp.arange(E), s))(c["s"])
+    s = env.step(c["s"], a + b + jax.vmap(rounds)(jnp.arange(E) // 2, c["s"]))
+    return {"s": s, "w": learn(c["w"], s)}, {"n": n}
+
+
+@program()
+def groups_that_the_next_group_cannot_divide(env, c, key):
+    groups = choreo.fragment("env")(lambda s: jax.jit(lambda s: jnp.sin(s).reshape(2, 3, 3))(s))(c["s"])
+    same, a = choreo.fragment("actor")(lambda g, s: jax.jit(lambda g, s: (g, jnp.cos(s)))(g, s))(groups, c["s"])
+    s = env.step(c["s"], a + same.reshape(E, 3))
+    return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
+
+
+@program()
 def time_and_environments_merged(env, c, key):
     s, ss = unrolled(env, c, key, length=4)
     flat = ss.reshape(4 * E, 3)
@@ -877,6 +902,14 @@ def a_scan_with_constant_arrays(env, c, key):
 
     (s, base), (a, b, d) = lax.scan(step, (c["s"], TABLE[::-1]), jnp.stack([TABLE, -TABLE, TABLE]))
     return {"s": s + base, "w": learn(c["w"], a, b, d)}, {"a": a, "d": d}
+
+
+@program()
+def constant_arrays_given_to_fragments(env, c, key):
+    add = choreo.fragment("actor")(lambda s, t: s + t)
+    a = add(c["s"], TABLE) + jax.jit(lambda s, t: add(s, t))(c["s"], np.asarray(TABLE))
+    s = env.step(c["s"], a + choreo.fragment("env")(lambda s: (s, TABLE * 2.0))(c["s"])[1])
+    return {"s": s, "w": learn(c["w"], s, TABLE)}, {"m": jnp.mean(s), "t": TABLE}
 
 
 def raw_keys(env, key):

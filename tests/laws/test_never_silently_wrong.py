@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import choreo
 from laws import odd_programs
@@ -43,6 +44,11 @@ def rows(values):
 def every(values):
     """The same three numbers for every environment."""
     return jnp.broadcast_to(values, (E, 3))
+
+
+def squares(x):
+    """A matrix for each environment, far from singular."""
+    return x[:, :, None] * x[:, None, :] + jnp.broadcast_to(jnp.diag(jnp.arange(1.0, 4.0)), (E, 3, 3))
 
 
 def merged(x):
@@ -104,6 +110,13 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "merged the other way": lambda x: jnp.roll(jnp.stack([x, -x], axis=1).reshape(2 * E, 3), 1, axis=0)[::2],
     "scan over environments": lambda x: lax.scan(lambda c, row: (c + row, c), x[0], x)[1],
     "map over environments": lambda x: lax.map(jnp.sin, x),
+    "map that looks at another": lambda x: lax.map(lambda row: row - x[0], x),
+    "map with row numbers": lambda x: lax.map(lambda r: r[0] * r[1], (x, jnp.arange(float(E)))),
+    "map with row numbers, rolled": lambda x: lax.map(lambda r: r[0] * r[1], (x, jnp.roll(jnp.arange(float(E)), 1))),
+    "map by row number": lambda x: lax.map(lambda i: x[i], jnp.arange(E)),
+    "scan over environments that counts": lambda x: lax.scan(lambda n, row: (n + 1.0, row * n), 0.0, x)[1],
+    "solve of each": lambda x: jnp.linalg.solve(squares(x), x[:, :, None])[:, :, 0],
+    "solve for all": lambda x: jnp.linalg.solve(x @ x.T + jnp.eye(E), x),
     "scan with a table": lambda x: lax.scan(lambda c, i: (c.at[i].set(c[i - 1] + 1.0), ()), x, jnp.arange(1, E))[0],
     "associative scan": lambda x: lax.associative_scan(jnp.multiply, x),
     "named mean": lambda x: jax.vmap(lambda row: row - lax.pmean(row, "envs"), axis_name="envs")(x),
@@ -171,6 +184,25 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gradient of a mean": lambda x: jax.grad(lambda x: jnp.mean(x) ** 2)(x),
     "gradient, sorted": lambda x: jax.grad(lambda x: jnp.sum(jnp.sort(x, axis=0) * rows(LINE)))(x),
     "jacobian": lambda x: jax.jacfwd(lambda x: jnp.sum(x**2, axis=1))(x).sum(axis=1),
+    "tiled by features": lambda x: jnp.tile(x, (1, 2))[:, 1:4] + jnp.tile(x, (2, 1, 1))[1],
+    "tiled, then cut": lambda x: jnp.tile(x, (2, 1))[E:],
+    "gamma by env key": lambda x: (
+        jax.vmap(lambda k, a: jax.random.gamma(k, 1.0 + jnp.abs(a)))(jax.random.split(jax.random.key(1), E), x)
+        + jax.vmap(lambda k, a: jax.random.beta(k, 1.0 + jnp.abs(a), 2.0))(jax.random.split(jax.random.key(2), E), x)
+    ),
+    "gamma by env key, rolled": lambda x: jax.vmap(lambda k, a: jax.random.gamma(k, 1.0 + jnp.abs(a)))(
+        jnp.roll(jax.random.split(jax.random.key(1), E), 1), x
+    ),
+    "gamma by rbg key": lambda x: jax.vmap(lambda k, a: jax.random.gamma(k, 1.0 + jnp.abs(a)))(
+        jax.random.split(jax.random.key(1, impl="rbg"), E), x
+    ),
+    "checkpoint name": lambda x: checkpoint_name(jnp.sin(x), "hidden"),
+    "fft of features": lambda x: jnp.real(jnp.fft.fft(x, axis=1)),
+    "matrices of each": lambda x: jnp.linalg.eigvalsh(squares(x)) + jnp.linalg.inv(squares(x))[:, 0],
+    "factors of each": lambda x: (
+        jnp.linalg.svd(squares(x), compute_uv=False) + jnp.abs(jnp.linalg.qr(squares(x))[1][:, 2])
+    ),
+    "singular values of all": lambda x: x * every(jnp.linalg.svd(x, compute_uv=False)),
     "custom rule of vmap": lambda x: jax.vmap(meet)(x),
     "unrolled by jit": jax.jit(lambda x: x - jnp.mean(x, axis=0, keepdims=True)),
 }
@@ -335,3 +367,21 @@ def test_odd_programs(name, capfd):
 )
 def test_compiled_with_donation(name):
     refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN, compiled=True)
+
+
+@pytest.fixture
+def arrays_as_literals():
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    yield
+    jax.config.update("jax_use_simplified_jaxpr_constants", False)
+
+
+NOT_YET = pytest.mark.xfail(strict=True, reason="`trace.build` must make constants of array literals")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("constant arrays given to fragments", marks=NOT_YET), "a scan with constant arrays"]
+)
+def test_arrays_as_literals(name, arrays_as_literals):
+    refusals = refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN)
+    assert not any(refusals.values()), refusals

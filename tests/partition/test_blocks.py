@@ -27,6 +27,7 @@ SIZE = Size(E, BLOCK)
 MIXED = "mixed"
 W = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
 PER_ENV = jnp.linspace(-1.0, 1.0, E * 3).reshape(E, 3)
+PER_MATRIX = jnp.broadcast_to(jnp.eye(3), (E, 3, 3))
 S = ((E, 3), 0)  # one row per environment
 SHARED = ((3,), None)
 KEY = ("key", None)
@@ -90,6 +91,14 @@ scaled.defjvp(lambda primals, tangents: (scaled(*primals), 3.0 * tangents[0]))
 
 def until_small(row):
     return lax.while_loop(lambda c: jnp.abs(c[0][0]) > 0.05, lambda c: (0.6 * c[0], c[1] + 1), (row, 0))
+
+
+def count_up(carry):
+    return carry[0] + 1, 0.6 * carry[1] + carry[0]
+
+
+def until(n, row):
+    return lax.while_loop(lambda c: c[0] < n, count_up, (0, row))[1]
 
 
 def draw(key):
@@ -213,6 +222,65 @@ CASES = {
         (SHARED, S),
         (None, 0),
     ),
+    "while per environment, counted by arange": Case(jax.vmap(lambda row, n: until(n, row)), (S, ((E,), None)), (0,)),
+    "while per environment, counted by arange, second axis": Case(
+        jax.vmap(lambda column, n: until(n, column), (1, 0), 1), (((3, E), 1), ((E,), None)), (1,)
+    ),
+    "while per environment and member, counted by arange": Case(
+        lambda x: jax.vmap(jax.vmap(until))(jnp.arange(2 * E).reshape(E, 2), x), (((E, 2, 3), 0),), (0,)
+    ),
+    "while per member and environment, counted by arange": Case(
+        lambda x: jax.vmap(jax.vmap(until))(jnp.arange(2 * E).reshape(2, E), x), (((2, E, 3), 1),), (1,)
+    ),
+    "while per member, over environments": Case(lambda x: jax.vmap(until)(jnp.arange(4), x), (((4, E), 1),), (1,)),
+    "while per environment, counted by all": Case(
+        lambda x: jax.vmap(until)(jnp.cumsum(jnp.arange(E)) % 4, x), (S,), (0,)
+    ),
+    "while per environment, rounds that mix": Case(
+        jax.vmap(
+            lambda row, n: lax.while_loop(lambda c: lax.psum(c[0], "e") < n, count_up, (0, row))[1], axis_name="e"
+        ),
+        (S, ((E,), None)),
+        (MIXED,),
+    ),
+    "jit hands groups on that cannot be divided": Case(
+        lambda groups, x: jax.jit(lambda groups, x: (groups, x + 1.0))(groups, x), (((4, 3), 0), S), (MIXED, 0)
+    ),
+    "jit hands shared groups on": Case(
+        lambda k, x: jax.jit(lambda groups, x: (groups, x + 1.0))(jax.random.split(k, E).reshape(2, 3), x),
+        (KEY, S),
+        (None, 0),
+    ),
+    "jit of what mixes and what does not": Case(
+        lambda x: jax.jit(lambda a, b: (a + 1.0, b + 1.0))(x, x[::-1]), (S,), (0, MIXED)
+    ),
+    "map": Case(lambda w, x: lax.map(lambda row: jnp.sort(row * w), x), (SHARED, S), (0,)),
+    "map, reversed, with row numbers and keys": Case(
+        lambda k, x: lax.scan(
+            lambda _, row: (None, (row[0] + draw(row[1]), row[2] * 2)),
+            None,
+            (x, jax.random.split(k, E), jnp.arange(E)),
+            reverse=True,
+        )[1],
+        (KEY, S),
+        (0, 0),
+    ),
+    "map over something else": Case(lambda x: lax.map(jnp.sin, x), (((3, E), 1),), (1,)),
+    "map that looks at another": Case(lambda x: lax.map(lambda row: row - x[0], x), (S,), (MIXED,)),
+    "map over what is rolled": Case(lambda x: lax.map(lambda r: r[0] - r[1], (x, jnp.roll(x, 1, 0))), (S,), (MIXED,)),
+    "map over two axes": Case(
+        lambda x, y: lax.map(lambda r: r[0] - r[1], (x, y)), (((E, E), 0), ((E, E), 1)), (MIXED,)
+    ),
+    "scan over environments that counts": Case(
+        lambda x: lax.scan(lambda n, row: (n + 1.0, row * n), 0.0, x)[1], (S,), (MIXED,)
+    ),
+    "solve": Case(lambda a, b: jnp.linalg.solve(a + 3.0 * PER_MATRIX, b), (((E, 3, 3), 0), ((E, 3, 2), 0)), (0,)),
+    "solve, gradient": Case(
+        lambda a, b: gradient(lambda b: jnp.linalg.solve(a + 3.0 * PER_MATRIX, b))(b),
+        (((E, 3, 3), 0), ((E, 3, 2), 0)),
+        (0,),
+    ),
+    "solve for all": Case(lambda a: jnp.linalg.solve(a + jnp.eye(E), PER_ENV), (((E, E), 0),), (MIXED,)),
     "custom_vjp": Case(lambda x: (clipped(x), gradient(clipped)(x)), (S,), (0, 0)),
     "custom_vjp whose derivative mixes": Case(
         lambda x: (backward_mixes(x), gradient(backward_mixes)(x)), (S,), (0, MIXED)

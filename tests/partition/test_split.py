@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from choreo import _compat
 from choreo.partition.split import RULES, Mixes, Size, split
@@ -157,10 +158,18 @@ def _wide(value: Any) -> Any:
     return np.float32 if value.dtype == jnp.bfloat16 else value.dtype
 
 
-UNARY = """abs acos acosh asin asinh atan atanh cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor is_finite lgamma
+UNARY = """abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor is_finite lgamma
 log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh""".split()
-BINARY = "add atan2 complex div eq ge gt igamma igammac le lt max min mul ne nextafter pow rem sub zeta".split()
-INTEGER = ["bitwise_and", "bitwise_or", "bitwise_xor", "shift_left", "shift_right_arithmetic", "shift_right_logical"]
+BINARY = "add atan2 complex div eq ge gt igamma igamma_grad_a igammac le lt max min mul ne nextafter pow rem sub zeta".split()
+INTEGER = [
+    "mulhi",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+]
 CUMULATIVE = "cumsum cumprod cummax cummin cumlogsumexp".split()
 REDUCERS = {"sum": lax.add, "max": lax.max, "min": lax.min}
 
@@ -175,6 +184,11 @@ def unary(name: str, dtype: str = "float32") -> Example:
 
 def binary(name: str, dtype: str = "float32") -> Example:
     return Example(named(name), ((E, 2), (E, 2)), (dtype, dtype), allowed=3)
+
+
+def symmetric(x: jax.Array) -> jax.Array:
+    """Matrices whose decompositions are far from singular."""
+    return x + jnp.swapaxes(x, -1, -2) + jnp.broadcast_to(jnp.diag(jnp.arange(1.0, 1 + x.shape[-1])), x.shape)
 
 
 def gather_from(fn, *shapes, allowed=1) -> Example:
@@ -381,6 +395,52 @@ EXAMPLES: dict[str, Example] = {
     ),
     "triangular_solve": Example(
         lambda a, b: lax.linalg.triangular_solve(a + 9.0, b, left_side=True, lower=True), ((E, 3, 3), (E, 3, 2)), (), 3
+    ),
+    "eigh": Example(lambda x: jnp.linalg.eigh(symmetric(x)), ((E, 3, 3),), primitive="eigh"),
+    "eigh of environments": Example(lambda x: jnp.linalg.eigh(x), ((2, E, E),), (), 0, primitive="eigh"),
+    "lu": Example(lambda x: jnp.linalg.slogdet(symmetric(x)), ((E, 3, 3),), primitive="lu"),
+    "lu of environments": Example(lax.linalg.lu, ((E, E),), (), 0, primitive="lu"),
+    "lu_pivots_to_permutation": Example(lambda p: lax.linalg.lu_pivots_to_permutation(p % 4, 4), ((E, 4),), ("int32",)),
+    "lu_pivots_to_permutation of environments": Example(
+        lambda p: lax.linalg.lu_pivots_to_permutation(p % E, E), ((2, E),), ("int32",), 0
+    ),
+    "qr": Example(lambda x: jnp.linalg.qr(symmetric(x)), ((E, 3, 3),), primitive="qr"),
+    "qr of environments": Example(lambda x: jnp.linalg.qr(x), ((E, 3),), (), 0, primitive="qr"),
+    "householder_product": Example(lax.linalg.householder_product, ((E, E, 4), (E, 4))),
+    "householder_product of environments": Example(lax.linalg.householder_product, ((E, 4), (4,)), (), 0),
+    "svd": Example(lambda x: jnp.linalg.svd(symmetric(x), compute_uv=False), ((2, E, 3, 3),), primitive="svd"),
+    "svd of environments": Example(lambda x: jnp.linalg.svd(x), ((3, E),), (), 0, primitive="svd"),
+    "tridiagonal_solve": Example(
+        lambda d, b: lax.linalg.tridiagonal_solve(d, d + 3.0, d, b), ((E, E), (E, E, 2)), primitive="tridiagonal_solve"
+    ),
+    "tridiagonal_solve of environments": Example(
+        lambda d, b: lax.linalg.tridiagonal_solve(d, d + 3.0, d, b),
+        ((E,), (E, 2)),
+        (),
+        0,
+        primitive="tridiagonal_solve",
+    ),
+    "fft": Example(lambda x: jnp.fft.fft(x), ((E, E),), primitive="fft"),
+    "fft of real numbers": Example(lambda x: jnp.fft.rfft2(x), ((E, 3, E),), primitive="fft"),
+    "fft backwards": Example(lambda x: lax.fft(x, "IRFFT", (6,)), ((E, 4),), ("complex64",)),
+    "fft of environments": Example(lambda x: jnp.fft.fft2(x), ((4, E, 3),), (), 0, primitive="fft"),
+    "tile": Example(lambda x: lax.tile(x, (2, 1, 3)), ((2, E, E),)),
+    "tile environments": Example(lambda x: lax.tile(x, (2, 1)), ((E, 3),), (), 0),
+    "tile of a square": Example(lambda x: lax.tile(x, (1, 2)), ((E, E),)),
+    "name": Example(lambda x: checkpoint_name(x, "x"), ((2, E),)),
+    "random_gamma": Example(
+        jax.vmap(jax.random.gamma), ((E,), (E, E)), ("key", "float32"), 1, primitive="random_gamma"
+    ),
+    "random_gamma by a matrix of keys": Example(
+        jax.vmap(jax.vmap(lambda k, a: jax.random.gamma(k, a))),
+        ((2, E), (2, E, 3)),
+        ("key", "float32"),
+        3,
+        "random_gamma",
+    ),
+    "random_gamma by one key": Example(jax.random.gamma, ((), (E, 2)), ("key", "float32"), 0, primitive="random_gamma"),
+    "random_gamma by keys of something else": Example(
+        jax.vmap(jax.random.gamma), ((2,), (2, E)), ("key", "float32"), 0, primitive="random_gamma"
     ),
     "bitcast": Example(lambda x: lax.bitcast_convert_type(x, jnp.int32), ((2, E),)),
     "bitcast, narrower": Example(lambda x: lax.bitcast_convert_type(x, jnp.uint8), ((2, E),)),

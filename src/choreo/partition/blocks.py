@@ -26,7 +26,7 @@ from choreo import _compat
 from choreo.host import HostMethod
 from choreo.partition.forms import WHOLE, Form, Get, Mixed, Pieces, Way, cut
 from choreo.partition.mapped import Mapped, name_the_mark
-from choreo.partition.reduce import AllReduce
+from choreo.partition.reduce import AllReduce, combines
 from choreo.partition.split import Axis, Mixes, Size, Split, split
 from choreo.roles import SHARD_NUMBERS, find_call, find_reduction
 
@@ -119,6 +119,7 @@ class Pruned:
 def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "") -> Step:
     """The forms of an equation's results. `at`: the line of the call around it, for equations without a line."""
     at = _compat.where(eqn) or at
+    forms = [_in_blocks(var, form, size, at) for var, form in zip(eqn.invars, forms, strict=True)]
     call = find_call(_compat.call_name(eqn))
     # Python is called for the replica's own environments, also where its operands are the same everywhere.
     on_host = call is not None and isinstance(call.host, HostMethod)
@@ -141,6 +142,16 @@ def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "
     return Step(eqn, whole, way, tuple(outs))
 
 
+def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
+    """A value's form at replicas of this size: another group may have divided it into blocks where this one cannot."""
+    if form.axis is None or var.aval.shape[form.axis] % size.blocks == 0:
+        return form
+    if form.whole:
+        return Form(True)
+    why = f"{var.aval.shape[form.axis]} groups of environments cannot be divided into {size.blocks} blocks"
+    return Form(False, None, Mixed(why, at))
+
+
 def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
     """Where a value that depends on no environment may first be cut: a proposal, never needed for being right."""
     if size.shards:  # few enough to be as many as something else: here we know
@@ -149,21 +160,22 @@ def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
 
 
 def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> Way | None:
-    for form in forms:
-        if form.mixed:
-            raise Mixes(form.mixed)
     call = find_call(_compat.call_name(eqn))
-    if call and isinstance(call.host, HostMethod):
+    inner = _compat.inner_jaxpr(eqn)
+    on_host, reduces = call is not None and isinstance(call.host, HostMethod), find_reduction(_compat.call_name(eqn))
+    for form in forms:
+        if form.mixed and (
+            inner is None or on_host or reduces
+        ):  # some results of other calls may not need this operand
+            raise Mixes(form.mixed)
+    if on_host:
         return OnHost(eqn, forms, size)
     if call and (mapped := Mapped.of(eqn, call, size)) and mapped.accepts(forms):
         return mapped
-    if all(form.axis is None for form in forms):
+    if all(form == WHOLE for form in forms):
         return None
-    inner = _compat.inner_jaxpr(eqn)
-    if inner is not None and find_reduction(_compat.call_name(eqn)):
-        return AllReduce(eqn, inner, forms)
     if inner is not None:
-        return Called(infer(inner, forms, size, at))
+        return AllReduce(eqn, inner, forms) if reduces else Called(infer(inner, forms, size, at))
     if eqn.primitive in CONTROL:
         return CONTROL[eqn.primitive](eqn, forms, size, at)
     axes = [form.axis for form in forms]
@@ -323,11 +335,7 @@ class Scan:
     def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str):
         self.p, self.size = _compat.scan_params(eqn), size
         c, k = self.p.num_consts, self.p.num_carry
-        xs = []
-        for form in forms[c + k :]:
-            if form.axis == 0 and not form.whole:
-                raise Mixes("`scan` goes through the environments one by one")
-            xs.append(Form(form.whole, form.axis - 1 if form.axis else None))
+        xs = [Form(form.whole, form.axis - 1 if form.axis else None) for form in forms[c + k :]]
         self.carry, self.inner = _carry_forms(
             forms[c : c + k],
             lambda carry: infer(self.p.body, [*forms[:c], *carry, *xs], size, at),
@@ -400,6 +408,38 @@ def _carry_forms(init: Sequence[Form], infer_body: Callable, outs_of: Callable) 
         carry = after
 
 
+class Rows:
+    """`lax.map` over the environments: a scan that carries nothing.
+
+    Step i computes row i of each result from row i of what it goes through, and from constants that are the same on every
+    replica: so block r of the results is the same scan over block r, whatever is done to a row.
+    """
+
+    def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form]):
+        self.p = _compat.scan_params(eqn)
+        consts, xs = forms[: self.p.num_consts], forms[self.p.num_consts :]
+        if self.p.num_carry or eqn.effects or combines(eqn):
+            raise Mixes("`scan` goes through the environments one by one")
+        if not all(form.whole for form in consts) or not all(form.whole or form.axis == 0 for form in xs):
+            raise Mixes("`scan` goes through the environments one by one, and looks at others on its way")
+        self.native = [0] * len(eqn.outvars)
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        return [{None} if i < self.p.num_consts else {0} for i in range(len(self.p.body.jaxpr.invars))]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        consts, xs = _halves([_single(pieces) for pieces in _given(get, self.demand(outs))], self.p.num_consts)
+
+        def body(_, row):
+            return None, _compat.eval_jaxpr(self.p.body, [*consts, *row])
+
+        return lax.scan(body, None, xs, None, self.p.reverse, self.p.unroll)[1]
+
+
+def _halves(values: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return values[:count], values[count:]
+
+
 class While:
     """A while loop; its predicate is the same everywhere, or one per environment (as `vmap` makes it)."""
 
@@ -413,21 +453,37 @@ class While:
             return cond, infer(self.p.body, [*self.body_forms, *carry], size, at)
 
         self.carry, (self.cond, self.body) = _carry_forms(init, infer_both, lambda inner: inner[1].outs)
+        self.predicate_axis = self._predicate_axis()
+        if self.predicate_axis is not None and any(form.axis != self.predicate_axis for form in self.carry):
+            self.carry = [Form(False, self.predicate_axis) for _ in self.carry]
+            self.cond, self.body = infer_both(self.carry)
+            if any(not self._one_per_environment(out) for out in [*self.cond.outs, *self.body.outs]):
+                raise Mixes("`while` carries a value that is not one per environment")
+        self.native = [form.axis for form in self.carry]
+
+    def _predicate_axis(self) -> Axis:
+        """Along which axis the predicate stands in blocks; None: it is given whole.
+
+        A predicate with axes is one that `vmap` made: its axes are the first of everything that is carried, and it
+        selects, row by row, what moves on. A row whose predicate is false stays as it is, and so does its predicate, if
+        that reads nothing but the row: then it does not matter how often the rows of other blocks go round. So what is
+        carried along one of the predicate's axes must be so altogether, and the predicate with it, even if that is the
+        same on every replica (a number of rounds computed from `arange`, say).
+        """
         (predicate,) = self.cond.outs
         if predicate.mixed:
             raise Mixes(predicate.mixed)
-        # A mapped predicate selects, environment by environment, whether the carry moves on; finished environments
-        # stay as they are however often the loop goes round. That needs the whole carry in the same blocks.
-        if not predicate.whole and any(form.axis != predicate.axis for form in self.carry):
-            forced = [Form(False, predicate.axis) for _ in self.carry]
-            if any(not form.whole and form.axis != predicate.axis for form in self.carry):
-                raise Mixes("`while` carries environments along different axes")
-            self.cond, self.body = infer_both(forced)
-            if any(out.mixed or not (out.whole or out.axis == predicate.axis) for out in self.body.outs):
-                raise Mixes("`while` carries a value that is not one per environment")
-            self.carry = forced
-        self.predicate_axis = None if self.cond.outs[0].whole else self.cond.outs[0].axis
-        self.native = [form.axis for form in self.carry]
+        rank = len(self.p.cond.jaxpr.outvars[0].aval.shape)  # pyright: ignore[reportAttributeAccessIssue]
+        axes = {form.axis for form in self.carry if form.axis is not None and rank}
+        axes |= set() if predicate.whole else {predicate.axis}
+        if not any(axis < rank for axis in axes):  # pyright: ignore[reportOptionalOperand]
+            return None
+        if len(axes) > 1:
+            raise Mixes("`while` carries environments along different axes")
+        return axes.pop()
+
+    def _one_per_environment(self, out: Form) -> bool:
+        return not out.mixed and (out.whole or out.axis == self.predicate_axis)
 
     def _needs(self) -> tuple[Pieces, Pieces]:
         cond = demand(self.cond, [{self.predicate_axis}])[0]
@@ -501,8 +557,36 @@ class Cond:
         return [next(results) if out else None for out in outs]
 
 
+class Solve:
+    """`custom_linear_solve`: its value is what its solver gives; the other programs in it are for derivatives."""
+
+    def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str):
+        lengths, self.num_ins = eqn.params["const_lengths"], len(forms)
+        start, end = lengths.matvec + lengths.vecmat, sum(lengths)
+        self.used = [*range(start, start + lengths.solve), *range(end, self.num_ins)]
+        solver = eqn.params["jaxprs"].solve
+        self.inner = Called(infer(solver, [forms[i] for i in self.used], size, at))
+        self.native = self.inner.native
+
+    def demand(self, outs: Sequence[bool]) -> Pieces:
+        need: Pieces = [set() for _ in range(self.num_ins)]
+        for i, pieces in zip(self.used, self.inner.demand(outs), strict=True):
+            need[i] = pieces
+        return need
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        return self.inner.emit(lambda i, axis: get(self.used[i], axis), outs, index)
+
+
+def _scan(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> Way:
+    p = _compat.scan_params(eqn)
+    over_envs = any(form.axis == 0 and not form.whole for form in forms[p.num_consts + p.num_carry :])
+    return Rows(eqn, forms) if over_envs else Scan(eqn, forms, size, at)
+
+
 CONTROL: dict[jec.Primitive, Callable[[jec.JaxprEqn, Sequence[Form], Size, str], Way]] = {
-    jec.primitives.scan_p: Scan,
+    jec.primitives.scan_p: _scan,
     jec.primitives.while_p: While,
     jec.primitives.cond_p: Cond,
+    jec.primitives.linear_solve_p: Solve,
 }

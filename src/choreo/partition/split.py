@@ -278,23 +278,41 @@ def scatter(eqn, axes, size):
     raise Mixes("`scatter` writes another environment's data")
 
 
-def leading(trailing: int) -> Rule:
-    """Equations that work on the last `trailing` dimensions of each operand, for every index of the leading ones."""
+def leading(*trailing: int) -> Rule:
+    """Equations that work on the last dimensions of each operand, for every index of the leading ones.
+
+    `trailing`: how many, operand by operand. What goes before them is the same in all operands and results, and the
+    batching rules of these equations do no more than put an axis there: so a block of the leading indices is computed
+    from that block.
+    """
 
     def rule(eqn, axes, size):
         axis = _only(axes)
-        if any(axis >= len(_shape(v)) - trailing for v in eqn.invars):
+        if any(axis >= len(_shape(v)) - count for v, count in zip(eqn.invars, trailing, strict=True)):
             raise Mixes(f"`{eqn.primitive.name}` uses the env axis as a matrix dimension")
         return Split((axis,) * len(axes), (axis,) * len(eqn.outvars), eqn.params)
 
     return rule
 
 
-ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj convert_element_type
-copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite
-le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not one_minus_square or polygamma population_count pow
-random_seed real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta""".split()
+def fft(eqn, axes, size):
+    """A transform of the last dimensions, as many as it has lengths; the leading ones are a batch."""
+    return leading(len(eqn.params["fft_lengths"]))(eqn, axes, size)
+
+
+def tile(eqn, axes, size):
+    axis = _only(axes)
+    if eqn.params["reps"][axis] != 1:  # rows 0..E-1, 0..E-1: block r would hold rows of other environments
+        raise Mixes("`tile` repeats environments")
+    return _one(axes, axis, eqn.params)
+
+
+ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
+nextafter not one_minus_square or polygamma population_count pow random_seed real reduce_precision
+regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+square stop_gradient sub tan tanh threefry2x32 xor zeta""".split()
 
 REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()
 
@@ -323,6 +341,16 @@ def draws_per_key(eqn: jec.JaxprEqn) -> bool:
     return _dtype(eqn.invars[0]).name == "key<fry>"
 
 
+def random_gamma(eqn, axes, size):
+    """One key for each index of the first dimensions of the parameters, split among the rest of them."""
+    axis = _only(axes)
+    if not draws_per_key(eqn):
+        raise Mixes(f"`random_gamma` draws for all {_dtype(eqn.invars[0]).name} keys of a batch together")
+    if axis >= len(_shape(eqn.invars[0])):
+        raise Mixes("`random_gamma` draws for several environments from one key")
+    return Split((axis, axis), (axis,), eqn.params)
+
+
 def random_unwrap(eqn, axes, size):
     return _one(axes, _only(axes), eqn.params)
 
@@ -349,10 +377,17 @@ RULES: dict[str, Rule] = {
     "dot_general": dot_general,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
+    "eigh": leading(2),
+    "fft": fft,
     "gather": gather,
+    "householder_product": leading(2, 1),
+    "lu": leading(2),
+    "lu_pivots_to_permutation": leading(1),
     "optimization_barrier": each_on_its_own,
     "pad": pad,
+    "qr": leading(2),
     "random_fold_in": random_fold_in,
+    "random_gamma": random_gamma,
     "random_unwrap": random_unwrap,
     "random_wrap": random_wrap,
     "reshape": reshape,
@@ -363,9 +398,12 @@ RULES: dict[str, Rule] = {
     "stack": stack,
     "unstack": unstack,
     "squeeze": squeeze,
+    "svd": leading(2),
+    "tile": tile,
     "top_k": top_k,
     "transpose": transpose,
-    "triangular_solve": leading(2),
+    "triangular_solve": leading(2, 2),
+    "tridiagonal_solve": leading(1, 1, 1, 2),
 }  # fmt: skip
 
 
