@@ -129,7 +129,9 @@ class _Cutter:
                 ops = self._grow(group, rest, ready, producers)
                 rest = [op for op in rest if op not in ops]
                 made = [v for o in ops for v in o.outs if v]
-                steps.append(self._segment(group, ops, block, producers, stacked, extra=()))
+                last = not any(self._takes_part(op, group) for op in rest)
+                extra = self._ends(exits, group, made_already, ready, producers) if last else []
+                steps.append(self._segment(group, ops, block, producers, stacked, extra=extra))
             for value in made:
                 home = self.placement.home(value)
                 if home is not None:
@@ -206,8 +208,32 @@ class _Cutter:
                 ready[dst].add(value)
         return [Transfer(src, dst, tuple(moves)) for (src, dst), moves in bundles.items()]
 
+    def _takes_part(self, op: Op, group: GroupName) -> bool:
+        """Will a group have to do with an op that is left? (A split scan may be everybody's.)"""
+        return op not in self.placement.ops or self.placement.ops[op] == group
+
+    def _ends(self, exits: Iterable[Piece], group: GroupName, made: set[Piece],
+              ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
+        """What a group's last segment makes for the end besides: a counter in glue is not worth a call of its own."""
+        here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
+        return self._unmade(here, made, producers).get(group, [])
+
+    def _reads_only(self, operand: Operand, ready: set[Value], producers: dict[Value, Op]) -> bool:
+        """Can a piece be made from what is there?"""
+        if not isinstance(operand, Value):
+            return True
+        read = self._sources(producers[operand], producers) if self._homeless(operand, producers) else {operand}
+        return read - set(self.consts) <= ready
+
     def _make(self, pieces: Iterable[Piece], made: set[Piece], block: Block, producers, stacked) -> list[Step]:
-        """Segments for pieces that no other segment makes: of what has no home, and of what is held whole but wanted cut."""
+        """Segments for pieces that no other segment makes."""
+        wanted = self._unmade(pieces, made, producers)
+        return [self._segment(group, [], block, producers, stacked, extra=extra) for group, extra in wanted.items()]
+
+    def _unmade(
+        self, pieces: Iterable[Piece], made: set[Piece], producers: dict[Value, Op]
+    ) -> dict[GroupName, list[tuple[Value, Axis]]]:
+        """Pieces that are nobody's results: of what has no home, and of what is held whole but wanted cut. Now made."""
         wanted: dict[GroupName, list[tuple[Value, Axis]]] = {}
         for operand, group, axis in pieces:
             if not isinstance(operand, Value) or (operand, group, axis) in made:
@@ -216,7 +242,7 @@ class _Cutter:
             if held_whole or self._homeless(operand, producers):
                 wanted.setdefault(group, []).append((operand, axis))
                 made.add((operand, group, axis))
-        return [self._segment(group, [], block, producers, stacked, extra=extra) for group, extra in wanted.items()]
+        return wanted
 
     def _homeless(self, value: Value, producers: dict[Value, Op]) -> bool:
         return self.placement.home(value) is None and value in producers and producers[value] in self.placement.ops
