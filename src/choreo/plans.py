@@ -215,6 +215,7 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     roles = dict.fromkeys([*traced.iterate.roles, *traced.init.roles])
     if layout.axis:
         along = _count_along(traced, layout.axis)
+        _check_told_apart(layout.axis, along, traced.num_envs)
         sites = layout.sites(roles, traced.num_envs, along)
         traced = replace(traced, carry_axes=_axes_of_size(traced, along))
     else:
@@ -236,8 +237,20 @@ def _count_along(traced: Traced, axis: str) -> int:
     return next((vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis), 0)
 
 
+def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
+    if count == num_envs:
+        raise LayoutError(
+            f"There are {count} along {axis!r} and {num_envs} environments: the axis that this layout divides is recognised by "
+            "its length, and cannot be told from that of the environments.",
+            fix=f"Use another number of environments (--num-envs {2 * num_envs}), or a layout that does not divide {axis!r}.",
+        )
+
+
 def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
-    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/blocks.py`."""
+    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/blocks.py`.
+
+    Where several axes have that length, the first is proposed: a wrong one cannot be proved, or is as good.
+    """
     shapes = [value.aval.shape for value in traced.iterate.block.carry_ins]
     return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
 
