@@ -221,7 +221,8 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     else:
         sites = layout.sites(roles, traced.num_envs)
     sites = replace(sites, python=_python_groups(traced, sites))
-    relaxed = functools.partial(relax, max_lag=layout.max_lag, layout=layout.name) if layout.is_relaxed else lambda p: p
+    relaxed = functools.partial(relax, max_lag=layout.max_lag, merge=layout.merge, layout=layout.name)
+    relaxed = relaxed if layout.is_relaxed else None
     if layout.merge == "any":
         init, iterate = partition(traced, sites.of_one_copy(), init_sites=sites, relaxed=relaxed)
         iterate = _blocks_of_copies(iterate, traced, sites)
