@@ -104,7 +104,7 @@ class Plan:
     def partitioned(self) -> dict[GroupName, int]:
         """Groups that are one program on several devices."""
         groups = [g for g in self.layout.groups if g.devices > 1 and self.sites.replicas.get(g.name, 1) is None]
-        if groups and self.single is None:
+        if groups and self.single is None and self.iterate.steps:
             raise LayoutError(
                 f"{self.layout!r}: with one shard, only a run that is a single program can be divided among devices.",
                 fix=f"Use shards: Layout(..., shards={groups[0].devices}).",

@@ -12,6 +12,7 @@ from jax import lax
 import choreo
 from choreo.errors import PartitionError
 from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.partition.cut import _Cutter
 from choreo.partition.program import Loop, Program, Segment, Transfer
 from choreo.partition.program import walk as walk_steps
 from choreo.partition.verify import verify_program
@@ -60,6 +61,26 @@ class TestWhatCrosses:
         assert_same_bits(planned_run(algo, Pond(), fused(), KEY), reference_run(algo, Pond(), KEY))
         at_workers = [name for group, name, _ in segments(plan(algo, Pond(), coarse(2))) if group == WORKERS]
         assert at_workers == ["push+step"]
+
+    @pytest.mark.parametrize("metrics", [{}, {"m": 3.0}], ids=["no metrics", "a constant"])
+    @pytest.mark.parametrize("layout", [fused(), fused(devices=2, shards=1), coarse(2), THREE], ids=str)
+    def test_an_iteration_that_computes_nothing(self, layout, metrics):
+        """Everything is passed through, and two leaves change places: no step at all."""
+        algo = Functions(
+            still, lambda env, c, key: (c | {"w": c["slow"], "slow": c["w"]}, jax.tree.map(jnp.float32, metrics))
+        )
+        planned = plan(algo, Pond(), layout)
+        assert planned.iterate.steps == () and "nothing" in str(planned)
+        assert_same_bits(planned_run(algo, Pond(), planned, KEY), reference_run(algo, Pond(), KEY))
+
+    def test_a_graph_without_an_order_is_refused(self, monkeypatch):
+        monkeypatch.setattr(_Cutter, "_can_run", lambda *_: False)
+        with pytest.raises(PartitionError) as refusal:
+            plan(Functions(still, lambda env, c, key: (c | {"s": pushed(env, c)}, {})), Pond(), coarse(1))
+        assert str(refusal.value).startswith(
+            "`push` waits for a value that no site (`env+actor`, `buffer+learner`) can make before it."
+        )
+        assert "ponds.py" in str(refusal.value)
 
     @pytest.mark.parametrize("workers", [1, 2, 3])
     def test_coarse_parameters_out_and_trajectories_back(self, workers):

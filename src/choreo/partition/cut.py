@@ -12,9 +12,11 @@ import jax.extend.core as jec
 import numpy as np
 from jax import lax
 
+from choreo.errors import PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.partition.demand import Needs
 from choreo.partition.forms import cut as cut_block
+from choreo.partition.place import Sites
 from choreo.partition.program import (
     Constant,
     HostCall,
@@ -102,7 +104,9 @@ class _Cutter:
         producers = block.producers()
         made_already: set[Piece] = set()
         while rest:
-            op = next(op for op in rest if self._can_run(op, ready, producers))
+            op = next((op for op in rest if self._can_run(op, ready, producers)), None)
+            if op is None:
+                raise _stuck(rest[0], self.sites)
             if op not in self.placement.ops:
                 loop, entries = self._loop(op, block)
                 steps += self._make(entries, made_already, block, producers, stacked)
@@ -372,6 +376,15 @@ class _Cutter:
         taking_part = {group for step in steps for group in groups_of(step)}
         parts = {group: part for group, part in parts.items() if part != LoopPart() or group in taking_part}
         return Loop(body.length, body.reverse, parts, tuple(steps)), entries
+
+
+def _stuck(op: Op, sites: Sites) -> PartitionError:
+    groups = ", ".join(f"`{group}`" for group in sites.replicas)
+    return PartitionError(
+        f"`{op.name}` waits for a value that no site ({groups}) can make before it.",
+        at=op.at,
+        fix="Put its role and those that it reads from into one group. Choreo should have found an order: please report it.",
+    )
 
 
 def _fragment_names(ops: Iterable[Op]) -> list[str]:
