@@ -23,6 +23,7 @@ from choreo.graph.ir import Graph
 from choreo.graph.products import largest_product
 from choreo.layouts.base import Layout
 from choreo.partition.exported import ExportedFn
+from choreo.partition.marks import forgotten_marks
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
 from choreo.partition.program import (
@@ -63,6 +64,8 @@ class Plan:
     """The env axis of each leaf of the carry."""
     largest_product: int
     """Multiplications in the largest product of matrices."""
+    warnings: tuple[str, ...] = ()
+    """What was probably not meant: a role that no fragment has, say."""
     carry: PyTree = field(default=None, repr=False)
     """The form of the carry, with its static leaves; not pickled, since only the coordinator puts a carry together."""
 
@@ -146,7 +149,10 @@ class Plan:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that a worker would be told."""
-        digest = hashlib.sha256(f"{self}{self.layout!r}".encode())
+        from choreo.plan_printer import format_plan
+
+        # Without warnings: they name lines, and where in a file something stands is not part of the plan.
+        digest = hashlib.sha256(f"{format_plan(replace(self, warnings=()))}{self.layout!r}".encode())
         for program in (self.init, self.iterate):
             for step, _ in walk(exported(program, self.sites.replicas, self.sites.replicas).steps):
                 digest.update(_describe(step).encode())
@@ -172,7 +178,7 @@ class Plan:
         return draw_plan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "largest_product")
+        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "largest_product", "warnings")
         state = {name: getattr(self, name) for name in plain}
         groups = list(self.sites.replicas)
         init, iterate = (exported(program, groups, self.sites.replicas) for program in (self.init, self.iterate))
@@ -229,7 +235,8 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     else:
         init, iterate = partition(traced, sites, relaxed=relaxed)
     num_carry, product = traced.iterate.block.num_carry, largest_product(traced.iterate)
-    return Plan(title, layout, sites, init, iterate, num_carry, traced.carry_axes, product, traced.carry)
+    warnings = forgotten_marks(traced, layout, sites)
+    return Plan(title, layout, sites, init, iterate, num_carry, traced.carry_axes, product, warnings, traced.carry)
 
 
 def _count_along(traced: Traced, axis: str) -> int:
