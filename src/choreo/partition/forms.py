@@ -17,6 +17,8 @@ class Mixed(NamedTuple):
     """The user's line."""
     fragment: str = ""
     """The fragment in which it happens, if it is known."""
+    group: str = ""
+    """Where that fragment runs."""
 
 
 class Form(NamedTuple):

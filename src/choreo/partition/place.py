@@ -206,7 +206,7 @@ class _Placer:
             if mixed and op.body and self.sites.size(home):
                 return self._place_split(op, groups)
             if self.sites.size(home):
-                forms = [self._blame(op, form) for form in forms]
+                forms = [self._blame(op, form, home) for form in forms]
             else:
                 forms = [WHOLE if form.mixed else form for form in forms]
         elif not op.eqn.effects and all(self.result.home(v) is None for v in op.ins):
@@ -222,11 +222,11 @@ class _Placer:
         return None
 
     @staticmethod
-    def _blame(op: Op, form: Form) -> Form:
+    def _blame(op: Op, form: Form, home: GroupName) -> Form:
         """The first fragment whose result mixes environments, not one that reads it."""
         if form.mixed is None or form.mixed.fragment or op.call is None:
             return form
-        return form._replace(mixed=form.mixed._replace(fragment=op.name))
+        return form._replace(mixed=form.mixed._replace(fragment=op.name, group=home))
 
     def _infer(self, op: Op, group: GroupName | None) -> tuple[list[Form], bool]:
         """The forms of its results if it runs in that group, and whether environments mix."""
