@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         fine as fine,
         fused as fused,
         multi_learner as multi_learner,
+        per_agent as per_agent,
         sebulba as sebulba,
     )
     from choreo.loops import minibatches as minibatches, rollout as rollout
@@ -54,7 +55,18 @@ _HOMES = {
     "choreo.algos.ddpg": ("DDPG",),
     "choreo.algos.td3": ("TD3",),
     "choreo.algos.sac": ("SAC",),
-    "choreo.layouts": ("Layout", "Group", "fused", "coarse", "fine", "multi_learner", "sebulba", "central", "apex"),
+    "choreo.layouts": (
+        "Layout",
+        "Group",
+        "fused",
+        "coarse",
+        "fine",
+        "multi_learner",
+        "sebulba",
+        "central",
+        "apex",
+        "per_agent",
+    ),
     "choreo.training": ("train", "resume", "replay", "load", "plan"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -60,6 +60,10 @@ class DivergedError(RunError):
     """A metric is no longer a finite number."""
 
 
+class ChoreoWarning(UserWarning):
+    """Something runs, and rightly, but probably not as it was meant."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str], *, fix: str | None = None) -> UnknownNameError:
     """The error for a name nobody knows, with near misses."""
     known = sorted(known)

@@ -19,13 +19,16 @@ from choreo.types import GroupName
 
 
 def format_plan(plan: Plan) -> str:
-    """Sites, fragments, what crosses, bytes, the promise; at most 100 columns."""
+    """Sites, fragments, what crosses, bytes, the promise, warnings; at most 100 columns."""
     lines = [title(plan), *wrap(f"{plan.layout.name}: {plan.layout!r}", WIDTH), ""]
     for group in plan_groups(plan):
         steps = _format_steps(plan, plan.iterate.steps, group.name, "    ")
         lines += [f"{group.name}: {where(plan, group)}", *(steps or ["    nothing"]), ""]
     lines += [*_format_crossings(plan), ""]
-    return "\n".join([*lines, *wrap(promise(plan), WIDTH)])
+    lines += wrap(promise(plan), WIDTH)
+    for warning in plan.warnings:
+        lines += ["", *wrap(f"Warning: {warning}", WIDTH)]
+    return "\n".join(lines)
 
 
 def title(plan: Plan) -> str:

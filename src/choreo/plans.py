@@ -35,6 +35,7 @@ from choreo.partition.carry import (
 )
 from choreo.partition.exported import ExportedFn
 from choreo.partition.mapped import trusted
+from choreo.partition.marks import forgotten_marks
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
 from choreo.partition.program import (
@@ -77,6 +78,8 @@ class Plan:
     """Multiplications in the largest product of matrices."""
     trusted: tuple[str, ...] = ()
     """Replicated fragments for which the user vouches (`independent=True`), because nothing is proved of them."""
+    warnings: tuple[str, ...] = ()
+    """What was probably not meant: a role that no fragment has, say."""
     carry: PyTree = field(default=None, repr=False)
     """The form of the carry, with its static leaves; not pickled, since only the coordinator puts a carry together."""
 
@@ -118,7 +121,7 @@ class Plan:
     def partitioned(self) -> dict[GroupName, int]:
         """Groups that are one program on several devices."""
         groups = [g for g in self.layout.groups if g.devices > 1 and self.sites.replicas.get(g.name, 1) is None]
-        if groups and self.single is None:
+        if groups and self.single is None and self.iterate.steps:
             raise LayoutError(
                 f"{self.layout!r}: with one shard, only a run that is a single program can be divided among devices.",
                 fix=f"Use shards: Layout(..., shards={groups[0].devices}).",
@@ -160,7 +163,10 @@ class Plan:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that a worker would be told."""
-        digest = hashlib.sha256(f"{self}{self.layout!r}".encode())
+        from choreo.plan_printer import format_plan
+
+        # Without warnings: they name lines, and where in a file something stands is not part of the plan.
+        digest = hashlib.sha256(f"{format_plan(replace(self, warnings=()))}{self.layout!r}".encode())
         for program in (self.init, self.iterate):
             for step, _ in walk(exported(program, self.sites.replicas, self.sites.replicas).steps):
                 digest.update(_describe(step).encode())
@@ -186,7 +192,7 @@ class Plan:
         return draw_plan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "largest_product", "trusted")
+        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "largest_product", "trusted", "warnings")
         state = {name: getattr(self, name) for name in plain}
         groups = list(self.sites.replicas)
         init, iterate = (exported(program, groups, self.sites.replicas) for program in (self.init, self.iterate))
@@ -254,12 +260,14 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     roles = dict.fromkeys([*traced.iterate.roles, *traced.init.roles])
     if layout.axis:
         along = _count_along(traced, layout.axis)
+        _check_told_apart(layout.axis, along, traced.num_envs)
         sites = layout.sites(roles, traced.num_envs, along)
         traced = replace(traced, carry_axes=_axes_of_size(traced, along))
     else:
         sites = layout.sites(roles, traced.num_envs)
     sites = replace(sites, python=_python_groups(traced, sites))
-    relaxed = functools.partial(relax, max_lag=layout.max_lag, layout=layout.name) if layout.is_relaxed else lambda p: p
+    relaxed = functools.partial(relax, max_lag=layout.max_lag, merge=layout.merge, layout=layout.name)
+    relaxed = relaxed if layout.is_relaxed else None
     if layout.merge == "any":
         init, iterate = partition(traced, sites.of_one_copy(), init_sites=sites, relaxed=relaxed)
         iterate = _blocks_of_copies(iterate, traced, sites)
@@ -276,6 +284,7 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
         traced.carry_axes,
         product,
         _trusted(traced, sites),
+        forgotten_marks(traced, layout, sites),
         traced.carry,
     )
 
@@ -298,8 +307,20 @@ def _count_along(traced: Traced, axis: str) -> int:
     return next((vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis), 0)
 
 
+def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
+    if count == num_envs:
+        raise LayoutError(
+            f"There are {count} along {axis!r} and {num_envs} environments: the axis that this layout divides is recognised by "
+            "its length, and cannot be told from that of the environments.",
+            fix=f"Use another number of environments (--num-envs {2 * num_envs}), or a layout that does not divide {axis!r}.",
+        )
+
+
 def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
-    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/blocks.py`."""
+    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/blocks.py`.
+
+    Where several axes have that length, the first is proposed: a wrong one cannot be proved, or is as good.
+    """
     shapes = [value.aval.shape for value in traced.iterate.block.carry_ins]
     return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
 

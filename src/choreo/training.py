@@ -15,6 +15,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from choreo import checkpoint, parts, plans, registry
 from choreo.cache import use_compilation_cache
 from choreo.cluster import Cluster
 from choreo.envs.gymnasium import HostEnv
-from choreo.errors import DivergedError, RunError
+from choreo.errors import ChoreoWarning, DivergedError, RunError
 from choreo.evaluate import evaluate
 from choreo.folder import Row, RunFolder, free_folder, to_json
 from choreo.loggers import Logger, Metrics, check_loggers, make_loggers
@@ -253,6 +254,8 @@ def _drive(
     traced = plans.trace_for(algo, env, recipe.layout)
     parts.check_metrics(algo, traced.metrics)
     the_plan = plans.plan_traced(traced, recipe.layout, title=recipe.title)
+    for warning in the_plan.warnings:
+        warnings.warn(warning, ChoreoWarning, stacklevel=3)
     if start.done and the_plan.num_sites > 1:
         raise RunError(
             f"This run has {the_plan.num_sites} sites; only runs with one site can be resumed.",

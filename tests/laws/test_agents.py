@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import choreo
-from choreo.errors import LayoutError
-from choreo.layouts.presets import per_agent
+from choreo.errors import LayoutError, PartitionError
 from choreo.plans import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
@@ -108,7 +107,7 @@ class Bandits:
 
 def test_agents_with_parameters_of_their_own():
     algo, env = Bandits(), Meeting(NUM_ENVS)
-    the_plan = plan(algo, env, per_agent())
+    the_plan = plan(algo, env, choreo.per_agent())
     assert the_plan.sites.replicas == {"env": None, "actor+buffer+learner": AGENTS}
     run = run_of(InProcess(the_plan), KEY)
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
@@ -121,13 +120,13 @@ def test_agents_that_share_parameters_combine_them_at_one_site():
     layout = choreo.Layout(choreo.Group("env"), choreo.Group("actor", axis="agent"), choreo.Group("learner"))
     run = run_of(InProcess(plan(algo, env, layout)), KEY)
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
-    run = run_of(InProcess(plan(algo, env, per_agent())), KEY)  # the mean is taken at the environments' site
+    run = run_of(InProcess(plan(algo, env, choreo.per_agent())), KEY)  # the mean is taken at the environments' site
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
 
 
 @pytest.mark.long
 def test_they_learn_to_meet():
-    runtime = InProcess(plan(Bandits(unroll=8), Meeting(64), per_agent()))
+    runtime = InProcess(plan(Bandits(unroll=8), Meeting(64), choreo.per_agent()))
     runtime.start(KEY)
     assert runtime.run(0, 100)["reward"][-20:].mean() > 0.9
     runtime.close()
@@ -147,3 +146,47 @@ def test_environments_and_agents_are_not_divided_at_once():
     layout = choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner", axis="agent"))
     with pytest.raises(LayoutError, match="divides 'agent' and environments or shards at once"):
         plan(Bandits(), Meeting(NUM_ENVS), layout)
+
+
+def test_as_many_environments_as_agents_are_refused():
+    with pytest.raises(LayoutError) as refusal:
+        plan(Bandits(), Meeting(AGENTS), choreo.per_agent())
+    assert str(refusal.value) == (
+        "There are 2 along 'agent' and 2 environments: the axis that this layout divides is recognised by its length, and "
+        "cannot be told from that of the environments.\n"
+        "Use another number of environments (--num-envs 4), or a layout that does not divide 'agent'."
+    )
+
+
+@dataclass(frozen=True)
+class OtherAxesOfThatLength:
+    """Three agents with three weights each, in one leaf as [weight, agent]: the first axis of that length is the wrong one."""
+
+    mixes: bool
+
+    def init(self, env, key):
+        return {"w": jnp.linspace(0.0, 1.0, 9).reshape(3, 3), "s": jnp.linspace(-1.0, 1.0, 18).reshape(6, 3)}
+
+    @choreo.fragment("actor")
+    def act(self, w, s):
+        return jnp.tanh(s @ w if self.mixes else s * w[None])
+
+    @choreo.fragment("learner")
+    def learn(self, w, s):
+        return w - 0.1 * jnp.mean(s, 0) * (jnp.sum(w) if self.mixes else 1.0)
+
+    def iterate(self, env, carry, key):
+        a = jax.vmap(self.act, (1, None), 1, axis_name="agent")(carry["w"], carry["s"])
+        s = carry["s"] + 0.1 * (a if self.mixes else a.sum(1))
+        return {"w": jax.vmap(self.learn, (1, None), 1, axis_name="agent")(carry["w"], s), "s": s}, {"m": jnp.sum(s)}
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_other_axes_as_long_as_that_of_the_agents_are_refused_or_do_no_harm(mixes):
+    algo, env = OtherAxesOfThatLength(mixes), Meeting(NUM_ENVS)
+    try:
+        run = run_of(InProcess(plan(algo, env, choreo.per_agent())), KEY)
+    except PartitionError as refusal:
+        assert "test_agents.py" in str(refusal)
+    else:
+        assert_close(run, reference_run(algo, env, KEY), 1e-5)

@@ -12,11 +12,13 @@ import choreo
 from choreo import envs, networks
 from choreo.algos.a2c import A2C
 from choreo.errors import LayoutError, RunError
+from choreo.partition.program import Transfer
 from choreo.plans import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from choreo.runtime.schedule import Traffic
 from laws.reference import assert_close, assert_same_bits, check_bounds, named, run_of
+from partition.ponds import Functions, Pond, learn, push, still
 
 KEY = jax.random.key(3)
 ENV = envs.make("jax:CartPole-v1", 8)
@@ -108,7 +110,13 @@ def test_traffic_never_stops_and_never_exceeds_the_lag(workers, max_lag, total, 
         (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner"), max_lag=1),
          "The layout custom has max_lag=1, but nothing in it may be out of date"),
         (choreo.Layout(choreo.Group("env", "actor", "learner"), max_lag=1),
-         "The layout custom has max_lag=1, but nothing in it may be out of date"),
+         "The layout custom has max_lag=1, but nothing in it may be out of date: no site only reads what another one carries "
+         "from iteration to iteration.\nLeave out max_lag=1, or use a layout whose workers act with parameters of a learner: "
+         "coarse, sebulba, central."),
+        (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner"), merge="any"),
+         'The layout custom has merge="any", but nothing in it may be out of date: no site only reads what another one carries '
+         'from iteration to iteration.\nLeave out merge="any", or use a layout whose workers act with parameters of a learner: '
+         "coarse, central."),
         (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", replicas=2), choreo.Group("learner"),
                        merge="any"),
          'Layout(Group(\'env\', replicas=2), Group(\'actor\', replicas=2), Group(\'learner\'), merge=\'any\'): merge="any" '
@@ -119,6 +127,54 @@ def test_what_cannot_be_relaxed_is_refused(layout, what):
     with pytest.raises(LayoutError) as refusal:
         plan(ALGO, ENV, layout)
     assert str(refusal.value).startswith(what)
+
+
+def acted(env, w, slow, s):
+    """Two steps, by weights that glue has made of two carried values."""
+    half = 0.5 * w + 1.0
+    both = half * slow
+    for _ in range(2):
+        s = env.step(s, jax.vmap(push, (None, 0))(half + both, s))
+    return half, both, s
+
+
+def act_by_glue(env, carry, key):
+    """`half` and `both` are read by the actor and by the learner, and one of them is carried on."""
+    half, both, s = acted(env, carry["w"], carry["slow"], carry["s"])
+    w, slow, loss = learn(half, carry["slow"] + both, s[None])
+    return {"w": w, "slow": 0.5 * both + slow, "s": s}, {"loss": loss, "half": half[0]}
+
+
+def test_glue_between_what_is_carried_and_its_reader_is_of_one_version():
+    """By hand: a worker's glue is of that version of `w` and `slow` which its log names, the learner's of the newest."""
+    algo, env, layout = Functions(still, act_by_glue), Pond(6), choreo.coarse(2, max_lag=2)
+    the_plan = plan(algo, env, layout)
+    assert [[m.label for m in t.moves] for t in the_plan.iterate.steps if isinstance(t, Transfer) and t.lag] == [
+        ["['slow']", "['w']"]
+    ]
+    run, log = logged_run(InProcess(the_plan))
+    assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY, 6), run)
+    assert len({read.lag for read in log}) > 1
+
+    with choreo.testing.unmarked():
+        versions, rows = [still(env, KEY)], []
+        for i in range(6):
+            read = {int(entry.reader[-1]): versions[entry.version] for entry in log if entry.update == i}
+            now = versions[i]
+            blocks = [acted(Pond(3), read[r]["w"], read[r]["slow"], now["s"][3 * r : 3 * r + 3])[2] for r in (0, 1)]
+            half, both, _ = acted(env, now["w"], now["slow"], now["s"])
+            w, slow, loss = learn(half, now["slow"] + both, jnp.concatenate(blocks)[None])
+            versions.append({"w": w, "slow": 0.5 * both + slow, "s": jnp.concatenate(blocks)})
+            rows.append({"loss": loss, "half": half[0]})
+    expected = named(versions[-1], {name: jnp.stack([row[name] for row in rows]) for name in rows[0]})
+    assert_close({name: run[name] for name in expected}, expected, 1e-5)
+
+
+def test_a_worker_of_its_own_pace_reads_what_glue_makes_of_one_version():
+    """With merge="any", too, the log gives the same bits again."""
+    the_plan = plan(Functions(still, act_by_glue), Pond(6), choreo.coarse(2, max_lag=3, merge="any"))
+    run, log = logged_run(InProcess(the_plan))
+    assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY, 6), run)
 
 
 def test_a_log_that_is_too_short_is_refused():

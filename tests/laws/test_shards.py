@@ -1,6 +1,7 @@
 """S learner shards: what they mean is `vmap(iterate)`, and how many sites or devices carry them changes nothing."""
 
 import functools
+import re
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from choreo.plans import plan, plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from laws.reference import Run, assert_close, assert_same_bits, reference_run, run_of, sharded_reference
+from partition.ponds import Functions, Pond, pushed, still
 
 KEY = jax.random.key(3)
 SHARDS = 4
@@ -199,3 +201,44 @@ def test_what_cannot_be_divided_is_refused(layout, what):
     with pytest.raises(LayoutError) as refusal:
         plan(ppo(), ENV, layout)
     assert str(refusal.value).startswith(what)
+
+
+def step_and_learn(learn):
+    def go(env, carry, key):
+        s = pushed(env, carry)
+        return carry | {"s": s, "w": learn(carry["w"], s)}, {"m": jnp.mean(s)}
+
+    return Functions(still, go)
+
+
+@choreo.fragment("learner")
+def learn_from_flags(w, s):
+    """Bools are counted as integers before they are combined."""
+    flags = [choreo.all_reduce(s[:, 0] > 0.1, op) for op in ("sum", "max", "mean")]
+    return w - 0.1 * choreo.all_reduce(jnp.mean(s, 0)) * sum(jnp.mean(flag.astype(s.dtype)) for flag in flags)
+
+
+@pytest.mark.parametrize("layout", [choreo.sebulba(2, 2), choreo.multi_learner(2)], ids=lambda layout: layout.name)
+def test_bools_are_combined(layout):
+    algo, env = step_and_learn(learn_from_flags), Pond(6)
+    assert_close(run_of(InProcess(plan(algo, env, layout)), KEY), sharded_reference(algo, env, 2, KEY), 1e-5)
+
+
+def test_a_shape_that_is_written_down_is_refused_with_a_hint_at_shards():
+    def learn(w, s):
+        return w - 0.1 * choreo.all_reduce(jnp.mean(jnp.stack([s, s]).reshape(12, 3), 0))
+
+    with pytest.raises(AlgorithmError) as refusal:
+        plan(step_and_learn(learn), Pond(6), choreo.sebulba(2, 2))
+    assert re.sub(r"  at  .*test_shards.py:\d+", "  at  FILE:LINE", str(refusal.value)) == (
+        "With 2 learner shards, `Functions.iterate` is given 3 environments at a time, not all 6, and fails: cannot reshape array "
+        "of shape (2, 3, 3) (size 18) into shape (12, 3) (size 36)\n"
+        "  at  FILE:LINE (learn)\n"
+        "Take the number of environments from the environment that `iterate` is given (env.num_envs) or from shapes. "
+        "Or use one shard."
+    )
+
+
+def test_what_fails_with_one_shard_too_is_said_in_its_own_words():
+    with pytest.raises(TypeError, match=r"cannot reshape array of shape \(6, 3\)"):
+        plan(step_and_learn(lambda w, s: s.reshape(5, 5)), Pond(6), choreo.sebulba(2, 2))

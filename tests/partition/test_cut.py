@@ -12,12 +12,13 @@ from jax import lax
 import choreo
 from choreo.errors import PartitionError
 from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.partition.cut import _Cutter
 from choreo.partition.program import Loop, Program, Segment, Transfer
 from choreo.partition.program import walk as walk_steps
 from choreo.partition.verify import verify_program
 from choreo.plans import Plan, plan
 from laws.reference import assert_close, assert_same_bits, planned_run, reference_run
-from partition.ponds import STEPS, WALK, Functions, Pond, learn, push, reset, still, walk
+from partition.ponds import STEPS, WALK, Functions, Pond, learn, push, pushed, reset, still, walk
 
 WORKERS, LEARNER, INFERENCE = "env+actor", "buffer+learner", "actor+buffer+learner"
 THREE = Layout(Group("env"), Group("actor"), Group("learner"))
@@ -41,6 +42,45 @@ class TestWhatCrosses:
     def test_nothing_in_fused(self):
         planned = plan(WALK, Pond(), fused())
         assert sent(planned) == [] and planned.single is not None
+
+    def test_what_glue_adds_at_the_end_is_part_of_the_one_segment(self):
+        """A counter, a key, a constant: a second segment would cost the chunked loop, and refuse several devices."""
+
+        def start(env, key):
+            return still(env, key) | {"n": jnp.int32(0), "key": key, "ones": jnp.zeros(2)}
+
+        def count(env, carry, key):
+            s = pushed(env, carry)
+            w, slow, loss = learn(carry["w"], carry["slow"], s[None])
+            after = {"n": carry["n"] + 1, "key": jax.random.split(key)[0], "ones": jnp.ones(2)}
+            return {"w": w, "slow": slow, "s": s} | after, {"loss": loss, "twice": 2 * carry["n"]}
+
+        algo = Functions(start, count)
+        assert segments(plan(algo, Pond(), fused())) == [(fused().groups[0].name, "push+step+learn", 1)]
+        assert plan(algo, Pond(), fused(devices=2, shards=1)).partitioned
+        assert_same_bits(planned_run(algo, Pond(), fused(), KEY), reference_run(algo, Pond(), KEY))
+        at_workers = [name for group, name, _ in segments(plan(algo, Pond(), coarse(2))) if group == WORKERS]
+        assert at_workers == ["push+step"]
+
+    @pytest.mark.parametrize("metrics", [{}, {"m": 3.0}], ids=["no metrics", "a constant"])
+    @pytest.mark.parametrize("layout", [fused(), fused(devices=2, shards=1), coarse(2), THREE], ids=str)
+    def test_an_iteration_that_computes_nothing(self, layout, metrics):
+        """Everything is passed through, and two leaves change places: no step at all."""
+        algo = Functions(
+            still, lambda env, c, key: (c | {"w": c["slow"], "slow": c["w"]}, jax.tree.map(jnp.float32, metrics))
+        )
+        planned = plan(algo, Pond(), layout)
+        assert planned.iterate.steps == () and "nothing" in str(planned)
+        assert_same_bits(planned_run(algo, Pond(), planned, KEY), reference_run(algo, Pond(), KEY))
+
+    def test_a_graph_without_an_order_is_refused(self, monkeypatch):
+        monkeypatch.setattr(_Cutter, "_can_run", lambda *_: False)
+        with pytest.raises(PartitionError) as refusal:
+            plan(Functions(still, lambda env, c, key: (c | {"s": pushed(env, c)}, {})), Pond(), coarse(1))
+        assert str(refusal.value).startswith(
+            "`push` waits for a value that no site (`env+actor`, `buffer+learner`) can make before it."
+        )
+        assert "ponds.py" in str(refusal.value)
 
     @pytest.mark.parametrize("workers", [1, 2, 3])
     def test_coarse_parameters_out_and_trajectories_back(self, workers):

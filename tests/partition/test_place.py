@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from choreo.layouts import coarse, fine
+import choreo
+from choreo.errors import PartitionError
+from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.place import place
 from choreo.partition.trace import trace
+from choreo.plans import plan
 from laws.reference import assert_close, planned_run, reference_run
-from partition.ponds import Functions, Pond, learn, still
+from partition.ponds import Functions, Pond, learn, push, still
 
 LENGTH = 10
 """Longer than any number of rounds one would think of as enough."""
@@ -45,3 +48,25 @@ def test_a_long_delay_line(layout):
     ]
     assert len(homes) == LENGTH and set(homes) == {placement.sites.default}, homes
     assert_close(planned_run(algo, env, layout, key), reference_run(algo, env, key), 1e-5)
+
+
+@choreo.fragment("env")
+def stir(s, action):
+    return jnp.cumsum(0.6 * s + action, axis=0)
+
+
+def test_whoever_mixes_is_blamed_not_whoever_reads_it():
+    def stirred(env, carry, key):
+        s = stir(carry["s"], jax.vmap(push, (None, 0))(carry["w"], carry["s"]))
+        w, slow, _ = learn(carry["w"], carry["slow"], jax.vmap(push, (None, 0))(carry["w"], s)[None])
+        return {"w": w, "slow": slow, "s": s}, {}
+
+    layout = Layout(Group("env", replicas=2), Group("actor", replicas=3), Group("learner"))
+    with pytest.raises(PartitionError) as refusal:
+        plan(Functions(still, stirred), Pond(6), layout)
+    what, line, fix = str(refusal.value).splitlines()
+    assert what == (
+        "`cumsum` runs along the env axis: the fragment `stir` cannot run on `env`, which is divided into 2 blocks of "
+        "environments."
+    )
+    assert "test_place.py" in line and fix.startswith("Use one site for `env`, ")

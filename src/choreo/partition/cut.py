@@ -12,9 +12,11 @@ import jax.extend.core as jec
 import numpy as np
 from jax import lax
 
+from choreo.errors import PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.partition.demand import Needs
 from choreo.partition.forms import cut as cut_block
+from choreo.partition.place import Sites
 from choreo.partition.program import (
     Constant,
     HostCall,
@@ -102,7 +104,9 @@ class _Cutter:
         producers = block.producers()
         made_already: set[Piece] = set()
         while rest:
-            op = next(op for op in rest if self._can_run(op, ready, producers))
+            op = next((op for op in rest if self._can_run(op, ready, producers)), None)
+            if op is None:
+                raise _stuck(rest[0], self.sites)
             if op not in self.placement.ops:
                 loop, entries = self._loop(op, block)
                 steps += self._make(entries, made_already, block, producers, stacked)
@@ -129,7 +133,9 @@ class _Cutter:
                 ops = self._grow(group, rest, ready, producers)
                 rest = [op for op in rest if op not in ops]
                 made = [v for o in ops for v in o.outs if v]
-                steps.append(self._segment(group, ops, block, producers, stacked, extra=()))
+                last = not any(self._takes_part(op, group) for op in rest)
+                extra = self._ends(exits, group, made_already, ready, producers) if last else []
+                steps.append(self._segment(group, ops, block, producers, stacked, extra=extra))
             for value in made:
                 home = self.placement.home(value)
                 if home is not None:
@@ -206,8 +212,32 @@ class _Cutter:
                 ready[dst].add(value)
         return [Transfer(src, dst, tuple(moves)) for (src, dst), moves in bundles.items()]
 
+    def _takes_part(self, op: Op, group: GroupName) -> bool:
+        """Will a group have to do with an op that is left? (A split scan may be everybody's.)"""
+        return op not in self.placement.ops or self.placement.ops[op] == group
+
+    def _ends(self, exits: Iterable[Piece], group: GroupName, made: set[Piece],
+              ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
+        """What a group's last segment makes for the end besides: a counter in glue is not worth a call of its own."""
+        here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
+        return self._unmade(here, made, producers).get(group, [])
+
+    def _reads_only(self, operand: Operand, ready: set[Value], producers: dict[Value, Op]) -> bool:
+        """Can a piece be made from what is there?"""
+        if not isinstance(operand, Value):
+            return True
+        read = self._sources(producers[operand], producers) if self._homeless(operand, producers) else {operand}
+        return read - set(self.consts) <= ready
+
     def _make(self, pieces: Iterable[Piece], made: set[Piece], block: Block, producers, stacked) -> list[Step]:
-        """Segments for pieces that no other segment makes: of what has no home, and of what is held whole but wanted cut."""
+        """Segments for pieces that no other segment makes."""
+        wanted = self._unmade(pieces, made, producers)
+        return [self._segment(group, [], block, producers, stacked, extra=extra) for group, extra in wanted.items()]
+
+    def _unmade(
+        self, pieces: Iterable[Piece], made: set[Piece], producers: dict[Value, Op]
+    ) -> dict[GroupName, list[tuple[Value, Axis]]]:
+        """Pieces that are nobody's results: of what has no home, and of what is held whole but wanted cut. Now made."""
         wanted: dict[GroupName, list[tuple[Value, Axis]]] = {}
         for operand, group, axis in pieces:
             if not isinstance(operand, Value) or (operand, group, axis) in made:
@@ -216,7 +246,7 @@ class _Cutter:
             if held_whole or self._homeless(operand, producers):
                 wanted.setdefault(group, []).append((operand, axis))
                 made.add((operand, group, axis))
-        return [self._segment(group, [], block, producers, stacked, extra=extra) for group, extra in wanted.items()]
+        return wanted
 
     def _homeless(self, value: Value, producers: dict[Value, Op]) -> bool:
         return self.placement.home(value) is None and value in producers and producers[value] in self.placement.ops
@@ -346,6 +376,15 @@ class _Cutter:
         taking_part = {group for step in steps for group in groups_of(step)}
         parts = {group: part for group, part in parts.items() if part != LoopPart() or group in taking_part}
         return Loop(body.length, body.reverse, parts, tuple(steps)), entries
+
+
+def _stuck(op: Op, sites: Sites) -> PartitionError:
+    groups = ", ".join(f"`{group}`" for group in sites.replicas)
+    return PartitionError(
+        f"`{op.name}` waits for a value that no site ({groups}) can make before it.",
+        at=op.at,
+        fix="Put its role and those that it reads from into one group. Choreo should have found an order: please report it.",
+    )
 
 
 def _fragment_names(ops: Iterable[Op]) -> list[str]:

@@ -136,6 +136,7 @@ def _refusal(op: Op, group: GroupName, needs: Needs, mixes: Mixes) -> PartitionE
     mixed = mixes.args[0] if isinstance(mixes.args[0], Mixed) else Mixed(str(mixes), "")
     fragment = mixed.fragment or (op.name if op.call else "")
     what = f"the fragment `{fragment}`" if fragment else f"`{op.name}`"
+    group = mixed.group or group  # whoever mixes may do so elsewhere than whoever reads it
     return PartitionError(
         f"{mixed.why}: {what} cannot run on `{group}`, which is divided into {needs.sites.replicas[group]} blocks of environments.",
         at=mixed.at or op.at,

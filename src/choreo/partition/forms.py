@@ -18,6 +18,8 @@ class Mixed(NamedTuple):
     """The fragment in which it happens, if it is known."""
     vouch: str = ""
     """The mark with which the user may vouch for that fragment, if nothing but proof is missing."""
+    group: str = ""
+    """Where that fragment runs."""
 
 
 class Form(NamedTuple):

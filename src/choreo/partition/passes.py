@@ -2,6 +2,7 @@
 
 trace    algorithm x environment -> graphs of `init` and `iterate`
 place    a home for every op and value
+relax    what may be out of date; glue that is computed at its reader for that
 demand   who needs which piece of which value
 cut      one global order of segments, transfers and split loops
 ahead    random numbers, before the loops that use them
@@ -17,6 +18,7 @@ from choreo.partition.demand import find_needs
 from choreo.partition.donate import donate
 from choreo.partition.place import Sites, place
 from choreo.partition.program import Program
+from choreo.partition.relax import copy_for_readers
 from choreo.partition.trace import Traced
 from choreo.partition.verify import verify_program
 
@@ -26,20 +28,24 @@ def partition(
     sites: Sites,
     *,
     init_sites: Sites | None = None,
-    relaxed: Callable[[Program], Program] = lambda p: p,
+    relaxed: Callable[[Program], Program] | None = None,
 ) -> tuple[Program, Program]:
     """The programs of `init` and `iterate`: what `init` computes lies where `iterate` reads it.
 
     `init_sites`: how `init` divides the environments, where `iterate` does it otherwise. `relaxed` says what may be out of
     date.
     """
-    block = traced.iterate.block
-    placement = place(traced.iterate, sites, traced.carry_axes)
+    graph = traced.iterate
+    placement = place(graph, sites, traced.carry_axes)
+    if relaxed:
+        graph, copies = copy_for_readers(graph, placement)
+        placement = place(graph, sites, traced.carry_axes, glue_at=copies) if copies else placement
+    block = graph.block
     outputs = {}
     for position in range(block.num_carry, len(block.outs)):
         home = placement.home(block.outs[position]) or sites.default
         outputs[position] = {home: placement.natural(block.outs[position], home)}
-    iterate = cut(traced.iterate, find_needs(placement, block, outputs), outputs)
+    iterate = cut(graph, find_needs(placement, block, outputs), outputs)
 
     # `init` is the same for any number of shards: block r of E environments holds those of block r of the shards.
     init_sites = init_sites or replace(sites, shards=1)
@@ -51,6 +57,5 @@ def partition(
     homes = {i: next(iter(groups)) for i, groups in held.items()}
     init_placement = place(traced.init, init_sites, wanted_at=homes)
     init = cut(traced.init, find_needs(init_placement, traced.init.block, held), held)
-    return verify_program(init), donate(
-        verify_program(draw_ahead(relaxed(verify_program(iterate)))), num_carry=block.num_carry
-    )
+    iterate = relaxed(verify_program(iterate)) if relaxed else verify_program(iterate)
+    return verify_program(init), donate(verify_program(draw_ahead(iterate)), num_carry=block.num_carry)

@@ -90,17 +90,25 @@ class Placement:
 
 
 def place(
-    graph: Graph, sites: Sites, carry_axes: Iterable[Axis] = (), wanted_at: Mapping[int, GroupName] = {}
+    graph: Graph,
+    sites: Sites,
+    carry_axes: Iterable[Axis] = (),
+    wanted_at: Mapping[int, GroupName] = {},
+    glue_at: Mapping[Op, GroupName] = {},
 ) -> Placement:
-    """Find homes. `carry_axes`: the proposed env axis of each carried value; `wanted_at`: groups that want an output."""
-    placer = _Placer(sites, graph.block, wanted_at)
+    """Find homes.
+
+    `carry_axes`: the proposed env axis of each carried value; `wanted_at`: groups that want an output; `glue_at`: groups
+    that want to compute some glue themselves.
+    """
+    placer = _Placer(sites, graph.block, wanted_at, glue_at)
     placer.place_top(graph.block, list(carry_axes))
     return placer.result
 
 
 class _Placer:
-    def __init__(self, sites: Sites, top: Block, wanted_at: Mapping[int, GroupName]):
-        self.sites, self.result = sites, Placement(sites)
+    def __init__(self, sites: Sites, top: Block, wanted_at: Mapping[int, GroupName], glue_at: Mapping[Op, GroupName]):
+        self.sites, self.result, self.glue_at = sites, Placement(sites), glue_at
         self.consumers: dict[Value, list[Op | GroupName]] = {}
         self._find_consumers(top)
         for position, group in wanted_at.items():
@@ -198,7 +206,7 @@ class _Placer:
             if mixed and op.body and self.sites.size(home):
                 return self._place_split(op, groups)
             if self.sites.size(home):
-                forms = [self._blame(op, form) for form in forms]
+                forms = [self._blame(op, form, home) for form in forms]
             else:
                 forms = [WHOLE if form.mixed else form for form in forms]
         elif not op.eqn.effects and all(self.result.home(v) is None for v in op.ins):
@@ -214,11 +222,11 @@ class _Placer:
         return None
 
     @staticmethod
-    def _blame(op: Op, form: Form) -> Form:
+    def _blame(op: Op, form: Form, home: GroupName) -> Form:
         """The first fragment whose result mixes environments, not one that reads it."""
         if form.mixed is None or form.mixed.fragment or op.call is None:
             return form
-        return form._replace(mixed=form.mixed._replace(fragment=op.name))
+        return form._replace(mixed=form.mixed._replace(fragment=op.name, group=home))
 
     def _infer(self, op: Op, group: GroupName | None) -> tuple[list[Form], bool]:
         """The forms of its results if it runs in that group, and whether environments mix."""
@@ -232,11 +240,14 @@ class _Placer:
         """The group where glue costs the fewest bytes sent."""
         near = {home for v in op.values() if (home := self.result.home(v)) is not None}
         near |= {group for value in op.outs if value for group in self._consumer_groups(value)}
+        near |= {self.glue_at[op]} if op in self.glue_at else set()
         allowed = [g for g in self.sites.replicas if g in near - self.sites.python] or [self.sites.default]
         if combines(op.eqn):  # one site needs no other: a parameter server adds up gradients itself
             allowed = [g for g in allowed if not self.sites.size(g)] or allowed
         able = [g for g in allowed if not self.sites.size(g) or not self._infer(op, g)[1]]
         allowed = able or self._fallback() or self._refuse_mixing(op)
+        if self.glue_at.get(op) in able:
+            return self.glue_at[op]
 
         def cost(group: GroupName) -> int:
             sent_here = sum(v.nbytes for v in set(op.values()) if self.result.home(v) not in (None, group))

@@ -29,7 +29,7 @@ class AllReduce:
 
     def __init__(self, eqn: jec.JaxprEqn, inner: jec.ClosedJaxpr, forms: Sequence[Form]):
         self.inner, self.native = inner, [None] * len(eqn.outvars)
-        self.axes = _reduced_axes(inner.jaxpr)
+        self.axes, self.early = _reduced_axes(inner.jaxpr)
         for form, axis in zip(forms, self.axes, strict=True):
             if not form.whole and form.axis != axis:
                 raise Mixes("`all_reduce` was differentiated, or combines something else than shards")
@@ -45,14 +45,13 @@ class AllReduce:
         def read(var: Any) -> Any:
             return var.val if isinstance(var, jec.Literal) else held[var]
 
-        early = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in (*COMBINED, "transpose")]
-        for eqn in early:
+        for eqn in self.early:
             held.update(zip(eqn.outvars, _compat.bind(eqn, eqn.params, [read(v) for v in eqn.invars]), strict=True))
         for name in COMBINED:
-            own = [eqn.outvars[0] for eqn in early if eqn.primitive.name == name]
+            own = [eqn.outvars[0] for eqn in self.early if eqn.primitive.name == name]
             held.update(zip(own, over_replicas(name, [held[var] for var in own]), strict=True))
         for eqn in jaxpr.eqns:
-            if eqn not in early:
+            if eqn not in self.early:
                 held.update(zip(eqn.outvars, _compat.bind(eqn, eqn.params, [read(v) for v in eqn.invars]), strict=True))
         return [read(var) for var in jaxpr.outvars]
 
@@ -71,25 +70,32 @@ def over_replicas(name: str, values: list[jax.Array]) -> list[jax.Array]:
     return results
 
 
-def _reduced_axes(jaxpr: Any) -> tuple[Axis, ...]:
-    """Which axis of each operand is combined: read from the program, which `vmap` has made."""
+def _reduced_axes(jaxpr: Any) -> tuple[tuple[Axis, ...], list[jec.JaxprEqn]]:
+    """Which axis of each operand is combined, read from the program, which `vmap` has made; and what is done until then."""
     origin = {var: (i, tuple(range(len(var.aval.shape)))) for i, var in enumerate(jaxpr.invars)}
     axes: list[Axis] = [None] * len(jaxpr.invars)
+    early = []
     for eqn in jaxpr.eqns:
         name, source = eqn.primitive.name, eqn.invars[0]
-        if name == "transpose" and source in origin:
-            i, dims = origin[source]
+        given = origin.get(source) if not isinstance(source, jec.Literal) else None
+        if given and name == "transpose":
+            i, dims = given
             origin[eqn.outvars[0]] = i, tuple(dims[d] for d in eqn.params["permutation"])
-        elif name in COMBINED and source in origin and len(eqn.params["axes"]) == 1:
-            i, dims = origin[source]
+        elif given and name == "convert_element_type":  # bools are counted as integers
+            origin[eqn.outvars[0]] = given
+        elif given and name in COMBINED and len(eqn.params["axes"]) == 1:
+            i, dims = given
             axes[i] = dims[eqn.params["axes"][0]]
         elif name in (*COMBINED, "transpose"):
             raise Mixes("`all_reduce` was differentiated")
-    others = [eqn.invars for eqn in jaxpr.eqns if eqn.primitive.name not in (*COMBINED, "transpose")]
+        else:
+            continue
+        early.append(eqn)
+    others = [eqn.invars for eqn in jaxpr.eqns if eqn not in early]
     for var in [var for invars in (*others, jaxpr.outvars) for var in invars if not isinstance(var, jec.Literal)]:
         if var in origin and axes[origin[var][0]] is not None:
             raise Mixes("`all_reduce` was differentiated: it uses what it combines in another way, too")
-    return tuple(axes)
+    return tuple(axes), early
 
 
 def combines(eqn: jec.JaxprEqn) -> bool:

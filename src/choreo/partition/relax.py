@@ -3,23 +3,121 @@
 Lag belongs to a pair of groups. It may be given to a pair if all that goes from one to the other is carried from iteration
 to iteration: parameters to workers, say. All of it travels as one bundle, so that nobody reads half of an update. Where data
 of the same iteration goes the same way, as actions do in `fine`, there is nothing to relax.
+
+Glue often stands between what is carried and who reads it: a cast, a broadcast, half of it. It is computed once more, at the
+reader, so that again only what is carried crosses:
+
+    learner:  w ── half = 0.5 * w ──> actor      becomes      learner:  w ──> actor:  half = 0.5 * w
+
+The copy is the same function of the same values, so that the program means what it meant; what is out of date is `w`, in its
+bundle, and everything that the actor makes of it is made of that one version.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from choreo.errors import LayoutError
+from choreo.graph.ir import Block, Graph, Op, Operand, Value
+from choreo.graph.verify import verify
+from choreo.partition.place import Placement
 from choreo.partition.program import Program, Transfer, walk
+from choreo.partition.reduce import combines
 from choreo.types import GroupName
 
 
-def relax(program: Program, max_lag: int, *, layout: str) -> Program:
+def copy_for_readers(graph: Graph, placement: Placement) -> tuple[Graph, dict[Op, GroupName]]:
+    """The graph with copies of glue that makes of carried values what another group reads, and where each copy belongs."""
+    copier = _Copier(graph.block, placement)
+    block = replace(graph.block, ops=tuple(copier.ops()))
+    return verify(replace(graph, block=block), after="copy_for_readers"), copier.homes
+
+
+class _Copier:
+    def __init__(self, block: Block, placement: Placement):
+        self.block, self.placement, self.producers = block, placement, block.producers()
+        self.numbers = itertools.count(1 + max((v.number for v in _values(block)), default=0))
+        self.copies: dict[tuple[Value, GroupName], Value] = {}
+        self.homes: dict[Op, GroupName] = {}
+        self.pure: dict[Value, bool] = {}
+
+    def ops(self) -> Iterator[Op]:
+        """The ops of the block, each after the copies that it reads."""
+        for op in self.block.ops:
+            ins = []
+            for position, operand in enumerate(op.ins):
+                reader = self._reader(op, position)
+                if reader is not None and isinstance(operand, Value) and self._is_wanted(operand, reader):
+                    yield from self._copy(operand, reader)
+                    operand = self.copies[operand, reader]
+                ins.append(operand)
+            yield replace(op, ins=tuple(ins)) if tuple(ins) != op.ins else op
+
+    def _reader(self, op: Op, position: int) -> GroupName | None:
+        """The one group that reads an operand, if there is one."""
+        if op in self.placement.ops:
+            return self.placement.ops[op]
+        body = op.body
+        assert body is not None
+        if position >= body.num_consts or body.ins[position] in body.outs:
+            return None
+        inside = [(inner, i) for inner in body.ops for i, v in enumerate(inner.ins) if v is body.ins[position]]
+        readers = {self._reader(inner, i) for inner, i in inside}
+        return readers.pop() if len(readers) == 1 else None
+
+    def _is_wanted(self, value: Value, reader: GroupName) -> bool:
+        home, sites = self.placement.home(value), self.placement.sites
+        away = home is not None and home != reader and reader not in sites.python
+        return away and value in self.producers and self._is_of_carried(value)
+
+    def _is_of_carried(self, operand: Operand) -> bool:
+        """Is it carried, or has it no home, or is it glue of nothing else?"""
+        if not isinstance(operand, Value) or operand not in self.producers or self.placement.home(operand) is None:
+            return True
+        if operand not in self.pure:
+            op = self.producers[operand]
+            is_glue = not op.roles and op.body is None and not op.eqn.effects and not combines(op.eqn)
+            self.pure[operand] = is_glue and all(self._is_of_carried(v) for v in op.ins)
+        return self.pure[operand]
+
+    def _copy(self, value: Value, reader: GroupName) -> Iterator[Op]:
+        if (value, reader) in self.copies:
+            return
+        op = self.producers[value]
+        ins = []
+        for operand in op.ins:
+            if isinstance(operand, Value) and self._is_wanted(operand, reader):
+                yield from self._copy(operand, reader)
+                operand = self.copies[operand, reader]
+            ins.append(operand)
+        outs = tuple(Value(next(self.numbers), v.aval, v.label) if v else None for v in op.outs)
+        self.copies.update(((v, reader), new) for v, new in zip(op.outs, outs, strict=True) if v and new)
+        copy = replace(op, ins=tuple(ins), outs=outs)
+        self.homes[copy] = reader
+        yield copy
+
+
+def _values(block: Block) -> Iterator[Value]:
+    yield from block.ins
+    yield from block.consts
+    for op in block.ops:
+        yield from (v for v in op.outs if v)
+        if op.body:
+            yield from _values(op.body)
+
+
+def relax(program: Program, max_lag: int, *, merge: str, layout: str) -> Program:
     """The program with `lag` given to every bundle that may have it."""
     pairs = relaxable(program)
     if not pairs:
+        asked = {f"max_lag={max_lag}": max_lag > 0, f'merge="{merge}"': merge != "all"}
+        options = " and ".join(option for option, given in asked.items() if given)
+        presets = ["coarse", "sebulba", "central"] if merge == "all" else ["coarse", "central"]
+        others = ", ".join(name for name in presets if name != layout)
         raise LayoutError(
-            f"The layout {layout} has max_lag={max_lag}, but nothing in it may be out of date: no site only reads what "
-            "another one carries from iteration to iteration.",
-            fix="Leave out max_lag, or use a layout whose workers act with parameters of a learner: coarse, sebulba, central.",
+            f"The layout {layout} has {options}, but nothing in it may be out of date: no site only reads what another one "
+            "carries from iteration to iteration.",
+            fix=f"Leave out {options}, or use a layout whose workers act with parameters of a learner: {others}.",
         )
     steps = [
         replace(step, lag=max_lag) if isinstance(step, Transfer) and (step.src, step.dst) in pairs else step

@@ -5,8 +5,11 @@ computes is derived from it. Only the shapes of what `init` returns are looked a
 the env axis of each leaf of the carry; the proof, equation by equation, is in `blocks.py`.
 """
 
+import functools
 import importlib.util
 import itertools
+import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
+import choreo.roles
 from choreo import _compat
 from choreo.errors import AlgorithmError, PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
@@ -120,6 +124,7 @@ def _trace_iterate(
 
 def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tuple[Axis, ...], names: list[str]):
     """The meaning of several shards: `iterate` on the environments of each, with a key of its own, under one `vmap`."""
+    iterate_all = functools.partial(iterate, env)
     env = env.with_num_envs(env.num_envs // shards)
 
     def one_iteration(leaves, key, iteration):
@@ -130,9 +135,28 @@ def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tu
 
         key = jax.random.fold_in(key, iteration)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, shard_numbers(shards))
-        return jax.vmap(one_shard, (list(carry_axes), 0), (list(carry_axes), 0), axis_name=SHARD_AXIS)(leaves, keys)
+        try:
+            return jax.vmap(one_shard, (list(carry_axes), 0), (list(carry_axes), 0), axis_name=SHARD_AXIS)(leaves, keys)
+        except (TypeError, ValueError) as error:
+            merges = [functools.partial(merge_shards, axis=axis) for axis in carry_axes]
+            whole = [jax.eval_shape(merge, leaf) for merge, leaf in zip(merges, leaves, strict=True)]
+            jax.eval_shape(iterate_all, whole, key)  # what fails without shards, fails here
+            raise _fails_in_a_shard(algo, env.num_envs, shards, error) from error
 
     return one_iteration
+
+
+def _fails_in_a_shard(algo: Any, num_envs: int, shards: int, error: Exception) -> AlgorithmError:
+    """JAX's words, with what JAX cannot know: that there are shards."""
+    ours = (os.path.dirname(__file__), choreo.roles.__file__, os.sep + "site-packages" + os.sep)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
+    return AlgorithmError(
+        f"With {shards} learner shards, `{type(algo).__name__}.iterate` is given {num_envs} environments at a time, not all "
+        f"{shards * num_envs}, and fails: {str(error).splitlines()[0]}",
+        at=f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else None,
+        fix="Take the number of environments from the environment that `iterate` is given (env.num_envs) or from shapes. "
+        "Or use one shard.",
+    )
 
 
 def split_shards(leaf: Any, axis: Axis, shards: int) -> Any:

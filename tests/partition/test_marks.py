@@ -1,0 +1,93 @@
+"""An algorithm without its marks is right, but not where it was meant to be: the plan says so, and what runs where instead."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import choreo
+from choreo.algos.a2c import A2C
+from choreo.errors import ChoreoWarning
+from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.plans import plan
+from partition.ponds import Functions, Pond, learn, push, still
+
+
+def pushes_unmarked(w, s):
+    return w * jnp.tanh(s)
+
+
+def learns_unmarked(w, path):
+    slow = jnp.mean(path, (0, 1))
+    return w - 0.05 * slow, slow, jnp.sum(slow)
+
+
+def algorithm(act, learn):
+    def go(env, carry, key):
+        s = env.step(carry["s"], jax.vmap(act, (None, 0))(carry["w"], carry["s"]))
+        w, slow, loss = learn(carry["w"], s[None])
+        return {"w": w, "slow": slow, "s": s}, {"loss": loss}
+
+    return Functions(still, go)
+
+
+def learns(w, path):
+    return learn(w, w, path)
+
+
+def test_nothing_is_said_where_both_are_marked():
+    assert plan(algorithm(push, learns), Pond(), coarse(2)).warnings == ()
+
+
+def test_nothing_is_said_in_a_layout_of_one_group():
+    assert plan(algorithm(pushes_unmarked, learns_unmarked), Pond(), fused()).warnings == ()
+
+
+def test_gradient_and_update_are_learning_too():
+    env = choreo.envs.make("jax:CartPole-v1", 4)
+    assert plan(A2C(unroll=2), env, coarse(2)).warnings == ()
+
+
+def test_a_learner_without_its_mark():
+    (warning,) = plan(algorithm(push, learns_unmarked), Pond(), coarse(2)).warnings
+    assert re.sub(r"[^( ]*test_marks.py:\d+", "FILE:LINE", warning) == (
+        "No fragment has the role `learner`, for which coarse has the group `buffer+learner`. What is not marked runs where it "
+        "costs the fewest bytes: at `buffer+learner` learns_unmarked (FILE:LINE), algorithm.<locals>.go (FILE:LINE). Mark the "
+        'function that should run there: @choreo.fragment("learner").'
+    )
+
+
+def test_an_actor_without_its_mark():
+    """It went to the workers, which the layout had meant for environments alone."""
+    (warning,) = plan(algorithm(pushes_unmarked, learns), Pond(), fine(2)).warnings
+    assert "No fragment has the role `actor`, for which fine has the group `actor+buffer+learner`." in warning
+    assert re.search(r"pushes_unmarked \(\S*test_marks.py:\d+\)", warning)
+    assert warning.endswith('@choreo.fragment("actor").')
+
+
+def test_both_are_printed_and_are_no_part_of_what_is_compared():
+    layout = Layout(Group("env"), Group("actor"), Group("learner"))
+    planned = plan(algorithm(pushes_unmarked, learns_unmarked), Pond(), layout)
+    assert len(planned.warnings) == 2
+    text = " ".join(str(planned).split())
+    assert "Warning: No fragment has the role `actor`" in text and "Warning: No fragment has the role `learner`" in text
+    assert max(map(len, str(planned).splitlines())) <= 100
+
+
+class Unmarked(A2C):
+    def act(self, params, obs, key, *, greedy=False):
+        with choreo.testing.unmarked():
+            return super().act(params, obs, key, greedy=greedy)
+
+
+def test_a_run_warns():
+    with pytest.warns(ChoreoWarning, match="No fragment has the role `actor`, for which coarse has the group `env"):
+        choreo.train(
+            Unmarked(unroll=2),
+            "jax:CartPole-v1",
+            steps=4,
+            num_envs=2,
+            layout=coarse(1),
+            runtime="inprocess",
+        )
