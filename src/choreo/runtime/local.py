@@ -33,9 +33,9 @@ from choreo.errors import PartitionError
 from choreo.partition.program import HostCall, Segment, Transfer, walk
 from choreo.plans import Plan, array_type, exported
 from choreo.runtime.agent import RemoteProcess, ask_for_worker
+from choreo.runtime.backend import host_type
 from choreo.runtime.bundles import BUNDLE
 from choreo.runtime.channel import message_bytes
-from choreo.runtime.device import host_type
 from choreo.runtime.homes import environments_of, homes_of, hosts_of
 from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
 from choreo.runtime.member import Member, WorkerError, describe

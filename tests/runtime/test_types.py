@@ -1,0 +1,219 @@
+"""Every type of array that JAX has crosses between sites, bit for bit; or the plan refuses it by name."""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import choreo
+from choreo.dtypes import NAMES, dtype_named, name_of
+from choreo.envs import make
+from choreo.errors import PartitionError
+from choreo.layouts import coarse, fused
+from choreo.partition.program import ArrayType, KeyType
+from choreo.plans import plan
+from choreo.runtime.backend import PythonOnly
+from choreo.runtime.inprocess import InProcess
+from choreo.runtime.local import Local
+from choreo.testing import unmarked
+from laws.reference import named, reference_run, run_of
+from tiny import Tiny, Train
+
+DTYPES = (
+    "bool", "int4", "int8", "int16", "int32", "uint4", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32",
+    "float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "complex64",
+)  # fmt: skip
+WIDE = ("int64", "uint64", "float64", "complex128")
+IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+KEY = jax.random.key(5)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Environments that add their actions up: whole numbers, so that no compiler rounds them."""
+
+    num_envs: int = 6
+
+    def with_num_envs(self, n):
+        return Counters(n)
+
+    def keys(self, key):
+        return jax.random.split(key, self.num_envs)
+
+    @choreo.fragment("env")
+    def reset(self, keys):
+        return jnp.zeros(self.num_envs)
+
+    @choreo.fragment("env")
+    def step(self, state, action):
+        return state + action
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """A carry with a leaf of every type, of the whole and of each environment. What the learner keeps crosses to the
+    actors, and what actors return comes back and becomes part of what the learner keeps."""
+
+    dtypes: tuple[str, ...] = DTYPES
+
+    def init(self, env, key):
+        kept = {name: some(name, (3,), first=1) for name in self.dtypes}
+        rows = {name: some(name, (env.num_envs, 3), first=5) for name in self.dtypes}
+        keys = {impl: jax.random.key(7, impl=impl) for impl in IMPLS}
+        return {"s": env.reset(env.keys(key)), "kept": kept, "rows": rows, "keys": keys}
+
+    def iterate(self, env, carry, key):
+        act = jax.vmap(self.act, (None, None, 0, 0))
+        action, rows = act(carry["kept"], carry["keys"], carry["rows"], carry["s"])
+        kept, keys, count = self.learn(carry["kept"], carry["keys"], rows)
+        return {"s": env.step(carry["s"], action), "kept": kept, "rows": rows, "keys": keys}, {"count": count}
+
+    @choreo.fragment("actor")
+    def act(self, kept, keys, row, s):
+        """Each row becomes what was kept, with the first of its own numbers at the end."""
+        drawn = [jax.random.bits(key, (), jnp.uint32) & jnp.uint32(1) for key in keys.values()]
+        row = {name: kept[name].at[2].set(row[name][0]) for name in kept}
+        return s + sum(drawn).astype(s.dtype), row
+
+    @choreo.fragment("learner")
+    def learn(self, kept, keys, rows):
+        """Keep the second row, turned around."""
+        keys = {impl: jax.random.clone(jax.random.fold_in(key, 3)) for impl, key in keys.items()}
+        count = sum(jnp.sum(row == row, dtype=jnp.int32) for row in rows.values())
+        return {name: rows[name][1][::-1] for name in kept}, keys, count
+
+
+def some(name, shape, *, first):
+    """Numbers of a type: neighbouring bit patterns, so that no two conversions give the same."""
+    dtype = jnp.dtype(getattr(jnp, name))
+    count = int(np.prod(shape))
+    if name == "bool":
+        return jnp.asarray((np.arange(count) + first) % 3 == 0).reshape(shape)
+    bits = 4 if "4" in name[:6] and dtype.itemsize == 1 else 8 * dtype.itemsize
+    if bits == 4:
+        return jnp.asarray(((np.arange(count) + first) % 7).astype(np.int8).astype(dtype)).reshape(shape)
+    patterns = np.arange(first, first + count * dtype.itemsize).astype(np.uint8) % 96 + 17
+    return jnp.asarray(patterns.view(dtype)).reshape(shape)
+
+
+def reference(algo, env, iterations=3):
+    """The plain functions, called one by one."""
+    init_key, run_key = jax.random.split(KEY)
+    with unmarked():
+        carry, rows = algo.init(env, init_key), []
+        for i in range(iterations):
+            carry, metrics = algo.iterate(env, carry, jax.random.fold_in(run_key, i))
+            rows.append(metrics)
+    return named(carry, {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]})
+
+
+def assert_same_bytes(run, expected):
+    assert run.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (run[name].dtype, run[name].tobytes()) == (value.dtype, value.tobytes()), name
+
+
+@pytest.mark.parametrize("carrier", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
+def test_every_type_in_the_carry_of_workers(carrier):
+    algo, env = Zoo(DTYPES + WIDE), Counters()
+    with jax.enable_x64(True):
+        run = run_of(Local(plan(algo, env, coarse(2)), carrier=carrier), KEY)
+        assert_same_bytes(run, reference(algo, env))
+
+
+@pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse"])
+def test_every_type_in_the_carry_of_one_process(layout):
+    """The types that are handled apart, and one that is not."""
+    algo, env = Zoo(("float32", "bfloat16", "float8_e5m2", "int4", "float4_e2m1fn")), Counters()
+    assert_same_bytes(run_of(InProcess(plan(algo, env, layout)), KEY), reference(algo, env))
+
+
+@pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse"])
+def test_a_type_that_cannot_leave_a_program_is_refused_by_the_plan(layout):
+    """JAX exports no two bits, and XLA on CPU would end the process where two blocks of them are joined."""
+    with pytest.raises(PartitionError) as refused:
+        plan(Zoo(dtypes=("float32", "int2")), Counters(), layout)
+    assert str(refused.value).startswith(
+        "`carry['kept']['int2']` is int2[3]: values of this type cannot go from one compiled"
+    )
+    assert "Keep it as int8" in str(refused.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfTiny(Tiny):
+    """`Tiny` with weights of 16 bits, as they are kept for large networks."""
+
+    def init(self, env, key):
+        carry = super().init(env, key)
+        return carry._replace(train=carry.train._replace(weights=carry.train.weights.astype(jnp.bfloat16)))
+
+    def policy(self, train):
+        return train.weights
+
+    @choreo.fragment("actor")
+    def act(self, params, obs, key, *, greedy=False):
+        return jax.random.categorical(key, obs @ params.astype(obs.dtype)), ()
+
+    @choreo.fragment("learner")
+    def learn(self, train, trajectory):
+        def loss(weights):
+            log_pi = jax.nn.log_softmax(trajectory.obs @ weights.astype(trajectory.obs.dtype))
+            chosen = jnp.take_along_axis(log_pi, trajectory.action[..., None], axis=-1)
+            return -jnp.mean(chosen[..., 0] * trajectory.reward)
+
+        value, grad = jax.value_and_grad(loss)(train.weights)
+        return Train(train.weights - jnp.bfloat16(0.1) * grad, train.iterations + 1), {"loss": value}
+
+
+def test_weights_of_16_bits_go_to_workers_and_back():
+    """bfloat16 died on the way: its `dtype.str` is `<V2`."""
+    algo, env = HalfTiny(unroll=4), make("jax:CartPole-v1", 4)
+    planned = plan(algo, env, coarse(2))
+    run = run_of(Local(planned), KEY)
+    assert run[".train.weights"].dtype == jnp.bfloat16 and run[".train.weights"].any()
+    assert_same_bytes(run, run_of(InProcess(planned), KEY))
+    with unmarked():
+        expected = reference_run(algo, env, KEY)
+    np.testing.assert_array_equal(run[".train.weights"], expected[".train.weights"])
+
+
+class TestHostSites:
+    """A worker that runs nothing but Python has no JAX to tell it what a type is."""
+
+    @pytest.mark.parametrize("impl", IMPLS)
+    def test_random_keys_arrive_as_their_numbers(self, impl):
+        words = jax.random.key_data(jax.random.key(0, impl=impl)).shape
+        keys = ArrayType((5,), KeyType(impl, *words))
+        assert PythonOnly().host_type(keys) == ((5, *words), np.uint32)
+        assert PythonOnly().stack([], keys).shape == (5, *words)
+
+    def test_importing_the_types_is_cheap(self):
+        code = (
+            "import sys, choreo.runtime.wire, choreo.runtime.machine\n"
+            "assert 'jax' not in sys.modules and 'ml_dtypes' not in sys.modules\n"
+            "from choreo.dtypes import dtype_named\n"
+            "assert dtype_named('float32').kind == 'f' and 'ml_dtypes' not in sys.modules\n"
+            "assert dtype_named('bfloat16').itemsize == 2 and 'ml_dtypes' in sys.modules and 'jax' not in sys.modules\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_table_is_what_jax_has():
+    """Every type of JAX is in the table, or is known to be refused."""
+    have = {name for name in dir(jnp) if re.fullmatch(r"bool|(u?int|b?float|complex)\d\w*", name)}
+    assert have - NAMES <= {"int1", "uint1", "int2", "uint2", "float6_e2m3fn", "float6_e3m2fn"}
+    assert NAMES <= have
+    assert all(name_of(dtype_named(name)) == name for name in NAMES)
+    assert name_of(np.dtype(">f4")) == "float32"
+    for unknown in ("V2", "O", "M8[s]", "U3", "f4,i4"):
+        with pytest.raises(KeyError):
+            name_of(np.dtype(unknown))
+    with pytest.raises(KeyError):
+        dtype_named("__class__")
