@@ -18,7 +18,7 @@ import choreo
 from choreo.dtypes import FOUR_BITS, NAMES, dtype_named, name_of
 from choreo.envs import make
 from choreo.errors import PartitionError
-from choreo.layouts import coarse, fused
+from choreo.layouts import coarse, fine, fused
 from choreo.partition.program import ArrayType, KeyType
 from choreo.plans import plan
 from choreo.runtime.backend import PythonOnly
@@ -37,6 +37,8 @@ DTYPES = (
     "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "complex64",
 )  # fmt: skip
 WIDE = ("int64", "uint64", "float64", "complex128")
+FEW = ("float32", "bfloat16", "float8_e5m2", "int4", "float4_e2m1fn")
+"""Those that are handled apart, and one that is not."""
 IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 KEY = jax.random.key(5)
 
@@ -96,6 +98,42 @@ class Zoo:
         return {name: rows[name][1][::-1] for name in kept}, keys, count
 
 
+@dataclass(frozen=True)
+class Relay:
+    """A loop that is split: at every step rows of every type go to the environments' sites and come back, and the learner
+    reads those of all steps."""
+
+    dtypes: tuple[str, ...] = DTYPES
+
+    def init(self, env, key):
+        rows = {name: some(name, (env.num_envs, 3), first=5) for name in self.dtypes}
+        kept = {name: some(name, (4, env.num_envs, 3), first=2) for name in self.dtypes}
+        return {"s": env.reset(env.keys(key)), "rows": rows, "kept": kept}
+
+    def iterate(self, env, carry, key):
+        def step(c, _):
+            s, rows = c
+            rows = jax.vmap(self.turn)(rows)
+            s = env.step(s, jax.vmap(self.act)(rows, s))
+            return (s, rows), rows
+
+        (s, rows), seen = jax.lax.scan(step, (carry["s"], carry["rows"]), None, length=4)
+        kept, count = self.learn(carry["kept"], seen)
+        return {"s": s, "rows": rows, "kept": kept}, {"count": count}
+
+    @choreo.fragment("env")
+    def turn(self, row):
+        return {name: jnp.roll(values, 1) for name, values in row.items()}
+
+    @choreo.fragment("actor")
+    def act(self, row, s):
+        return s + sum(jnp.any(values == values).astype(s.dtype) for values in row.values())
+
+    @choreo.fragment("learner")
+    def learn(self, kept, seen):
+        return {name: kept[name].at[1].set(seen[name][2]) for name in kept}, jnp.int32(len(kept))
+
+
 def some(name, shape, *, first):
     """Numbers of a type: neighbouring bit patterns, so that no two conversions give the same."""
     dtype = jnp.dtype(getattr(jnp, name))
@@ -128,17 +166,35 @@ def assert_same_bytes(run, expected):
 
 @pytest.mark.parametrize("carrier", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
 def test_every_type_in_the_carry_of_workers(carrier):
+    """To workers and between them, back to the coordinator, to the workers again, and once more back."""
     algo, env = Zoo(DTYPES + WIDE), Counters()
     with jax.enable_x64(True):
-        run = run_of(Local(plan(algo, env, coarse(2)), carrier=carrier), KEY)
+        workers = Local(plan(algo, env, coarse(2)), carrier=carrier)
+        try:
+            workers.start(KEY)
+            metrics = workers.run(0, 2)
+            workers.restore(workers.carry(), KEY)
+            metrics = {name: np.append(rows, workers.run(2, 3)[name]) for name, rows in metrics.items()}
+            run = named(workers.carry(), metrics)
+        finally:
+            workers.close()
         assert_same_bytes(run, reference(algo, env))
 
 
 @pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse"])
 def test_every_type_in_the_carry_of_one_process(layout):
-    """The types that are handled apart, and one that is not."""
-    algo, env = Zoo(("float32", "bfloat16", "float8_e5m2", "int4", "float4_e2m1fn")), Counters()
+    algo, env = Zoo(FEW), Counters()
     assert_same_bytes(run_of(InProcess(plan(algo, env, layout)), KEY), reference(algo, env))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "runtime"),
+    [(FEW, InProcess), pytest.param(DTYPES, Local, marks=pytest.mark.long)],
+    ids=["inprocess", "workers"],
+)
+def test_every_type_in_a_loop_that_is_split(dtypes, runtime):
+    algo, env = Relay(dtypes), Counters()
+    assert_same_bytes(run_of(runtime(plan(algo, env, fine(2))), KEY), reference(algo, env))
 
 
 @pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse"])
