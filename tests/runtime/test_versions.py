@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 
 import choreo
+from choreo import cli
 from choreo.cluster import Cluster, Host
 from choreo.errors import RunError
 from choreo.host.packages import packages_of
@@ -84,10 +85,14 @@ def test_whoever_insists_is_warned_and_the_run_records_it(tmp_path, other_gymnas
         assert recorded["jax"] == importlib.metadata.version("jax")
         assert recorded["hosts"] == {host: {"gymnasium": "0.0.7", "XLA_FLAGS": OTHER_FLAGS}}
         assert choreo.load(tmp_path / "run").rows
-        with pytest.raises(RunError) as refused:
-            train(cluster, allow_versions=True, same_bits=True)
-    assert f"Host {host} has gymnasium 0.0.7, this machine " in str(refused.value)
-    assert str(refused.value).endswith("or leave out --same-bits (same_bits=True).")
+        file = tmp_path / "cluster.toml"
+        port = cluster.hosts[0].port
+        file.write_text(f'token_file = "token"\n[[hosts]]\naddress = "127.0.0.1"\nport = {port}\ncpus = 2\n')
+        run = ["train", str(tmp_path / "run" / "run.toml"), "--cluster", str(file), "--out", str(tmp_path / "again")]
+        assert cli.main([*run, "--allow-versions", "--same-bits", "--quiet"]) == 1
+    shown = capfd.readouterr().err
+    assert shown.startswith(f"RunError: Host {host} has gymnasium 0.0.7, this machine ")
+    assert "Use a host like this machine, or leave out --same-bits (same_bits=True)." in shown
 
 
 def test_an_equal_host_is_welcome():
@@ -109,6 +114,8 @@ def test_what_differs_is_told_apart():
         "(allow_versions=True)."
     )
     found.check(allow_versions=True, same_bits=False)
+    with pytest.raises(RunError, match="has x 1, this machine none. Other.*\nInstall here what is there, or insist"):
+        Differences(host="b", packages={"x": ("1", "none")}, bits={}).check(allow_versions=False, same_bits=False)
     with pytest.raises(RunError, match="Host b has CPU Xeon, features abd, this machine Xeon, features abc; XLA_FLAGS"):
         Differences(host="b", packages={}, bits=found.bits).check(allow_versions=False, same_bits=True)
 

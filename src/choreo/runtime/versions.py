@@ -113,7 +113,7 @@ class Differences:
         steps = [f"pip install {' '.join(wanted)}"] if wanted else []
         if "python" in self.packages:
             steps.append(f"Python {self.packages['python'][1]}")
-        return f"Install there what is here ({', and '.join(steps)})"
+        return f"Install there what is here ({', and '.join(steps)})" if steps else "Install here what is there"
 
 
 def _told(different: Mapping[str, tuple[str, str]]) -> str:
