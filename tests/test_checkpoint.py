@@ -1,3 +1,4 @@
+import json
 import re
 from typing import NamedTuple
 
@@ -6,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from choreo import checkpoint
+from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named
 from choreo.errors import RunError
 
 
@@ -43,6 +46,49 @@ def test_every_leaf_comes_back_as_it_was(tmp_path, carry):
     for name, leaf in carry.flags.items():
         assert back.flags[name].dtype == leaf.dtype and back.flags[name].shape == leaf.shape
         np.testing.assert_array_equal(back.flags[name], leaf)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_type_comes_back(tmp_path, name):
+    dtype, count = dtype_named(name), 7
+    with jax.enable_x64(True):
+        value = jnp.asarray((np.arange(count) % 5).astype(np.float32).astype(dtype))
+        tree = {"x": value, "none": value[:0], "one": value[3]}
+        checkpoint.save(tmp_path / "c", tree, iteration=0)
+        back = checkpoint.load(tmp_path / "c", tree)
+    for leaf, was in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True):
+        assert (leaf.dtype, leaf.shape, leaf.tobytes()) == (was.dtype, was.shape, was.tobytes())
+
+
+@pytest.mark.parametrize("impl", KEY_IMPLS)
+def test_keys_of_every_generator_come_back(tmp_path, impl):
+    keys = jax.random.split(jax.random.key(3, impl=impl), 2)
+    checkpoint.save(tmp_path / "c", {"key": keys}, iteration=0)
+    (back,) = checkpoint.load(tmp_path / "c", {"key": keys}).values()
+    assert back.dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(back), jax.random.key_data(keys))
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ({"views": {"['x']": "object"}}, "`['x']` is of a type `object`, which no checkpoint has"),
+        ({"views": {"['x']": "float64"}}, "`['x']` is of a type `float64`, which does not fit its bytes"),
+        ({"keys": {"['x']": "mine"}}, "`['x']` are random keys of a generator `mine`, which no checkpoint has"),
+    ],
+)
+def test_a_type_that_is_not_in_the_table_is_refused(tmp_path, header, why):
+    """A checkpoint is data: what it says of a type is looked up, never evaluated."""
+    facts = {"iteration": 0, "keys": {}, "views": {}} | header
+    arrays = {"['x']": np.zeros(3, np.uint8)}
+    (tmp_path / "c").write_bytes(safetensors.numpy.save(arrays, {checkpoint.FORMAT: json.dumps(facts)}))
+    with pytest.raises(RunError, match=re.escape(why)):
+        checkpoint.load(tmp_path / "c", {"x": jnp.zeros(3, jnp.uint8)})
+
+
+def test_what_no_table_has_is_not_saved(tmp_path):
+    with pytest.raises(RunError, match=re.escape("`['x']` is datetime64[s][2], which a checkpoint cannot hold")):
+        checkpoint.save(tmp_path / "c", {"x": np.zeros(2, "M8[s]")}, iteration=0)
 
 
 def test_numpy_that_is_not_contiguous(tmp_path):

@@ -2,6 +2,7 @@
 
     Carry(train=Train(params=...), key=...)   ->   ".train.params.weight"  float32[64, 4]
                                                    ".key"                  uint32[2], and its kind in the header
+                                                   ".train.half"           uint8[64, 8], and "bfloat16" in the header
 
 The file at its final name is always whole: it is written beside, flushed to the disk, and renamed. Leaves that are no
 arrays (an activation function) are not stored; they come from the structure that `load` is given.
@@ -20,11 +21,14 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named, name_of
 from choreo.errors import RunError
 from choreo.static_key import is_array
 from choreo.types import PyTree
 
 FORMAT = "choreo-1"
+AS_THEY_ARE = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split())
+"""Types that safetensors writes and reads. All others are stored as bytes, with the name of their type in the header."""
 
 
 def save(path: Path, tree: PyTree, *, iteration: int) -> None:
@@ -36,8 +40,9 @@ def save(path: Path, tree: PyTree, *, iteration: int) -> None:
             leaf = jax.random.key_data(leaf)
         if is_array(leaf):
             array = np.ascontiguousarray(leaf).reshape(np.shape(leaf))  # safetensors writes strided data wrongly
-            if array.dtype.kind == "V":  # bfloat16 and its kind: safetensors' NumPy side writes, but does not read them
-                views[name], array = array.dtype.name, array.view(f"u{array.itemsize}")
+            kind = _type_name(name, array)
+            if kind not in AS_THEY_ARE:
+                views[name], array = kind, _as_bytes(array)
             arrays[name] = array
     # One entry, since safetensors writes several in no particular order: the same tree gives the same bytes.
     header = {FORMAT: json.dumps({"iteration": iteration, "keys": kinds, "views": views}, sort_keys=True)}
@@ -47,7 +52,6 @@ def save(path: Path, tree: PyTree, *, iteration: int) -> None:
 def load(path: Path, like: PyTree) -> PyTree:
     """Read back what `save` wrote, in the structure of `like` (arrays or `ShapeDtypeStruct`s)."""
     header = read_header(path)
-    kinds, views = header["keys"], header["views"]
     arrays = safetensors.numpy.load(path.read_bytes())
     leaves, unused = [], set(arrays)
     for name, leaf in _named(like):
@@ -57,9 +61,7 @@ def load(path: Path, like: PyTree) -> PyTree:
             leaves.append(leaf)  # no array, so not in the file
             continue
         unused.discard(name)
-        value = jnp.asarray(arrays[name].view(views[name]) if name in views else arrays[name])
-        if name in kinds:
-            value = jax.random.wrap_key_data(value, impl=kinds[name])
+        value = decode(path, header, name, arrays[name])
         if hasattr(leaf, "dtype") and (value.shape != leaf.shape or value.dtype != leaf.dtype):
             raise _unfit(path, f"`{name}` is {_form(value)} there and {_form(leaf)} here")
         leaves.append(value)
@@ -83,6 +85,14 @@ def read_header(path: Path) -> dict[str, Any]:
     if FORMAT not in header:
         raise RunError(f"{path} is a safetensors file, but no checkpoint of Choreo.", fix="Name a run folder.")
     return json.loads(header[FORMAT])
+
+
+def decode(path: Path, header: dict[str, Any], name: str, array: np.ndarray) -> jax.Array:
+    """The leaf of this name, from what the file at `path` holds in its place."""
+    if name in header["views"]:
+        array = _viewed(path, name, array, header["views"][name])
+    value = jnp.asarray(array)
+    return _as_keys(path, name, value, header["keys"][name]) if name in header["keys"] else value
 
 
 def iteration(path: Path) -> int:
@@ -116,6 +126,37 @@ def write_atomic(path: Path, data: bytes) -> None:
 def _named(tree: PyTree) -> Iterator[tuple[str, Any]]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         yield jax.tree_util.keystr(path), leaf
+
+
+def _type_name(name: str, array: np.ndarray) -> str:
+    try:
+        return name_of(array.dtype)
+    except KeyError as error:
+        raise RunError(
+            f"`{name}` is {_form(array)}, which a checkpoint cannot hold.",
+            fix=f"Use one of {', '.join(sorted(NAMES))}.",
+        ) from error
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    """The same memory, with an axis of bytes at the end."""
+    return array.reshape(*array.shape, 1).view(np.uint8)
+
+
+def _viewed(path: Path, name: str, array: np.ndarray, kind: str) -> np.ndarray:
+    """What `_as_bytes` was given. The file's word for the type is looked up in a closed table, never evaluated."""
+    if kind not in NAMES:
+        raise _unfit(path, f"`{name}` is of a type `{kind}`, which no checkpoint has")
+    dtype = dtype_named(kind)
+    if array.dtype != np.uint8 or array.shape[-1:] != (dtype.itemsize,):
+        raise _unfit(path, f"`{name}` is of a type `{kind}`, which does not fit its bytes")
+    return array.view(dtype)[..., 0]
+
+
+def _as_keys(path: Path, name: str, value: jax.Array, impl: str) -> jax.Array:
+    if impl not in KEY_IMPLS:
+        raise _unfit(path, f"`{name}` are random keys of a generator `{impl}`, which no checkpoint has")
+    return jax.random.wrap_key_data(value, impl=impl)
 
 
 def _is_key(leaf: Any) -> bool:

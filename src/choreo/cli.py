@@ -125,6 +125,8 @@ def train(args: list[str]) -> int:
     add("--cluster", type=Path, help="a cluster.toml: the hosts of worker processes (this machine)")
     add("--env-timeout", type=float, default=60.0, help="seconds after which an environment counts as hanging (60)")
     add("--profile", action="store_true", help="where the time goes, site by site; writes trace.json for Perfetto")
+    add("--allow-versions", action="store_true", help="use hosts with other versions than this machine, too")
+    add("--same-bits", action="store_true", help="refuse hosts whose CPU or XLA_FLAGS may round differently")
     add("--eval-every", type=count, help="iterations between evaluations (none)")
     add("--eval-episodes", type=count, default=20, help="episodes per evaluation during training (20)")
     add("--stop-at-return", type=float, help="end once this return is reached, by evaluation if there is --eval-every")
@@ -160,6 +162,8 @@ def train(args: list[str]) -> int:
             cluster=options.cluster,
             env_timeout=options.env_timeout,
             profile=options.profile,
+            allow_versions=options.allow_versions,
+            same_bits=options.same_bits,
             loggers=options.logger,
             progress=not options.quiet,
         ),

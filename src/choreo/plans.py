@@ -16,7 +16,8 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh
 
-from choreo._compat import key_impl
+from choreo._compat import is_key, key_impl
+from choreo.dtypes import KEY_IMPLS, NAMES
 from choreo.errors import AlgorithmError, LayoutError, PartitionError
 from choreo.graph.ir import Graph
 from choreo.graph.products import largest_product
@@ -273,6 +274,7 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
         iterate = _blocks_of_copies(iterate, traced, sites)
     else:
         init, iterate = partition(traced, sites, relaxed=relaxed)
+    _check_types(init, iterate)
     num_carry, product = traced.iterate.block.num_carry, largest_product(traced.iterate)
     return Plan(
         title,
@@ -299,6 +301,32 @@ def _trusted(traced: Traced, sites: Sites) -> tuple[str, ...]:
         for call in trusted(op.eqn)
     ]
     return tuple(dict.fromkeys(names))
+
+
+def _check_types(init: Program, iterate: Program) -> None:
+    """Refuse types that cannot leave a compiled program, before anything starts."""
+    num_carry = len(init.outs)
+    types = [(named(port.name), port.aval) for port in init.outs]
+    types += [(f"metrics.{port.name}", port.aval) for port in iterate.outs[num_carry:]]
+    for step, _ in (*walk(init.steps), *walk(iterate.steps)):
+        if isinstance(step, Transfer):
+            types += [(move.label, move.aval) for move in step.moves]
+        elif isinstance(step, Segment):
+            types += [(given.label, given.aval) for given in step.ins]
+            types += [(f"a result of {step.name}", aval) for aval in step.out_avals]
+    for name, aval in types:
+        if is_key(aval.dtype):
+            if key_impl(aval.dtype) not in KEY_IMPLS:
+                raise PartitionError(
+                    f"`{name}` holds random keys of the generator `{key_impl(aval.dtype)}`, which a worker does not know.",
+                    fix=f"Use one of JAX's own: {', '.join(KEY_IMPLS)}.",
+                )
+        elif aval.dtype.name not in NAMES:
+            raise PartitionError(
+                f"`{name}` is {aval.dtype.name}{list(aval.shape)}: values of this type cannot go from one compiled program to "
+                "another, nor into a checkpoint.",
+                fix="Keep it as int8 (or another type of 4 bits or more), and convert it inside of the fragment.",
+            )
 
 
 def _count_along(traced: Traced, axis: str) -> int:

@@ -135,7 +135,8 @@ class Recipe:
             return form
         return trace(self.algo_with_horizon, self.env, self.layout.shards).carry
 
-    def to_toml(self) -> dict[str, Any]:
+    def to_toml(self, *, hosts: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
+        """`hosts`: what each of them had that this machine has not."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.init_from is not None:
             options["init_from"] = dataclasses.asdict(self.init_from)
@@ -146,7 +147,7 @@ class Recipe:
             "algorithm": registry.describe(algo),
             "environment": registry.describe_environment(env),
             "layout": registry.describe(layout),
-            "versions": versions | {"python": platform.python_version()},
+            "versions": versions | {"python": platform.python_version()} | ({"hosts": hosts} if hosts else {}),
         }
 
     @classmethod

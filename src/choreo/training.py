@@ -60,6 +60,8 @@ def train(
     cluster: Cluster | str | Path | None = None,
     env_timeout: float | int = 60.0,
     profile: bool = False,
+    allow_versions: bool = False,
+    same_bits: bool = False,
     eval_every: int | None = None,
     eval_episodes: int = 20,
     stop_at_return: float | int | None = None,
@@ -80,7 +82,9 @@ def train(
     `runtime`: "inprocess" runs everything in this process, "local" in worker processes; None takes workers where the
     layout has several sites. `cluster` (or the path of a `cluster.toml`) names the hosts of workers. A worker whose
     environment does not return for `env_timeout` seconds ends the run. `profile` keeps what each site did when: a table,
-    and `trace.json` in the run folder, which Perfetto opens.
+    and `trace.json` in the run folder, which Perfetto opens. A host with other versions than this machine is refused;
+    `allow_versions` insists. `same_bits` also refuses one with another CPU or other XLA_FLAGS, of which one is warned
+    otherwise.
     `progress`: None shows it in a terminal only.
 
     Refuses (ChoreoError) before anything is compiled whatever can be refused then.
@@ -116,7 +120,13 @@ def train(
     start = Start(done=0, rows=[], carry=None, weights=weights)
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = Cluster.from_toml(cluster)
-    watching = Watching(env_timeout_s=float(env_timeout), profile=profile, cluster=cluster)
+    watching = Watching(
+        env_timeout_s=float(env_timeout),
+        profile=profile,
+        cluster=cluster,
+        allow_versions=allow_versions,
+        same_bits=same_bits,
+    )
     return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
@@ -233,6 +243,10 @@ class Watching:
     """Keep what each site did when?"""
     cluster: Cluster | None = None
     """The hosts of workers; None: this machine."""
+    allow_versions: bool = False
+    """Take hosts with other versions than this machine?"""
+    same_bits: bool = False
+    """Refuse hosts whose CPU or XLA_FLAGS may round differently?"""
     replay: list[Read] | None = None
     """What another run has read, to be read again."""
 
@@ -284,6 +298,8 @@ def _drive(
         }
         runtime = make_runtime(recipe.runtime, the_plan, **options)
         stack.callback(runtime.close)
+        if folder is not None and runtime.differences:
+            folder.write_recipe(recipe.to_toml(hosts=runtime.differences))
         if start.carry is None:
             runtime.start(recipe.key)
             if start.weights is not None:

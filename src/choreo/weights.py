@@ -17,7 +17,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import safetensors
 
 from choreo import checkpoint
@@ -112,9 +111,7 @@ def _from_checkpoint(folder: RunFolder, train: Mapping[str, Any], wanted: set[st
         arrays = {name: file.get_tensor(name) for name in train if name in wanted}
     leaves = {}
     for name, array in arrays.items():
-        views, kinds = header["views"], header["keys"]
-        value = jnp.asarray(array.view(views[name]) if name in views else array)
-        value = jax.random.wrap_key_data(value, impl=kinds[name]) if name in kinds else value
+        value = checkpoint.decode(folder.checkpoint, header, name, array)
         if _form(value) != _form(train[name]):
             raise _unfit(folder, f"`{name}` is {_form(value)} there and {_form(train[name])} here")
         leaves[name] = value

@@ -3,6 +3,7 @@
 Started as `python -m choreo.worker FD`, where FD is a socket to the coordinator. It never traces and never imports the
 user's main: what it runs arrives as compiled programs, and host environments by value.
 
+    greet      tell what you run on: versions, CPU                               -> hello
     brief      who I am, who lives where, how to reach them, what to run         -> ready
     start      two random keys                                                   -> done
     run        iterations first .. stop - 1                                      -> ran, with metrics
@@ -86,6 +87,13 @@ class Worker:
         if self.links is not None:
             self.links.close()
 
+    def _greet(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        from choreo.runtime.versions import this_machine
+
+        # Modules that the coordinator finds beside the user's script are needed here, too.
+        sys.path.extend(folder for folder in header["path"] if folder not in sys.path)
+        self._send({"kind": "hello", "versions": this_machine(header["packages"]).to_json()})
+
     def _brief(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         began = time.perf_counter()
         self.name, self.env_timeout_s = header["name"], header["env_timeout_s"]
@@ -110,7 +118,7 @@ class Worker:
         from choreo.runtime.execution import Execution
         from choreo.runtime.messages import Neighbourhood
 
-        orders = _load(arrays[0].tobytes(), header["path"])
+        orders = _load(arrays[0].tobytes())
         homes = {(group, r): home for group, r, home in header["homes"]}
         hood = Neighbourhood(me=self.name, homes=homes, links=self.links.by_peer)
         if header["profile"]:
@@ -253,11 +261,10 @@ class Worker:
         )
 
 
-def _load(orders: bytes, path: list[str]) -> Any:
-    """What to run. It may need modules that the coordinator finds beside the user's script."""
+def _load(orders: bytes) -> Any:
+    """What to run."""
     import cloudpickle
 
-    sys.path.extend(folder for folder in path if folder not in sys.path)
     try:
         return cloudpickle.loads(orders)
     except (ImportError, AttributeError) as error:

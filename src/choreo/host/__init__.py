@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from choreo.dtypes import NAMES, dtype_named
 from choreo.errors import AlgorithmError
 
 
@@ -76,7 +77,7 @@ class HostObjects:
             return _for_shards(self.bind(fn.of_shards(shards)))
         size = fn.num_envs if self.each else fn.num_envs // self.replicas
         envs = range(self.replica * size, (self.replica + 1) * size)
-        shapes, dtypes = [(size, *spec.shape[1:]) for spec in fn.outs], [np.dtype(spec.dtype) for spec in fn.outs]
+        shapes, dtypes = [(size, *spec.shape[1:]) for spec in fn.outs], [_dtype(spec) for spec in fn.outs]
         method: Callable[..., Any] | None = None
         trusted = getattr(fn.make, "exact", False)
 
@@ -114,6 +115,10 @@ class HostObjects:
         while self.made:
             _, obj = self.made.popitem()
             obj.close()
+
+
+def _dtype(spec: Spec) -> np.dtype:
+    return dtype_named(spec.dtype) if spec.dtype in NAMES else np.dtype(spec.dtype)
 
 
 def _own(results: Any) -> tuple[np.ndarray, ...]:

@@ -37,6 +37,8 @@ class Form:
     """Whether the mask comes from `info`."""
     vector: bool
     """Whether it is a vector environment."""
+    packages: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    """The installed packages that it is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from choreo.errors import EnvError
 from choreo.host import spaces
 from choreo.host.batch import Batch, Form, MakeBatch, Prepare, raised, words
+from choreo.host.packages import packages_of
 from choreo.host.sources import Source, import_prefix
 
 MASK = "action_mask"
@@ -52,7 +53,13 @@ def _look(source: Source) -> Form:
         mask = None if vector or own else _mask(env, source)
         if mask is not None:
             obs_space = gymnasium.spaces.Dict({"obs": obs_space, MASK: gymnasium.spaces.MultiBinary(np.shape(mask))})
-        return Form(observation_space=obs_space, action_space=action_space, masked=mask is not None, vector=vector)
+        return Form(
+            observation_space=obs_space,
+            action_space=action_space,
+            masked=mask is not None,
+            vector=vector,
+            packages=packages_of(env),
+        )
     finally:
         env.close()
 

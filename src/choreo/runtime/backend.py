@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from choreo.partition.program import Move, Program, Ref, Segment, Transfer
+from choreo.partition.program import KeyType, Move, Program, Ref, Segment, Transfer
 from choreo.types import GroupName
 
 Site = tuple[GroupName, int]
@@ -86,6 +86,13 @@ class Backend(Protocol):
         ...
 
 
+def host_type(like: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and type of a value as it is sent: random keys go as their numbers."""
+    if isinstance(like.dtype, KeyType):
+        return (*like.shape, like.dtype.words), np.dtype(np.uint32)
+    return tuple(like.shape), np.dtype(like.dtype)
+
+
 class PythonOnly:
     """The `Backend` of sites that compile nothing."""
 
@@ -108,10 +115,10 @@ class PythonOnly:
         return array
 
     def host_type(self, like: Any) -> tuple[tuple[int, ...], np.dtype]:
-        return like.shape, like.dtype
+        return host_type(like)
 
     def stack(self, slices: list[Any], like: Any) -> np.ndarray:
-        return np.stack(slices) if slices else np.empty(like.shape, like.dtype)
+        return np.stack(slices) if slices else np.empty(*host_type(like))
 
     def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
         raise AssertionError("a worker that only runs Python holds sites of one group")

@@ -22,6 +22,11 @@ class Runtime(Protocol):
         """What was read, where that may be out of date, since somebody cleared it."""
         ...
 
+    @property
+    def differences(self) -> dict[str, dict[str, str]]:
+        """What hosts had that this machine has not, by host."""
+        ...
+
     def start(self, key: Key) -> None:
         """Run `init`."""
         ...

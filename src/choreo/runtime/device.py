@@ -13,12 +13,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from choreo._compat import innermost
+from choreo.dtypes import FOUR_BITS
 from choreo.errors import LayoutError
 from choreo.partition.exported import ExportedFn
 from choreo.partition.program import Axis, Constant, Input, KeyType, Move, Program, Ref, Segment, Transfer
 from choreo.partition.reduce import REPLICA_AXIS
 from choreo.partition.together import on_one_device, over_devices, spec
-from choreo.runtime.backend import Site, Watch
+from choreo.runtime.backend import Site, Watch, host_type
 from choreo.types import GroupName
 
 JaxDevice: TypeAlias = Any
@@ -35,7 +36,7 @@ class Compiling:
     def _first(self, *args: Any) -> Any:
         made = self.compile_now(args)
         results = made(*args)
-        self.call = innermost(made)
+        self.call = innermost(made) if isinstance(made, jax.stages.Compiled) else made
         return results
 
 
@@ -94,7 +95,10 @@ class Device:
         def compile_now(args: tuple[Any, ...]) -> Any:
             began = time.perf_counter()
             with jax.default_device(device):
-                made = jax.jit(fn, donate_argnums=donated, **options).lower(*args).compile()
+                jitted = jax.jit(fn, donate_argnums=donated, **options)
+                # Of arrays of four bits JAX says that their layout is not the one it compiles for, though it is; only what
+                # was compiled ahead of its first call compares them.
+                made = _called_on(device, jitted) if any(map(_has_four_bits, args)) else jitted.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - began
             return made
 
@@ -193,6 +197,18 @@ class Device:
         return Chunks(self, program, segment, num_carry, here)
 
 
+def _has_four_bits(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray) and value.dtype.name in FOUR_BITS
+
+
+def _called_on(device: JaxDevice, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with jax.default_device(device):
+            return fn(*args)
+
+    return call
+
+
 def _find_devices(group: GroupName, platform: str | None) -> list[JaxDevice]:
     try:
         return jax.local_devices(backend=platform)
@@ -208,13 +224,6 @@ def _whole(parts: list[jax.Array], axis: Axis, mesh: Mesh) -> jax.Array:
     if axis is not None:
         shape[axis] *= mesh.size
     return jax.make_array_from_single_device_arrays(tuple(shape), NamedSharding(mesh, spec(axis)), parts)
-
-
-def host_type(like: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of a value as it is sent: random keys go as their numbers."""
-    if isinstance(like.dtype, KeyType):
-        return (*like.shape, like.dtype.words), np.dtype(np.uint32)
-    return tuple(like.shape), np.dtype(like.dtype)
 
 
 class Chunks:

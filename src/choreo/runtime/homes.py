@@ -2,6 +2,8 @@
 
 from choreo.cluster import Cluster, Host, place
 from choreo.host import HostMethod
+from choreo.host.batch import MakeBatch
+from choreo.host.packages import packages_of
 from choreo.partition.program import HostCall, walk
 from choreo.plans import Plan
 from choreo.runtime.messages import Neighbourhood
@@ -28,6 +30,14 @@ def hosts_of(plan: Plan, cluster: Cluster) -> dict[str, Host]:
     workers = {group: _num_workers(plan, group) for group in plan.sites.replicas}
     found = place(workers, cluster, devices={group: plan.platform(group) for group in workers})
     return {p.group if workers[p.group] is None else f"{p.group}-{p.replica}": p.host for p in found}
+
+
+def packages_of_plan(plan: Plan) -> list[str]:
+    """The installed packages that its calls of Python are made of."""
+    calls = [step for p in (plan.init, plan.iterate) for step, _ in walk(p.steps) if isinstance(step, HostCall)]
+    made_by = [step.fn.make if isinstance(step.fn, HostMethod) else step.fn for step in calls]
+    found = [by.form.packages if isinstance(by, MakeBatch) else packages_of(by) for by in made_by]
+    return sorted({name for packages in found for name in packages})
 
 
 def environments_of(plan: Plan, hood: Neighbourhood, worker: str) -> list[range]:

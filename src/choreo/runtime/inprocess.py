@@ -46,6 +46,10 @@ class InProcess:
     def compile_seconds(self) -> float:
         return self.device.compile_seconds
 
+    @property
+    def differences(self) -> dict[str, dict[str, str]]:
+        return {}
+
     def start(self, key: Key) -> None:
         self.execution.start(*split_key(key))
         if self.replayed is not None:

@@ -33,10 +33,10 @@ from choreo.errors import PartitionError
 from choreo.partition.program import HostCall, Segment, Transfer, walk
 from choreo.plans import Plan, array_type, exported
 from choreo.runtime.agent import RemoteProcess, ask_for_worker
+from choreo.runtime.backend import host_type
 from choreo.runtime.bundles import BUNDLE
 from choreo.runtime.channel import message_bytes
-from choreo.runtime.device import host_type
-from choreo.runtime.homes import environments_of, homes_of, hosts_of
+from choreo.runtime.homes import environments_of, homes_of, hosts_of, packages_of_plan
 from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
 from choreo.runtime.member import Member, WorkerError, describe
 from choreo.runtime.messages import Neighbourhood, messages
@@ -44,6 +44,7 @@ from choreo.runtime.profile import Profile
 from choreo.runtime.schedule import Read, from_json
 from choreo.runtime.shm import make_shm_channel
 from choreo.runtime.threads import XLA_THREADS, useful_threads
+from choreo.runtime.versions import Versions, compare, this_machine
 from choreo.runtime.wire import Frame, receive_frame, send_frame
 from choreo.types import Key, PyTree
 
@@ -70,15 +71,20 @@ class Local:
         cluster: Cluster | None = None,
         env_timeout_s: float = 60.0,
         profile: bool = False,
+        allow_versions: bool = False,
+        same_bits: bool = False,
         on_output: Callable[[str, str], None] | None = None,
         on_states: Callable[[dict[str, str]], None] | None = None,
     ):
-        """`on_output` gets each line a worker prints, `on_states` what each is doing, whenever that is heard."""
+        """`on_output` gets each line a worker prints, `on_states` what each is doing, whenever that is heard.
+        `allow_versions`: take hosts with other versions, too; `same_bits`: refuse whatever may round differently."""
         self.plan, self.profiling, self.env_timeout_s = plan, profile, env_timeout_s
         self.on_output, self.on_states = on_output or _print_line, on_states
         self.seconds: dict[str, float] = {}
         self.log: list[Read] = []
         """What was read, where that may be out of date."""
+        self.differences: dict[str, dict[str, str]] = {}
+        """What hosts have that this machine has not, by host."""
         self.members: dict[str, Member] = {}
         self.selector = selectors.DefaultSelector()
         self.hood = Neighbourhood(me="coordinator", homes=homes_of(plan))
@@ -89,7 +95,7 @@ class Local:
         self.meet = (self.over_tcp and len(self.workers) > 1) or any(map(self._together, self.workers))
         orders = {name: self._orders(name) for name in self.workers}  # refuses before anything is started
         try:
-            self._launch(orders)
+            self._launch(orders, allow_versions=allow_versions, same_bits=same_bits)
         except BaseException:
             self._kill()
             raise
@@ -158,7 +164,7 @@ class Local:
         finally:
             self._kill()
 
-    def _launch(self, orders: dict[str, bytes]) -> None:
+    def _launch(self, orders: dict[str, bytes], *, allow_versions: bool, same_bits: bool) -> None:
         links, ends = self._links()
         with contextlib.ExitStack() as stack:
             for end in (end for each in ends.values() for end in each):
@@ -170,6 +176,7 @@ class Local:
                 if member.process.stdout is not None:
                     os.set_blocking(member.process.stdout.fileno(), False)
                     self.selector.register(member.process.stdout, selectors.EVENT_READ, (member, "output"))
+        self._greet(allow_versions=allow_versions, same_bits=same_bits)
         for name in self.workers:
             groups = self._groups(name)
             header = {
@@ -188,7 +195,6 @@ class Local:
                 "prng": str(jax.random.key_impl(jax.random.key(0))),
                 "profile": self.profiling,
                 "env_timeout_s": self.env_timeout_s,
-                "path": sys.path,
             }
             self._tell_one(self.members[name], header, [np.frombuffer(orders[name], np.uint8)])
         if self.meet:
@@ -198,6 +204,20 @@ class Local:
             meet_at = {header["group"]: header["meet_at"] for header in heard.values() if header["meet_at"]}
             self._tell({"kind": "addresses", "addresses": addresses, "meet_at": meet_at})
         self._await("ready", doing="starting", timeout_s=START_S)
+
+    def _greet(self, *, allow_versions: bool, same_bits: bool) -> None:
+        """Compare what each worker runs on with what this process does, before anything else is said to it."""
+        packages = packages_of_plan(self.plan)
+        self._tell({"kind": "greet", "packages": packages, "path": sys.path})
+        here, replies = this_machine(packages), self._await("hello", doing="starting", timeout_s=START_S)
+        for name, (header, _) in zip(self.workers, replies, strict=True):
+            host = self.hosts[name]
+            place = f"{host.address}:{host.port}" if host.port else host.address
+            found = compare(place, Versions.from_json(header["versions"]), here)
+            found.check(allow_versions=allow_versions, same_bits=same_bits)
+            if found.recorded and place not in self.differences:
+                self.differences[place] = found.recorded
+                self.on_output(place, found.warning or "")
 
     def _member(self, name: str, fds: list[int]) -> Member:
         """Start one worker."""

@@ -1,6 +1,6 @@
 """Frames between the coordinator and a worker: a small header as JSON, and numpy arrays as they are.
 
-    │ bytes of the header │ header: {"kind": "ran", ..., "arrays": [[shape, type], ...]} │ array │ array │ ...
+    │ bytes of the header │ header: {"kind": "ran", ..., "arrays": [[shape, name of type], ...]} │ array │ array │ ...
 
 A worker is told what to run by cloudpickle, which it opens by itself; nothing that comes back is ever unpickled.
 """
@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from choreo.dtypes import dtype_named, name_of
+
 Frame = tuple[dict[str, Any], list[np.ndarray]]
 
 
 def send_frame(sock: socket.socket, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
     """Send one frame."""
-    arrays = [np.asarray(a, order="C") for a in arrays]
-    text = json.dumps(header | {"arrays": [[list(a.shape), a.dtype.str] for a in arrays]}).encode()
+    arrays = [np.asarray(a, a.dtype.newbyteorder("="), order="C") for a in arrays]
+    text = json.dumps(header | {"arrays": [[list(a.shape), name_of(a.dtype)] for a in arrays]}).encode()
     sock.sendall(struct.pack("!Q", len(text)) + text)
     for array in arrays:
         if array.nbytes:
@@ -36,8 +38,8 @@ def receive_frame(sock: socket.socket) -> Frame | None:
         return None
     header = json.loads(bytes(text))
     arrays = []
-    for shape, dtype in header.pop("arrays"):
-        array = np.empty(shape, np.dtype(dtype))
+    for shape, name in header.pop("arrays"):
+        array = np.empty(shape, dtype_named(name))
         if array.nbytes and not _receive_into(sock, array.reshape(-1).view(np.uint8).data):
             return None
         arrays.append(array)

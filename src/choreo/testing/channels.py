@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from choreo.dtypes import EXTENDED, NUMPY, dtype_named
 from choreo.runtime.channel import (
     ChannelClosed,
     ChannelError,
@@ -232,9 +233,9 @@ def _strided(dtype: Any) -> list[np.ndarray]:
 
 
 MESSAGES: dict[str, list[np.ndarray]] = {
-    "numbers of every type": [
-        np.arange(6).astype(t)
-        for t in ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
+    "numbers of every type": [np.arange(6).astype(dtype_named(name)) for name in NUMPY],
+    "numbers of every type that JAX has and numpy has not": [
+        np.arange(6, dtype=np.float32).astype(dtype_named(name)) for name in EXTENDED
     ],
     "NaN, infinity and negative zero": [np.array([np.nan, -np.inf, -0.0, 1e-45], t) for t in ("f4", "f8")],
     "arrays without elements": [np.zeros(0, np.float32), np.zeros((3, 0, 2), np.int32), np.ones(2, np.uint8)],

@@ -1,0 +1,68 @@
+"""The installed packages that an environment is made of: those whose version is part of what it does.
+
+    TimeLimit<Ant-v5>  ->  ("gymnasium", "mujoco", "numpy")
+
+Looked at are the environment and all it wraps: their classes, what their methods use by name, what they hold. A package
+that is imported within a function is not seen.
+"""
+
+import functools
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+
+def packages_of(env: Any) -> tuple[str, ...]:
+    """What an environment is made of, or a function or object that is called in its place.
+
+    Names of the packages, in alphabetical order; modules of the user's that are not installed have no version."""
+    modules = {module for layer in _layers(env) for module in _modules_of(layer)}
+    tops = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - {"choreo", "__main__"}
+    return tuple(sorted({package for top in tops for package in _providers(top)}))
+
+
+def _layers(env: Any) -> Iterator[Any]:
+    """An environment, and what it wraps."""
+    seen = set()
+    while env is not None and id(env) not in seen:
+        seen.add(id(env))
+        yield env
+        env = getattr(env, "env", None) or next(iter(getattr(env, "envs", ())), None)
+
+
+def _modules_of(layer: Any) -> Iterator[str]:
+    held = list(getattr(layer, "__dict__", {}).values())
+    yield from (type(each).__module__ for each in held)
+    for function in (layer, *held):
+        if isinstance(function, FunctionType):
+            yield function.__module__
+            yield from _used_by(function)
+    for cls in inspect.getmro(layer if isinstance(layer, type) else type(layer)):
+        yield cls.__module__
+        for method in vars(cls).values():
+            if isinstance(method, FunctionType):
+                yield from _used_by(method)
+
+
+def _used_by(function: FunctionType) -> Iterator[str]:
+    for name in function.__code__.co_names:
+        used = function.__globals__.get(name)
+        module = used.__name__ if isinstance(used, ModuleType) else getattr(used, "__module__", None)
+        if isinstance(module, str):
+            yield module
+
+
+@functools.cache
+def _providers(top: str) -> tuple[str, ...]:
+    """The packages that a top-level module comes from; none if it was not installed."""
+    try:
+        return (importlib.metadata.distribution(top).name.lower().replace("_", "-"),)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    file = getattr(sys.modules.get(top), "__file__", None) or ""
+    if "site-packages" not in file and "dist-packages" not in file:
+        return ()  # to look through all packages takes a third of a second
+    return tuple(importlib.metadata.packages_distributions().get(top, ()))

@@ -1,0 +1,149 @@
+"""Whether a worker would compute what this machine computes: versions are compared when it is greeted.
+
+    versions     choreo, jax, jaxlib, numpy, Python, the packages of the environment     a difference is refused
+    bits         the CPU, XLA_FLAGS                                                      a difference is a warning
+
+With other versions the same program can mean something else; on another kind of CPU XLA compiles it to other instructions,
+which may round differently. Versions are asked of the installed packages, so that nothing here imports JAX.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from choreo.errors import RunError
+
+ALWAYS = ("choreo", "jax", "jaxlib", "numpy")
+NONE = "none"
+"""In place of a version: the package is not installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """What a process runs on."""
+
+    packages: Mapping[str, str]
+    """Versions by the name of the package; `python` is among them."""
+    cpu: str
+    """The name of the CPU."""
+    cpu_features: str
+    """A hash of its instruction sets, among which XLA chooses."""
+    xla_flags: str
+    """XLA_FLAGS, in alphabetical order."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Versions":
+        return cls(**data)
+
+
+def this_machine(packages: Iterable[str]) -> Versions:
+    """What this process runs on; `packages` are those of the environment."""
+    cpu, features = cpu_of(_read("/proc/cpuinfo"))
+    found = {name: _version(name) for name in dict.fromkeys((*ALWAYS, *packages))}
+    return Versions(
+        packages=found | {"python": platform.python_version()},
+        cpu=cpu,
+        cpu_features=features,
+        xla_flags=" ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
+    )
+
+
+def compare(host: str, there: Versions, here: Versions) -> "Differences":
+    """What `host` has that this machine has not."""
+    packages = {
+        name: (there.packages.get(name, NONE), version)
+        for name, version in here.packages.items()
+        if there.packages.get(name, NONE) != version
+    }
+    bits = {}
+    if (there.cpu, there.cpu_features) != (here.cpu, here.cpu_features):
+        bits["CPU"] = tuple(f"{v.cpu}, features {v.cpu_features}" for v in (there, here))
+    if there.xla_flags != here.xla_flags:
+        bits["XLA_FLAGS"] = there.xla_flags, here.xla_flags
+    return Differences(host=host, packages=packages, bits=bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """What a host has, and what this machine has."""
+
+    host: str
+    packages: Mapping[str, tuple[str, str]]
+    """Versions (there, here): other ones can give other results."""
+    bits: Mapping[str, tuple[str, str]]
+    """What lets the same program round differently (there, here)."""
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """What the host had, for run.toml; empty if it had what this machine has."""
+        return {name: there for name, (there, _) in (*self.packages.items(), *self.bits.items())}
+
+    @property
+    def warning(self) -> str | None:
+        """What the user is told if the run goes on."""
+        if not self.recorded:
+            return None
+        told = _told({**self.packages, **self.bits})
+        return f"It has {told}. That the results are the same bit for bit (law, level 1) is not promised."
+
+    def check(self, *, allow_versions: bool, same_bits: bool) -> None:
+        """Refuse a host whose versions differ; with `same_bits`, also one whose CPU or XLA_FLAGS do."""
+        if same_bits and self.recorded:
+            raise RunError(
+                f"Host {self.host} has {_told({**self.packages, **self.bits})}. The same bits are not promised there.",
+                fix="Use a host like this machine, or leave out --same-bits (same_bits=True).",
+            )
+        if self.packages and not allow_versions:
+            raise RunError(
+                f"Host {self.host} has {_told(self.packages)}. Other versions can give other results.",
+                fix=f"{self._way_out()}, or insist: --allow-versions (allow_versions=True).",
+            )
+
+    def _way_out(self) -> str:
+        wanted = [f"{name}=={here}" for name, (_, here) in self.packages.items() if name != "python" and here != NONE]
+        steps = [f"pip install {' '.join(wanted)}"] if wanted else []
+        if "python" in self.packages:
+            steps.append(f"Python {self.packages['python'][1]}")
+        return f"Install there what is here ({', and '.join(steps)})" if steps else "Install here what is there"
+
+
+def _told(different: Mapping[str, tuple[str, str]]) -> str:
+    def value(name: str, of: str) -> str:
+        return repr(of) if name == "XLA_FLAGS" else of
+
+    return "; ".join(
+        f"{'Python' if name == 'python' else name} {value(name, there)}, this machine {value(name, here)}"
+        for name, (there, here) in different.items()
+    )
+
+
+def cpu_of(cpuinfo: str) -> tuple[str, str]:
+    """Name and hash of the features of the first CPU in the text of /proc/cpuinfo; elsewhere the name of the machine."""
+    lines = (line.partition(":") for line in cpuinfo.split("\n\n")[0].splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    features = fields.get("flags", fields.get("Features", platform.machine()))
+    digest = hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()
+    return fields.get("model name", platform.machine()), digest[:12]
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text()
+    except OSError:  # not Linux
+        return ""
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return NONE
