@@ -428,6 +428,10 @@ def test_where_compiled_programs_are_kept(monkeypatch):
             [*TRAIN, "--layout", "gone.py:two_stage"],
             "UnknownNameError: There is no file `gone.py` for `gone.py:two_stage`.\nGive a path from this folder.\n",
         ),
+        (
+            ["train", "dqn", CARTPOLE, "--layout", "apex", "--buffers", "2"],
+            "LayoutError: 2 replicas of `buffer` cannot share 1 buffer shard: every batch of DQN would have",
+        ),
         ([*TRAIN, "--runtime", "rai"], "UnknownNameError: There is no runtime `rai`.\nKnown: inprocess, local."),
         ([*TRAIN, "--step", "5"], "UsageError: There is no option `--step`.\nDid you mean `--steps`"),
         (
