@@ -432,6 +432,19 @@ def test_where_compiled_programs_are_kept(monkeypatch):
             ["train", "dqn", CARTPOLE, "--layout", "apex", "--buffers", "2"],
             "LayoutError: 2 replicas of `buffer` cannot share 1 buffer shard: every batch of DQN would have",
         ),
+        (["check", "ppo"], "UsageError: `choreo check` needs an algorithm and an environment, in this order"),
+        (
+            ["check", TINY, CARTPOLE, "--iterations", "0"],
+            "UsageError: --iterations 0 compares nothing.\nGive 1 or more.",
+        ),
+        (
+            ["check", TINY, CARTPOLE, "--tolerance", "-1"],
+            "UsageError: --tolerance -1.0 allows nothing.\nGive 0 for the",
+        ),
+        (
+            ["check", TINY, CARTPOLE, "--layout", "coarse", "--workers", "4", "--num-envs", "6"],
+            "LayoutError: 6 environ",
+        ),
         ([*TRAIN, "--runtime", "rai"], "UnknownNameError: There is no runtime `rai`.\nKnown: inprocess, local."),
         ([*TRAIN, "--step", "5"], "UsageError: There is no option `--step`.\nDid you mean `--steps`"),
         (
