@@ -49,6 +49,7 @@ def test_json_is_the_last_line_of_stdout_and_everything_else_goes_to_stderr(caps
     assert wanted <= set(summary)
     assert summary["env_steps"] == 512
     assert "compiling" in err and "Tiny 100%  512 steps" in err and "return (greedy, 100 fresh episodes)" in err
+    assert "choreo check" not in err
     run = load("x")
     assert run.recipe.seed == 3
     assert checkpoint.sha256(run.params) == summary["params_hash"]
