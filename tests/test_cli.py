@@ -49,6 +49,7 @@ def test_json_is_the_last_line_of_stdout_and_everything_else_goes_to_stderr(caps
     assert wanted <= set(summary)
     assert summary["env_steps"] == 512
     assert "compiling" in err and "Tiny 100%  512 steps" in err and "return (greedy, 100 fresh episodes)" in err
+    assert "choreo check" not in err
     run = load("x")
     assert run.recipe.seed == 3
     assert checkpoint.sha256(run.params) == summary["params_hash"]
@@ -427,6 +428,23 @@ def test_where_compiled_programs_are_kept(monkeypatch):
         (
             [*TRAIN, "--layout", "gone.py:two_stage"],
             "UnknownNameError: There is no file `gone.py` for `gone.py:two_stage`.\nGive a path from this folder.\n",
+        ),
+        (
+            ["train", "dqn", CARTPOLE, "--layout", "apex", "--buffers", "2"],
+            "LayoutError: 2 replicas of `buffer` cannot share 1 buffer shard: every batch of DQN would have",
+        ),
+        (["check", "ppo"], "UsageError: `choreo check` needs an algorithm and an environment, in this order"),
+        (
+            ["check", TINY, CARTPOLE, "--iterations", "0"],
+            "UsageError: --iterations 0 compares nothing.\nGive 1 or more.",
+        ),
+        (
+            ["check", TINY, CARTPOLE, "--tolerance", "-1"],
+            "UsageError: --tolerance -1.0 allows nothing.\nGive 0 for the",
+        ),
+        (
+            ["check", TINY, CARTPOLE, "--layout", "coarse", "--workers", "4", "--num-envs", "6"],
+            "LayoutError: 6 environ",
         ),
         ([*TRAIN, "--runtime", "rai"], "UnknownNameError: There is no runtime `rai`.\nKnown: inprocess, local."),
         ([*TRAIN, "--step", "5"], "UsageError: There is no option `--step`.\nDid you mean `--steps`"),

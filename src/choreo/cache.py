@@ -15,7 +15,7 @@ MAX_BYTES = 2 * 1024**3
 
 
 def use_compilation_cache() -> Path | None:
-    """Turn the cache on, once; the folder, or None if it is off."""
+    """Turn the cache on, if it is not; the folder, or None if it is off."""
     folder = cache_folder()
     if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return Path(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]

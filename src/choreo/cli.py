@@ -5,8 +5,10 @@ parsed by tyro. Nothing heavy is imported before it is known that it is needed: 
 """
 
 import argparse
+import itertools
 import os
 import select
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ An RL algorithm is written once, as plain JAX; a layout decides where it runs.
 
   choreo train ALGORITHM ENVIRONMENT [options]    train, with progress, table and run folder
   choreo graph ALGORITHM ENVIRONMENT [options]    the fragmented dataflow graph; with --layout the plan
+  choreo check ALGORITHM ENVIRONMENT [options]    does the layout change nothing but time? A few iterations, compared
   choreo evaluate RUN [--episodes 100]            greedy episodes with what was trained
   choreo resume RUN [--steps N]                   go on from the last checkpoint
   choreo replay RUN                               run it again by its log: the same parameters, bit for bit
@@ -134,6 +137,7 @@ def train(args: list[str]) -> int:
     add("--init-from", type=Path, help="a run folder: begin with its weights (optimiser and counters start anew)")
     add("--logger", action="append", default=[], help="also log to: tensorboard")
     add_output(parser)
+    typed = list(args)
     options, algo, env = parse_named(parser, args)
 
     from choreo.folder import free_folder
@@ -143,7 +147,7 @@ def train(args: list[str]) -> int:
     out = options.out or free_folder(algo, env, options.seed)
     if options.overwrite:
         _remove_run(out, keep=options.init_from)
-    return _report(
+    code = _report(
         out,
         options,
         lambda: run_training(
@@ -168,6 +172,23 @@ def train(args: list[str]) -> int:
             progress=not options.quiet,
         ),
     )
+    if not code and not options.quiet and not options.json and not type(algo).__module__.startswith("choreo."):
+        print(f"Does the layout change nothing but time? See `{_check_command(typed, options)}`.", file=sys.stderr)
+    return code
+
+
+def _check_command(typed: list[str], options: argparse.Namespace) -> str:
+    """The check of what was typed after `choreo train`: the same names, the same layout."""
+    names = list(itertools.takewhile(lambda arg: not arg.startswith("-"), typed[:2]))
+    given = layout_given(options)
+    if isinstance(options.layout, str):
+        given = {"layout": options.layout, **given}
+    flags = [
+        text
+        for name, value in given.items()
+        for text in ([as_flag(name), str(value)] if not isinstance(value, bool) else [as_flag(name)] * value)
+    ]
+    return shlex.join(["choreo", "check", *names, *(arg for arg in typed if arg.startswith("--env.")), *flags])
 
 
 def resume(args: list[str]) -> int:
@@ -250,6 +271,49 @@ def graph(args: list[str]) -> int:
     else:
         write_atomic(options.out, shown.draw().encode())
         print(f"Wrote {options.out}.")
+    return 0
+
+
+def check(args: list[str]) -> int:
+    """Compare a few small iterations in a layout with `jax.jit(iterate)`."""
+    parser = make_parser("check", "choreo check ALGORITHM ENVIRONMENT|RUN.TOML [options] [hyper-parameters]")
+    add_layout(parser, default="fused")
+    add = parser.add_argument
+    add("--num-envs", type=count, help="environments stepped together (few)")
+    add("--iterations", type=count, default=3, help="iterations (3)")
+    add("--tolerance", type=float, help="the largest difference allowed (0 or 1e-5, as the law has it for the layout)")
+    add("--seed", type=count, default=0, help="other random numbers for another seed (0)")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    options, algo, env = parse_named(parser, args)
+    if options.iterations < 1:
+        raise UsageError(f"--iterations {options.iterations} compares nothing.", fix="Give 1 or more.")
+    if options.tolerance is not None and not options.tolerance >= 0:
+        raise UsageError(f"--tolerance {options.tolerance} allows nothing.", fix="Give 0 for the same bits, or more.")
+
+    from rich.console import Console
+
+    from choreo.check import Verdict
+    from choreo.folder import to_json
+
+    verdict = Verdict.of(
+        algo,
+        env,
+        layout_of(options),
+        num_envs=options.num_envs,
+        iterations=options.iterations,
+        tolerance=options.tolerance,
+        seed=options.seed,
+    )
+    if options.json:
+        print(to_json(verdict.to_dict()))
+    else:
+        print(verdict.title)
+        Console(highlight=False).print(verdict.table())
+    if verdict.error is not None:
+        print(f"PartitionError: {verdict.error}", file=sys.stderr)
+        return 1
+    if not options.json:
+        print("The layout changes nothing but time, as far as this tells.")
     return 0
 
 
@@ -336,6 +400,7 @@ def _print_columns(rows: dict[str, str]) -> None:
 COMMANDS: dict[str, Main] = {
     "train": train,
     "graph": graph,
+    "check": check,
     "evaluate": evaluate,
     "resume": resume,
     "replay": replay,

@@ -206,8 +206,19 @@ def plan(algo: Any, env: Any, layout: Layout) -> Plan:
     Nothing is computed and nothing started. Raises PartitionError or LayoutError if the layout cannot keep its promise.
     """
     title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
-    _check_buffers(algo, layout)
     return plan_traced(trace_for(algo, env, layout), layout, title=title)
+
+
+def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
+    """An algorithm traced for the shards of a layout, or for one of the workers that it learns from one by one."""
+    layout.check_counts(env.num_envs)  # before the environments are divided
+    _check_buffers(algo, layout)
+    traced = trace(algo, env, layout.shards)
+    if layout.merge == "all":
+        return traced
+    part = trace(algo, env.with_num_envs(env.num_envs // layout.copies))
+    _check_parts_of_carry(type(algo).__name__, traced, part)
+    return replace(traced, iterate=part.iterate)
 
 
 def _check_buffers(algo: Any, layout: Layout) -> None:
@@ -221,17 +232,6 @@ def _check_buffers(algo: Any, layout: Layout) -> None:
             fix=f"Use {name}(buffer_shards={buffers}) (--buffer-shards {buffers}): a replay for each, part of the results. "
             "Or use one replica.",
         )
-
-
-def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
-    """An algorithm traced for the shards of a layout, or for one of the workers that it learns from one by one."""
-    layout.check_counts(env.num_envs)  # before the environments are divided
-    traced = trace(algo, env, layout.shards)
-    if layout.merge == "all":
-        return traced
-    part = trace(algo, env.with_num_envs(env.num_envs // layout.copies))
-    _check_parts_of_carry(type(algo).__name__, traced, part)
-    return replace(traced, iterate=part.iterate)
 
 
 def _check_parts_of_carry(name: str, whole: Traced, part: Traced) -> None:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo import checkpoint, static_key
+from choreo import checkpoint, jax_settings, static_key
+from choreo.cache import use_compilation_cache
 from choreo.errors import EnvError, RunError
 from choreo.evaluate import Evaluation, act, evaluate, initial_state
 from choreo.folder import Row
@@ -80,7 +81,9 @@ class Run:
     def evaluate(self, episodes: int = 100, *, seed: int = 0, greedy: bool = True) -> Evaluation:
         """Fresh, complete episodes with the final parameters; another `seed` gives other episodes."""
         key = jax.random.fold_in(jax.random.fold_in(self.recipe.key_evaluate, 2**31), seed)
-        return evaluate(self.algo, self.env, self.params, key=key, episodes=episodes, greedy=greedy)
+        with jax_settings.put_back():
+            use_compilation_cache()
+            return evaluate(self.algo, self.env, self.params, key=key, episodes=episodes, greedy=greedy)
 
     def act(self, obs: Any, state: PyTree = None, *, greedy: bool = True, key: Key | None = None) -> Any:
         """The action for one observation, as NumPy.

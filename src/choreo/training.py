@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from choreo import checkpoint, parts, plans, registry
+from choreo import checkpoint, jax_settings, parts, plans, registry
 from choreo.cache import use_compilation_cache
 from choreo.cluster import Cluster
 from choreo.envs.gymnasium import HostEnv
@@ -86,55 +86,49 @@ def train(
     `allow_versions` insists. `same_bits` also refuses one with another CPU or other XLA_FLAGS, of which one is warned
     otherwise.
     `progress`: None shows it in a terminal only.
+    JAX's settings are afterwards what they were before; the number of CPU devices only until JAX has started.
 
     Refuses (ChoreoError) before anything is compiled whatever can be refused then.
     """
-    layout = registry.layout(layout)
-    _make_cpu_devices(max(group.devices for group in layout.groups))
-    algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
-    if isinstance(env, HostEnv):
-        # Who steps Python environments waits for every action: handing the work to another thread only costs time.
-        # This has an effect only before JAX has been used in this process.
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
-    recipe = Recipe(
-        algo=algo,
-        env=env,
-        layout=layout,
-        steps=steps,
-        seed=seed,
-        runtime=runtime,
-        eval_every=eval_every,
-        eval_episodes=eval_episodes,
-        stop_at_return=stop_at_return,
-        checkpoint_every=checkpoint_every,
-    )
-    if out is None and any(isinstance(logger, str) for logger in ([loggers] if isinstance(loggers, str) else loggers)):
-        out = free_folder(algo, env, seed)  # they need a place to write to
-    folder = None if out is None else RunFolder(out)
-    if folder is not None:
-        folder.check_new()
-    check_loggers(loggers, folder and folder.path)
-    weights = None if init_from is None else Weights.read(recipe, init_from)
-    if weights is not None:
-        recipe = dataclasses.replace(recipe, init_from=weights.origin)
-    start = Start(done=0, rows=[], carry=None, weights=weights)
-    if cluster is not None and not isinstance(cluster, Cluster):
-        cluster = Cluster.from_toml(cluster)
-    watching = Watching(
-        env_timeout_s=float(env_timeout),
-        profile=profile,
-        cluster=cluster,
-        allow_versions=allow_versions,
-        same_bits=same_bits,
-    )
-    return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
-
-
-def _make_cpu_devices(count: int) -> None:
-    """Let JAX see so many devices on a machine without accelerators; too late if it has been used in this process."""
-    if count > 1:
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", count)
+    with jax_settings.put_back():
+        layout = registry.layout(layout)
+        jax_settings.prepare(layout)  # before a file of the user's is imported, which may use JAX
+        algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
+        jax_settings.prepare(layout, env)
+        recipe = Recipe(
+            algo=algo,
+            env=env,
+            layout=layout,
+            steps=steps,
+            seed=seed,
+            runtime=runtime,
+            eval_every=eval_every,
+            eval_episodes=eval_episodes,
+            stop_at_return=stop_at_return,
+            checkpoint_every=checkpoint_every,
+        )
+        if out is None and any(
+            isinstance(logger, str) for logger in ([loggers] if isinstance(loggers, str) else loggers)
+        ):
+            out = free_folder(algo, env, seed)  # they need a place to write to
+        folder = None if out is None else RunFolder(out)
+        if folder is not None:
+            folder.check_new()
+        check_loggers(loggers, folder and folder.path)
+        weights = None if init_from is None else Weights.read(recipe, init_from)
+        if weights is not None:
+            recipe = dataclasses.replace(recipe, init_from=weights.origin)
+        start = Start(done=0, rows=[], carry=None, weights=weights)
+        if cluster is not None and not isinstance(cluster, Cluster):
+            cluster = Cluster.from_toml(cluster)
+        watching = Watching(
+            env_timeout_s=float(env_timeout),
+            profile=profile,
+            cluster=cluster,
+            allow_versions=allow_versions,
+            same_bits=same_bits,
+        )
+        return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
 def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = None) -> Plan:
@@ -165,30 +159,32 @@ def resume(
     schedules stretch to the new end, unless the algorithm was given its `total_steps` at the start. Only for layouts
     with one site.
     """
-    folder = RunFolder(path)
-    folder.check_not_in_use()
-    recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
-    if isinstance(recipe.env, HostEnv):
-        raise RunError(
-            f"`{recipe.env.name}` is Python, and its state is not in the checkpoint: this run cannot go on where it stopped.",
-            fix=f"Begin a new run with its weights: choreo train {folder.path}/run.toml --init-from {folder.path}",
+    with jax_settings.put_back():
+        folder = RunFolder(path)
+        folder.check_not_in_use()
+        recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+        jax_settings.prepare(recipe.layout, recipe.env)
+        if isinstance(recipe.env, HostEnv):
+            raise RunError(
+                f"`{recipe.env.name}` is Python, and its state is not in the checkpoint: this run cannot go on where it stopped.",
+                fix=f"Begin a new run with its weights: choreo train {folder.path}/run.toml --init-from {folder.path}",
+            )
+        if steps is not None:
+            recipe = dataclasses.replace(recipe, steps=steps)
+        check_loggers(loggers, folder.path)
+        done = checkpoint.iteration(folder.checkpoint)
+        if done >= recipe.iterations:
+            raise RunError(
+                f"{folder.path} is finished: {done} iterations, {done * recipe.steps_per_iteration:,} steps.",
+                fix=f"Go on with `choreo resume {folder.path} --steps {2 * done * recipe.steps_per_iteration}`.",
+            )
+        start = Start(
+            done=done,
+            rows=folder.read_metrics(before=done),
+            carry=checkpoint.load(folder.checkpoint, recipe.carry_structure()),
         )
-    if steps is not None:
-        recipe = dataclasses.replace(recipe, steps=steps)
-    check_loggers(loggers, folder.path)
-    done = checkpoint.iteration(folder.checkpoint)
-    if done >= recipe.iterations:
-        raise RunError(
-            f"{folder.path} is finished: {done} iterations, {done * recipe.steps_per_iteration:,} steps.",
-            fix=f"Go on with `choreo resume {folder.path} --steps {2 * done * recipe.steps_per_iteration}`.",
-        )
-    start = Start(
-        done=done,
-        rows=folder.read_metrics(before=done),
-        carry=checkpoint.load(folder.checkpoint, recipe.carry_structure()),
-    )
-    watching = Watching()
-    return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
+        watching = Watching()
+        return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
 def replay(path: str | Path, *, algo: Any = None, env: Any = None, progress: bool | None = None) -> "Run":
@@ -196,27 +192,30 @@ def replay(path: str | Path, *, algo: Any = None, env: Any = None, progress: boo
 
     The result is that of the run in the folder, bit for bit, whatever the timing of its workers was.
     """
-    folder = RunFolder(path)
-    recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
-    log = [Read(*read) for read in folder.read_log()]
-    if recipe.layout.is_relaxed and not log:
-        raise RunError(f"{folder.path} has no log of what was read.", fix="Only a run that was begun here has one.")
-    recipe = dataclasses.replace(recipe, runtime="inprocess")
-    weights = None if recipe.init_from is None else Weights.read(recipe, recipe.init_from.path)
-    start, done = Start(done=0, rows=[], carry=None, weights=weights), checkpoint.iteration(folder.checkpoint)
-    watching, is_done = Watching(replay=log or None), lambda iteration, _: iteration + 1 >= done
-    return _drive(recipe, None, start, watching, loggers=(), on_iteration=is_done, progress=progress)
+    with jax_settings.put_back():
+        folder = RunFolder(path)
+        recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+        jax_settings.prepare(recipe.layout, recipe.env)
+        log = [Read(*read) for read in folder.read_log()]
+        if recipe.layout.is_relaxed and not log:
+            raise RunError(f"{folder.path} has no log of what was read.", fix="Only a run that was begun here has one.")
+        recipe = dataclasses.replace(recipe, runtime="inprocess")
+        weights = None if recipe.init_from is None else Weights.read(recipe, recipe.init_from.path)
+        start, done = Start(done=0, rows=[], carry=None, weights=weights), checkpoint.iteration(folder.checkpoint)
+        watching, is_done = Watching(replay=log or None), lambda iteration, _: iteration + 1 >= done
+        return _drive(recipe, None, start, watching, loggers=(), on_iteration=is_done, progress=progress)
 
 
 def load(path: str | Path, *, algo: Any = None, env: Any = None) -> "Run":
     """The run in a folder, as of its last checkpoint. `algo` or `env` are needed only if run.toml cannot name them."""
-    use_compilation_cache()
-    folder = RunFolder(path)
-    recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
-    done = checkpoint.iteration(folder.checkpoint)
-    carry = checkpoint.load(folder.checkpoint, recipe.carry_structure())
-    rows = folder.read_metrics(before=done)
-    return Run(recipe=recipe, train_state=carry.train, rows=rows, timing=_read_timing(folder), path=folder.path)
+    with jax_settings.put_back():
+        use_compilation_cache()
+        folder = RunFolder(path)
+        recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+        done = checkpoint.iteration(folder.checkpoint)
+        carry = checkpoint.load(folder.checkpoint, recipe.carry_structure())
+        rows = folder.read_metrics(before=done)
+        return Run(recipe=recipe, train_state=carry.train, rows=rows, timing=_read_timing(folder), path=folder.path)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+import choreo
 from algos.one_gradient import learn, learn_task
 from algos.one_step import FORBIDDEN, OneStep
 from algos.toys import Match, batch, one_hot
@@ -225,9 +226,10 @@ def test_refuses_a_box():
         jax.eval_shape(lambda: TOY.init(envs.make("jax:Pendulum-v1", num_envs=2), jax.random.key(0)))
 
 
-def test_refuses_more_sites_than_buffer_shards():
+@pytest.mark.parametrize("plan_or_train", [plan, functools.partial(choreo.train, steps=64)], ids=["plan", "train"])
+def test_refuses_more_sites_than_buffer_shards(plan_or_train):
     env = envs.make("jax:CartPole-v1", num_envs=4)
     with pytest.raises(LayoutError) as error:
-        plan(TOY, env, apex(workers=2, buffers=2))
+        plan_or_train(TOY, env, layout=apex(workers=2, buffers=2))
     assert str(error.value).startswith("2 replicas of `buffer` cannot share 1 buffer shard: every batch of DQN")
     assert "--buffer-shards 2" in str(error.value)

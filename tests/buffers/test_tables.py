@@ -1,5 +1,6 @@
 """What is drawn, against a replay of lists."""
 
+import dataclasses
 import math
 from collections import Counter
 from functools import partial
@@ -14,7 +15,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from buffers.model import ONE_STEP, Model, numbers, steps
-from choreo.buffers import Replay, Step, Table, sums
+from choreo.buffers import Replay, ReplayState, Step, Table, sums
+from choreo.buffers.counts import LARGEST_ROUND, Count, round_of_steps
 from choreo.buffers.memory import check_fits, memory_bytes
 from choreo.errors import AlgorithmError
 
@@ -298,6 +300,84 @@ def test_several_tables_over_one_storage():
     assert set(replay.metrics(state)) == {
         "replay_size", "transitions_samples_per_insert", "sequences_samples_per_insert", "surprising_samples_per_insert",
     }  # fmt: skip
+
+
+class TestAfterMoreStepsThanAnIntegerHas:
+    """Counts go back by a round before they reach 2^31: everything goes on as if they had not."""
+
+    @pytest.mark.parametrize("stack", [1, 2])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"sampler": "prioritized"}, {"sampler": "fifo"}, {"max_times_sampled": 2}],
+        ids=["uniform", "prioritized", "fifo", "shuffled"],
+    )
+    def test_the_same_items_are_drawn(self, options, stack):
+        replay = dataclasses.replace(one_table(4, min_size=9, **options), stack=stack)
+        young, _ = filled(replay, 2, 10)
+        old = as_if_after(young, round_of_steps(replay.ring(2)) - replay.ring(2))
+
+        @jax.jit
+        def go_on(state, i):
+            state, drawn = replay.sample(state, jax.random.key(i))
+            if replay.tables[0].has_priorities:
+                state = replay.set_priorities(state, drawn.where, 1 + drawn.steps.reward[:, 0] % 7)
+            state = replay.add(state, steps(20 + 2 * i, 2, 2), lambda s: 1 + s.reward[0] % 5)
+            return state, drawn
+
+        for i in range(30):
+            (young, drawn), (old, drawn_later) = go_on(young, i), go_on(old, i)
+            assert drawn.ready or options.get("max_times_sampled")
+            jax.tree.map(np.testing.assert_array_equal, drawn_later, drawn)
+        assert young.inserted.rounds == 0 and old.inserted.rounds == 1
+        assert replay.metrics(old)["replay_size"] == replay.metrics(young)["replay_size"]
+
+    def test_what_was_never_drawn_of_a_queue_is_left_out(self):
+        replay = one_table(4, sampler="fifo")
+        state, model = filled(replay, 2, 10)
+        size = round_of_steps(replay.ring(2))
+        state = state._replace(inserted=Count(state.inserted.rest + size - replay.ring(2), state.inserted.rounds))
+        for i in range(10, 22):
+            state = jax.jit(replay.add)(state, steps(2 * i, 2, 2))
+            model.add(2 * i, 2)
+        assert state.inserted.rounds == 1
+        _, drawn = sample(replay, state, jax.random.key(0))
+        assert drawn.ready and numbers(drawn.steps) == model.items(3)[:4]
+
+    def test_no_more_often_than_asked(self):
+        replay = one_table(4, samples_per_insert=0.5)
+        state, _ = filled(replay, 2, 10)
+        size = round_of_steps(replay.ring(2))
+        state = state._replace(inserted=Count(state.inserted.rest, jnp.int32(4)))  # some 2^33 steps of two environments
+        most = 0.5 * 2 * 4 * size / 4  # draws
+        for share, ready in ((0.99, True), (1.01, False)):
+            rounds, rest = divmod(int(share * most), LARGEST_ROUND)
+            table = state.tables["items"]._replace(draws=Count(jnp.int32(rest), jnp.int32(rounds)))
+            after, drawn = sample(replay, state._replace(tables={"items": table}), jax.random.key(0))
+            assert bool(drawn.ready) == ready
+            np.testing.assert_allclose(replay.metrics(after)["samples_per_insert"], 0.5 * share, rtol=1e-6)
+
+    def test_draws_are_counted_on(self):
+        count = Count(jnp.int32(LARGEST_ROUND - 2), jnp.int32(0))
+        for more in range(4):
+            assert int(count.rounds) * LARGEST_ROUND + int(count.rest) == LARGEST_ROUND - 2 + more
+            count = count.plus(1)
+        assert count == (2, 1)
+
+    def test_more_steps_at_once_are_refused(self):
+        with pytest.raises(
+            AlgorithmError, match=r"2,000,000,000 steps has more than the 1,073,741,823 that can be told"
+        ):
+            one_table(capacity=2 * 10**9).init(ONE_STEP, 8)
+
+
+def as_if_after(state: ReplayState, more: int) -> ReplayState:
+    """The same stored, after so many steps more; a multiple of the ring."""
+
+    def later(table):
+        return table if table.next is None else table._replace(next=(table.next[0] + more, table.next[1]))
+
+    inserted = Count(state.inserted.rest + more, state.inserted.rounds)
+    return state._replace(inserted=inserted, tables={name: later(table) for name, table in state.tables.items()})
 
 
 class TestMistakes:

@@ -1,12 +1,20 @@
 """`check_layout` tells equal from wrong."""
 
+import re
+from dataclasses import dataclass
+
+import gymnasium
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from choreo.envs import make
+from choreo.envs.gymnasium import from_factory
 from choreo.errors import PartitionError
 from choreo.layouts import coarse, fused, multi_learner
 from choreo.runtime.inprocess import InProcess
-from choreo.testing import check_layout
+from choreo.testing import check_layout, layouts
+from choreo.testing.layouts import Deviation, beyond
 from tiny import Tiny
 
 ENV = make("jax:CartPole-v1", 4)
@@ -29,5 +37,79 @@ def test_a_wrong_plan_is_found(monkeypatch):
         return run(self, first, stop - 1)
 
     monkeypatch.setattr(InProcess, "run", skip_the_last)
-    with pytest.raises(PartitionError, match=r"`carry.*` is off by .* from jax.jit\(iterate\) after 3 iterations"):
+    with pytest.raises(PartitionError, match=r"`.*` is off by .* from jax.jit\(iterate\) after 3 iterations"):
         check_layout(ALGO, ENV, coarse(1))
+
+
+def test_the_carry_is_looked_at(monkeypatch):
+    """Types, too: 1 and 1.0 are not the same."""
+    carry = InProcess.carry
+
+    def other_type(self):
+        found = carry(self)
+        return found._replace(train=found.train._replace(iterations=found.train.iterations.astype(jnp.float32)))
+
+    monkeypatch.setattr(InProcess, "carry", other_type)
+    with pytest.raises(PartitionError, match=r"`carry.train.iterations` is off by inf from jax.jit\(iterate\)"):
+        check_layout(ALGO, ENV, coarse(1))
+
+
+def test_metrics_are_looked_at(monkeypatch):
+    run = InProcess.run
+
+    def mislabelled(self, first, stop):
+        metrics = run(self, first, stop)
+        return metrics | {"loss": metrics["episodes"], "episodes": metrics["loss"]}
+
+    monkeypatch.setattr(InProcess, "run", mislabelled)
+    with pytest.raises(PartitionError, match=r"`metrics\['(loss|episodes)'\]` is off by .* from jax.jit\(iterate\)"):
+        check_layout(ALGO, ENV, coarse(1))
+
+
+@dataclass(frozen=True)
+class Level:
+    """An environment that gets harder, and does not forget it when it is reset."""
+
+    def __call__(self):
+        return Harder()
+
+
+class Harder(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1e3, 1e3, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+    level = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.level += 1
+        return np.full(2, self.level, np.float32), {}
+
+    def step(self, action):
+        return np.full(2, self.level, np.float32), float(self.level), True, False, {}
+
+
+def test_python_environments_are_made_anew_for_the_reference():
+    env = from_factory(Level(), 4)
+    assert check_layout(ALGO, env, coarse(2)) < 1e-5
+    assert check_layout(ALGO, env, coarse(2)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("difference", "env", "fix"),
+    [
+        (1e-8, ENV, "That is a last bit, .*--tolerance 1e-06"),
+        (1e-3, ENV, "Please report this program"),
+        (1e-3, make("CartPole-v1", 2), "Does `CartPole-v1` take the same steps again"),
+    ],
+)
+def test_what_to_do_about_it(difference, env, fix):
+    worst = Deviation(name="carry.x", difference=difference, allowed=0.0, reference="jax.jit(iterate)")
+    assert re.search(fix, str(beyond(worst, env, 3)))
+
+
+def test_differences():
+    nan = float("nan")
+    for a, b, difference in [([nan, 1.0], [nan, 1.0], 0), ([nan], [1.0], float("inf")), ([1e3], [1e3 + 1], 1 / 1001),
+                             ([7], [8], 1), ([2**31], [2**31 + 1], 1), ([True], [False], 1), ([], [], 0)]:  # fmt: skip
+        assert layouts._difference(np.array(a), np.array(b)) == pytest.approx(difference)
+    assert layouts._difference(np.zeros(2), np.zeros(3)) == float("inf")

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
+from choreo.buffers.counts import LARGEST_ROUND, Count, none_counted, round_of_steps
 from choreo.buffers.frames import newest, stacks
 from choreo.buffers.memory import check_fits
 from choreo.buffers.tables import Draw, Table, TableState, new_items
@@ -56,7 +57,7 @@ class ReplayState(NamedTuple):
 
     steps: Step
     """[env, time, ...]"""
-    inserted: jax.Array
+    inserted: Count
     """Steps of each environment so far, also those overwritten."""
     tables: dict[str, TableState]
 
@@ -107,6 +108,11 @@ class Replay:
 
     def init(self, step: Step, num_envs: int) -> ReplayState:
         """Nothing stored yet; `step` is one of one environment, arrays or their types."""
+        if self.ring(num_envs) * num_envs >= LARGEST_ROUND:
+            raise AlgorithmError(
+                f"A replay of {self.capacity:,} steps has more than the {LARGEST_ROUND - 1:,} that can be told apart.",
+                fix="Use a smaller capacity.",
+            )
         check_fits(jax.eval_shape(lambda: self._empty(step, num_envs)), capacity=self.capacity)
         return self._empty(step, num_envs)
 
@@ -115,7 +121,7 @@ class Replay:
         step = step._replace(obs=jax.eval_shape(lambda obs: newest(obs, self.stack), step.obs))
         steps = jax.tree.map(lambda x: jnp.zeros((num_envs, ring, *x.shape), x.dtype), step)
         tables = {table.name: table.init(num_envs, ring) for table in self.tables}
-        return ReplayState(steps, jnp.zeros((), jnp.int32), tables)
+        return ReplayState(steps, none_counted(), tables)
 
     def add(self, state: ReplayState, steps: Step, priority: Callable[[Step], jax.Array] | None = None) -> ReplayState:
         """Add `unroll` steps of every environment: [time, env, ...].
@@ -125,7 +131,7 @@ class Replay:
         num_envs, ring = state.steps.last.shape
         self._check_added(steps, num_envs)
         steps = steps._replace(obs=newest(steps.obs, self.stack))
-        start = state.inserted % ring
+        start = state.inserted.rest % ring
         held = jnp.stack([table.held for table in state.tables.values()]).any(axis=0)
 
         def write(stored: jax.Array, new: jax.Array) -> jax.Array:
@@ -136,13 +142,16 @@ class Replay:
         stored = jax.tree.map(write, state.steps, steps)
         tables = {}
         for table in self.tables:
-            begins = new_items(state.inserted, self.unroll, table.length)
+            begins = new_items(state.inserted.rest, self.unroll, table.length)
             first = None
             if table.has_priorities and priority is not None:
                 windows = jax.tree.map(lambda x, b=begins, t=table: x[:, times(b, t.length, ring)], stored)
                 first = jax.vmap(jax.vmap(priority))(windows)
             tables[table.name] = table.insert(state.tables[table.name], begins, first, ring, self.stack - 1)
-        return ReplayState(stored, state.inserted + self.unroll, tables)
+        inserted = state.inserted.plus(self.unroll, round_of_steps(ring), kept=ring)
+        back = state.inserted.rest + self.unroll - inserted.rest
+        tables = {name: table.numbered_back(back) for name, table in tables.items()}
+        return ReplayState(stored, inserted, tables)
 
     def _check_added(self, steps: Step, num_envs: int) -> None:
         if steps.last.shape != (self.unroll, num_envs):
@@ -158,7 +167,7 @@ class Replay:
         num_envs, ring = state.steps.last.shape
         after, ready, where = drawn.draw(state.tables[drawn.name], state.inserted, ring, num_envs, self.stack - 1, key)
         steps = self.window(state, where.env, where.time, drawn.length)
-        after = after._replace(held=after.held | _once_read(steps, state.inserted))
+        after = after._replace(held=after.held | _once_read(steps, state.inserted.rest))
         return state._replace(tables=state.tables | {drawn.name: after}), Sample(steps, where, ready)
 
     def window(self, state: ReplayState, env: jax.Array, time: jax.Array, length: int) -> Step:
@@ -171,7 +180,7 @@ class Replay:
         frames = times(time - (self.stack - 1), length + self.stack - 1, ring)  # [item, before + step]
         last = state.steps.last[env[:, None], frames[:, :-1]]
         # Nothing is before the first step ever stored; else an item has its frames (`Table.insert`).
-        missing = (state.inserted < ring) & (frames[:, : self.stack - 1] > time[:, None])
+        missing = (state.inserted.rest < ring) & (frames[:, : self.stack - 1] > time[:, None])
         of_stack = jax.vmap(lambda frames, source: frames[source])(frames, stacks(last, missing, self.stack))
         at = (env[:, None, None], of_stack)
         return steps._replace(obs=jax.tree.map(lambda x: jnp.moveaxis(x[at], 2, -1), state.steps.obs))
@@ -201,10 +210,10 @@ class Replay:
     def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
         """How much is stored, and how often it was drawn."""
         num_envs, ring = state.steps.last.shape
-        found = {"replay_size": jnp.minimum(state.inserted, ring).astype(jnp.float32) * num_envs}
+        found = {"replay_size": jnp.minimum(state.inserted.rest, ring).astype(jnp.float32) * num_envs}
         for table in self.tables:
             prefix = "" if len(self.tables) == 1 else f"{table.name}_"
-            drawn = table.drawn_per_insert(state.tables[table.name], state.inserted, num_envs)
+            drawn = table.drawn_per_insert(state.tables[table.name], state.inserted, ring, num_envs)
             found[f"{prefix}samples_per_insert"] = drawn
         return found
 

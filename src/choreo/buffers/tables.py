@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from choreo.buffers import sums
+from choreo.buffers.counts import Count, none_counted, round_of_steps
 from choreo.errors import AlgorithmError
 from choreo.types import Key
 
@@ -28,16 +29,21 @@ class Draw(NamedTuple):
 
 
 class TableState(NamedTuple):
-    draws: jax.Array
+    draws: Count
     """How often it was drawn from."""
     held: jax.Array
     """Always False, which no compiler knows: what is added next waits for what was drawn last (`Replay.sample`). [env]"""
     next: tuple[jax.Array, jax.Array] | None = None
-    """First in, first out: the item that comes next, as (number of its first step since the run began, environment)."""
+    """First in, first out: the item that comes next, as (number of its first step, environment). Steps are numbered as
+    `ReplayState.inserted.rest` counts them."""
     weights: jax.Array | None = None
     """Of each item, and their sums: [env, group, member]"""
     times: jax.Array | None = None
     """How often each item was drawn: [env, time]"""
+
+    def numbered_back(self, steps: jax.Array) -> "TableState":
+        """Where every step has a number that is less by so many."""
+        return self if self.next is None else self._replace(next=(self.next[0] - steps, self.next[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +88,7 @@ class Table:
     def init(self, num_envs: int, ring: int) -> TableState:
         zero = jnp.zeros((), jnp.int32)
         return TableState(
-            draws=zero,
+            draws=none_counted(),
             held=jnp.zeros((num_envs,), bool),
             next=(zero, zero) if self.sampler == "fifo" else None,
             weights=sums.no_weights(num_envs, ring, self.batch) if self.has_weights else None,
@@ -92,7 +98,7 @@ class Table:
     def insert(
         self, state: TableState, begins: jax.Array, priority: jax.Array | None, ring: int, before: int
     ) -> TableState:
-        """There are new items from `begins` on, as numbers of steps since the run began; those after them are gone.
+        """There are new items from `begins` on, as numbers of steps; those after them are gone.
 
         `priority` [env, item]; `before`: steps that an item needs in front of its first.
         """
@@ -109,12 +115,13 @@ class Table:
         return state._replace(weights=sums.put_in_all(state.weights, where, values), times=times)
 
     def draw(
-        self, state: TableState, inserted: jax.Array, ring: int, num_envs: int, before: int, key: Key
+        self, state: TableState, inserted: Count, ring: int, num_envs: int, before: int, key: Key
     ) -> tuple[TableState, jax.Array, Draw]:
         """Draw a batch: the table afterwards, whether there are any items, and which were drawn."""
-        first = jnp.where(inserted >= ring, inserted - ring + before, 0)
-        num_items = jnp.maximum(inserted - self.length + 1 - first, 0)
-        ready = self._may_draw(state, inserted, num_envs, num_items)
+        end = inserted.rest
+        first = jnp.where(end >= ring, end - ring + before, 0)
+        num_items = jnp.maximum(end - self.length + 1 - first, 0)
+        ready = self._may_draw(state, inserted, ring, num_envs, num_items)
         if state.weights is not None:
             found, where = self._by_weight(state.weights, key)
             if self.max_times_sampled is not None:  # else there is one wherever there is an item
@@ -126,7 +133,7 @@ class Table:
             state = state._replace(next=jax.tree.map(lambda new, old: jnp.where(ready, new, old), after, state.next))
         else:
             where = self._uniform(first, num_items, ring, num_envs, key)
-        return state._replace(draws=state.draws + ready.astype(jnp.int32)), ready, where
+        return state._replace(draws=state.draws.plus(ready.astype(jnp.int32))), ready, where
 
     def set_priorities(self, state: TableState, env: jax.Array, time: jax.Array, priorities: jax.Array) -> TableState:
         if state.weights is None or not self.has_priorities:
@@ -139,20 +146,22 @@ class Table:
             new = jnp.where(state.times[env, time] < self.max_times_sampled, new, 0)
         return state._replace(weights=sums.put(state.weights, env, time, new))
 
-    def drawn_per_insert(self, state: TableState, inserted: jax.Array, num_envs: int) -> jax.Array:
+    def drawn_per_insert(self, state: TableState, inserted: Count, ring: int, num_envs: int) -> jax.Array:
         """Items drawn for each step stored, so far."""
         # Not as integers: there may be more than 2^31 of either.
-        return state.draws.astype(jnp.float32) * self.batch / (jnp.maximum(inserted, 1).astype(jnp.float32) * num_envs)
+        return state.draws.total() * self.batch / (jnp.maximum(inserted.total(round_of_steps(ring)), 1) * num_envs)
 
     def _weight(self, priority: jax.Array) -> jax.Array:
         # Never 0: that would be no item.
         return jnp.maximum(jnp.abs(priority), 1e-6) ** self.exponent
 
-    def _may_draw(self, state: TableState, inserted: jax.Array, num_envs: int, num_items: jax.Array) -> jax.Array:
-        ready = (inserted >= -(-self.min_size // num_envs)) & (num_items > 0)
+    def _may_draw(
+        self, state: TableState, inserted: Count, ring: int, num_envs: int, num_items: jax.Array
+    ) -> jax.Array:
+        ready = (inserted.rest >= -(-self.min_size // num_envs)) & (num_items > 0)
         if self.samples_per_insert is not None:
-            one_more = state._replace(draws=state.draws + 1)
-            ready &= self.drawn_per_insert(one_more, inserted, num_envs) <= self.samples_per_insert
+            one_more = state._replace(draws=state.draws.plus(1))
+            ready &= self.drawn_per_insert(one_more, inserted, ring, num_envs) <= self.samples_per_insert
         return ready
 
     def _uniform(self, first: jax.Array, num_items: jax.Array, ring: int, num_envs: int, key: Key) -> Draw:
@@ -169,10 +178,11 @@ class Table:
         each = self.max_times_sampled or 1
         time, env = state.next
         env = jnp.where(time < first, 0, env)
-        ahead = env + jnp.arange(self.batch + 1) // each
-        time, env = jnp.maximum(time, first) + ahead // num_envs, ahead % num_envs
+        begin, ahead = jnp.maximum(time, first), env + jnp.arange(self.batch + 1) // each
+        time, env = begin + ahead // num_envs, ahead % num_envs
         where = Draw(env[:-1], time[:-1] % ring, jnp.ones((self.batch,), jnp.float32))
-        return (time[-1], env[-1]), time[-2] < end, where
+        # Not time[-2] < end: a batch of items that are not there yet may begin after 2^31.
+        return (time[-1], env[-1]), ahead[-2] // num_envs < end - begin, where
 
     def _by_weight(self, weights: jax.Array, key: Key) -> tuple[jax.Array, Draw]:
         # Without priorities all weights are 1: evenly spread, no item comes twice, if there are enough of them.
@@ -191,5 +201,5 @@ class Table:
 
 
 def new_items(inserted: jax.Array, added: int, length: int) -> jax.Array:
-    """The items that are complete once `added` more steps are stored: of which step each begins, since the run began."""
+    """The items that are complete once `added` more steps are stored: the number of the step with which each begins."""
     return inserted - (length - 1) + jnp.arange(added, dtype=inserted.dtype)

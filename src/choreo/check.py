@@ -1,0 +1,183 @@
+"""`choreo check`: does a layout change nothing but time, for this algorithm on this environment? A few small iterations tell.
+
+check_algorithm       every part is there and has the right form
+deviations            every leaf of the carry, every metric: planned, and plain without marks
+FURTHER               what else can be tried out in this layout
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+from rich import box
+from rich.table import Table
+
+from choreo import jax_settings
+from choreo.cache import use_compilation_cache
+from choreo.errors import PartitionError
+from choreo.layouts.base import Layout
+from choreo.testing.algorithms import check_algorithm
+from choreo.testing.layouts import Deviation, beyond, deviations, worst_of
+from choreo.testing.marks import unmarked
+
+FEW_ENVS = 6
+FEW_STEPS = 8
+
+FURTHER: tuple[Callable[[Any, Any, Layout], list[Deviation]], ...] = ()
+"""Each looks at something in a layout; the name of a deviation says at what, its reference says what it was compared with."""
+
+
+def checks(algo: Any, env: Any, layout: Layout) -> list[Deviation]:
+    """What is looked at beside carry and metrics."""
+    return [deviation for check in FURTHER for deviation in check(algo, env, layout)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was compared, and how far apart it was."""
+
+    algo: Any
+    """As it was run: small."""
+    env: Any
+    layout: Layout
+    iterations: int
+    deviations: list[Deviation]
+
+    @classmethod
+    def of(
+        cls,
+        algo: Any,
+        env: Any,
+        layout: Layout,
+        *,
+        num_envs: int | None = None,
+        iterations: int = 3,
+        tolerance: float | None = None,
+        seed: int = 0,
+    ) -> "Verdict":
+        """Check an algorithm with few environments (or `num_envs`) and whatever else is still at its default made small."""
+        with jax_settings.put_back():
+            jax_settings.prepare(layout, env)
+            use_compilation_cache()
+            env = env.with_num_envs(num_envs or few_envs(algo, layout))
+            layout.check_counts(env.num_envs)
+            algo = small(algo, env, layout, iterations)
+            check_algorithm(algo, env)
+            found = deviations(algo, env, layout, iterations=iterations, tolerance=tolerance, seed=seed)
+            found += checks(algo, env, layout)
+            return cls(algo=algo, env=env, layout=layout, iterations=iterations, deviations=found)
+
+    @property
+    def worst(self) -> Deviation:
+        return worst_of(self.deviations)
+
+    @property
+    def error(self) -> PartitionError | None:
+        """What is wrong, if something is beyond what is allowed."""
+        return None if self.worst.is_allowed else beyond(self.worst, self.env, self.iterations)
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{type(self.algo).__name__} on {self.env.name}, {self.env.num_envs} environments, unroll={self.algo.unroll}, "
+            f"{self.iterations} iterations: {self.layout!r}"
+        )
+
+    def table(self) -> Table:
+        """Whatever differs, the farthest first; how many are equal."""
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column("", overflow="fold")
+        table.add_column("difference", justify="right")
+        table.add_column("allowed", justify="right")
+        table.add_column("from")
+        for reference in dict.fromkeys(deviation.reference for deviation in self.deviations):
+            of_it = [deviation for deviation in self.deviations if deviation.reference == reference]
+            differing = sorted((d for d in of_it if d.difference > 0), key=lambda d: d.difference, reverse=True)
+            for d in differing:
+                table.add_row(d.name, f"{d.difference:.1e}", f"{d.allowed:g}", reference)
+            if equal := len(of_it) - len(differing):
+                table.add_row(
+                    f"{equal} {'other' if differing else 'leaf or metric' if equal == 1 else 'leaves and metrics'}",
+                    "0",
+                    "",
+                    reference,
+                )
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; a difference that is infinite becomes null there."""
+        return {
+            "algorithm": type(self.algo).__name__,
+            "environment": self.env.name,
+            "layout": repr(self.layout),
+            "num_envs": self.env.num_envs,
+            "unroll": self.algo.unroll,
+            "iterations": self.iterations,
+            "ok": self.worst.is_allowed,
+            "worst": dataclasses.asdict(self.worst),
+            "deviations": [dataclasses.asdict(deviation) for deviation in self.deviations],
+        }
+
+
+def few_envs(algo: Any, layout: Layout) -> int:
+    """The smallest number of environments, six or more, that gives every replica and shard two."""
+    counts = [n for group in layout.groups for n in (group.replicas, group.devices) if n]
+    together = math.lcm(*counts, layout.shards, getattr(algo, "buffer_shards", 1))
+    least = max(1, -(-FEW_ENVS // together), 2)
+    # With `exact`, whether the blocks can be shared evenly depends on the number of environments in other ways, too.
+    return next((n * together for n in range(least, least + 16) if _divides(layout, n * together)), least * together)
+
+
+def _divides(layout: Layout, num_envs: int) -> bool:
+    blocks = [(layout.num_blocks(group, num_envs), group.replicas) for group in layout.groups]
+    return all(not replicas or (blocks or 1) % replicas == 0 for blocks, replicas in blocks)
+
+
+def small(algo: Any, env: Any, layout: Layout, iterations: int) -> Any:
+    """`algo` with small sizes where they are still at their defaults, so that it learns within a few short iterations.
+
+    As it was given, if it does not run with these.
+    """
+    each = env.num_envs // (layout.shards * layout.copies)  # environments that `iterate` sees
+    unroll = min(algo.unroll, FEW_STEPS)
+    batch = FEW_STEPS * getattr(algo, "buffer_shards", 1)
+    stored = max(unroll * env.num_envs, batch)
+    most = {
+        "unroll": unroll,
+        "minibatch_size": unroll * (each // 2 if each % 2 == 0 else 1),
+        "epochs": 2,
+        "updates": 2,
+        "batch_size": batch,
+        "min_size": stored,
+        "capacity": 4 * stored,
+    }
+    changed = {
+        field.name: min(field.default, most[field.name])
+        for field in dataclasses.fields(algo)
+        if field.name in most and type(field.default) is int and getattr(algo, field.name) == field.default
+    }
+    smaller = _with_horizon(dataclasses.replace(algo, **changed), env, iterations)
+    return smaller if _runs(smaller, env.with_num_envs(each)) else _with_horizon(algo, env, iterations)
+
+
+def _with_horizon(algo: Any, env: Any, iterations: int) -> Any:
+    """As `train` does it: an algorithm knows how long it is run."""
+    if getattr(algo, "total_steps", 0) is not None:
+        return algo
+    return dataclasses.replace(algo, total_steps=iterations * algo.unroll * env.num_envs)
+
+
+def _runs(algo: Any, env: Any) -> bool:
+    def one_iteration(key: jax.Array) -> Any:
+        return algo.iterate(env, algo.init(env, key), key)
+
+    try:
+        with unmarked():
+            eqx.filter_eval_shape(one_iteration, jax.random.key(0))
+    except Exception:  # noqa: BLE001 - whatever a user's algorithm raises at sizes that nobody asked for
+        return False
+    return True

@@ -1,0 +1,124 @@
+"""`choreo check`: small sizes, a table, an exit code."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from choreo import check, envs
+from choreo.algos import DQN, PPO
+from choreo.check import few_envs, small
+from choreo.cli import main
+from choreo.layouts import apex, coarse, fused, multi_learner
+from choreo.testing.layouts import Deviation
+from tiny import Tiny
+
+TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+CARTPOLE = "jax:CartPole-v1"
+
+
+def test_a_layout_that_changes_nothing(capsys):
+    assert main(["check", TINY, CARTPOLE, "--layout", "coarse", "--workers", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(
+        "Tiny on jax:CartPole-v1, 6 environments, unroll=8, 3 iterations: Layout(Group('env', 'actor', "
+    )
+    assert "jax.jit(iterate)" in out and out.endswith("changes nothing but time, as far as this tells.\n")
+    assert err == ""
+
+
+def test_python_environments_and_json(capsys):
+    assert main(["check", TINY, "CartPole-v1", "--layout", "fine", "--num-envs", "2", "--unroll", "4", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["ok"] and found["num_envs"] == 2 and found["unroll"] == 4 and found["iterations"] == 3
+    names = {deviation["name"] for deviation in found["deviations"]}
+    assert {"carry.train.weights", "carry.position.obs", "metrics['loss']", "metrics['episode_return']"} <= names
+    assert {deviation["allowed"] for deviation in found["deviations"]} == {0.0}  # the same compiled shapes
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What is found of carry and metrics: nothing is run."""
+    loss = Deviation(name="metrics['loss']", difference=0.5, allowed=0.0, reference="jax.jit(iterate)")
+    found = [dataclasses.replace(loss, name="carry.train.weights", difference=0.0), loss]
+    monkeypatch.setattr(check, "deviations", lambda *_, **__: found.copy())
+    monkeypatch.setattr(check, "check_algorithm", lambda *_: None)
+    return found
+
+
+def test_a_layout_that_changes_something(found, capsys):
+    args = ["check", TINY, CARTPOLE, "--iterations", "2"]
+    assert main(args) == 1
+    out, err = capsys.readouterr()
+    assert "metrics['loss']" in out and "1 other" in out and "nothing but time" not in out
+    assert err == (
+        "PartitionError: In this layout, `metrics['loss']` is off by 5.0e-01 from jax.jit(iterate) after 2 iterations; "
+        "0 is allowed.\nPlease report this program: a plan that is wrong should have been refused.\n"
+    )
+    assert main([*args, "--json"]) == 1
+    verdict = json.loads(capsys.readouterr().out)
+    assert not verdict["ok"] and verdict["worst"]["name"] == "metrics['loss']"
+
+
+def test_further_checks_count(found, capsys, monkeypatch):
+    def looks_at_rows(algo, env, layout):
+        assert (algo.unroll, env.num_envs, layout) == (8, 6, fused())
+        return [Deviation(name="act", difference=0.7, allowed=0.0, reference="itself with other rows replaced")]
+
+    monkeypatch.setattr(check, "FURTHER", (looks_at_rows,))
+    assert main(["check", TINY, CARTPOLE]) == 1
+    assert "`act` is off by 7.0e-01 from itself with other rows replaced" in capsys.readouterr().err
+
+
+def test_an_algorithm_that_lacks_something(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    marked = Path(TINY.rpartition(":")[0]).read_text()
+    Path("mine.py").write_text(
+        marked.replace('@choreo.fragment("actor")', "").replace('@choreo.fragment("learner")', "")
+    )
+    assert main(["check", "mine.py:Tiny", CARTPOLE]) == 1
+    assert "No function called by `Tiny.iterate` carries a role." in capsys.readouterr().err
+
+
+def test_train_suggests_it_for_an_algorithm_in_a_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = ["train", TINY, CARTPOLE, "--steps", "64", "--unroll", "8", "--layout", "coarse", "--runtime", "inprocess"]
+    assert main(args) == 0
+    line = f"Does the layout change nothing but time? See `choreo check {TINY} {CARTPOLE} --layout coarse`.\n"
+    assert capsys.readouterr().err.endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_envs"),
+    [(fused(), 6), (coarse(2), 6), (coarse(4), 8), (coarse(2, exact=True), 8), (multi_learner(4), 8), (apex(3, 2), 12)],
+)
+def test_few_environments(layout, num_envs):
+    assert few_envs(Tiny(), layout) == num_envs
+    layout.check_counts(num_envs)
+
+
+def test_small_sizes():
+    env = envs.make(CARTPOLE, 6)
+    assert small(PPO(), env, fused(), 3) == PPO(unroll=8, minibatch_size=24, epochs=2, total_steps=144)
+    assert small(PPO(unroll=12), env, fused(), 3).unroll == 12  # what was given stays
+    dqn = small(DQN(), env, apex(2, 1), 3)
+    assert dqn.unroll * env.num_envs >= dqn.min_size >= dqn.batch_size == 8  # it learns from the second iteration on
+    assert dqn.capacity == 4 * dqn.min_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Particular(Tiny):
+    """It wants long iterations."""
+
+    unroll: int = 16
+
+    def init(self, env, key):
+        assert self.unroll >= 16
+        return super().init(env, key)
+
+
+def test_as_given_where_small_does_not_suit():
+    assert small(Particular(), envs.make(CARTPOLE, 6), fused(), 3).unroll == 16
