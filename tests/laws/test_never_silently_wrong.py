@@ -78,6 +78,7 @@ MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 ROTATION = jnp.roll(jnp.eye(E), 1, axis=0)
 LINE = jnp.linspace(-1.0, 1.0, E)
+TABLE = jnp.linspace(-1.0, 1.0, E * 3).reshape(E, 3)
 SQUARE = jnp.linspace(-1.0, 1.0, E * E).reshape(E, E)
 
 MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -131,6 +132,17 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "loop until each": lambda x: jax.vmap(
         lambda r: lax.while_loop(lambda r: jnp.abs(r[0]) > 0.1, lambda r: 0.7 * r, r)
     )(x),
+    "own row, by arange": lambda x: rows(x[jnp.arange(E), jnp.argmax(x, axis=1)]),
+    "own row, out of range": lambda x: rows(
+        x.at[jnp.arange(E), jnp.argmax(x, axis=1) * 2].get(mode="fill", fill_value=9.0)
+    ),
+    "own row, written": lambda x: x.at[jnp.arange(E), jnp.argmax(x, axis=1) * 2 - 1].set(x[:, 0], mode="drop"),
+    "own row of a square": lambda x: rows((x @ TABLE.T)[jnp.arange(E), jnp.argmax(x, axis=1)]),
+    "the next row": lambda x: rows(x[jnp.arange(E) + 1, jnp.argmax(x, axis=1)]),
+    "the row from the end": lambda x: x.at[-jnp.arange(E), jnp.argmax(x, axis=1)].set(7.0),
+    "rows reversed": lambda x: x.at[jnp.arange(E)[::-1], jnp.argmax(x, axis=1)].add(x[:, 0]),
+    "rows of the other axis": lambda x: rows((x @ TABLE.T)[jnp.argmax(x, axis=1), jnp.arange(E)]),
+    "first rows only": lambda x: x.at[jnp.arange(3), jnp.argmax(x, axis=1)[:3]].set(7.0),
     "scatter by data": lambda x: jnp.zeros_like(x).at[jnp.argsort(x[:, 1])].add(x),
     "scatter to one": lambda x: x.at[0].add(jnp.sum(x, axis=0)),
     "histogram": lambda x: x + every(jnp.zeros(3).at[jnp.abs(x[:, 0] * 10).astype(jnp.int32) % 3].add(1.0)),
@@ -343,6 +355,17 @@ def more_ways() -> list[Any]:
 def test_more_ways_to_mix(mixer, kind):
     algo = Algo(KINDS[kind](MORE_MIXERS[mixer]))
     refuse_or_equal(algo, Pond(E), __file__, UNEVEN, meaning=lambda: meaning(mixer, "alone"))
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    ["own row, by arange", "own row, out of range", "own row, written", "own row of a square", "gamma by env key",
+     "tiled by features", "checkpoint name", "fft of features", "matrices of each", "map over environments", "solve of each"],
+)  # fmt: skip
+def test_what_runs_on_blocks(mixer):
+    """These run on blocks of environments; a rule that is lost would be seen by nobody else."""
+    algo = Algo(batched("actor")(MORE_MIXERS[mixer]))
+    assert not any(refuse_or_equal(algo, Pond(E), __file__, UNEVEN, meaning=lambda: meaning(mixer, "alone")).values())
 
 
 def carried() -> list[Any]:

@@ -372,8 +372,90 @@ CASES = {
 }
 
 
+def own(fn, outs=(0,), ins=(S, (("index", E), 0))) -> Case:
+    """`fn` of what each environment holds and an index for each, some of them out of range."""
+    return Case(fn, ins, outs)
+
+
+ROWS = np.arange(E)
+SQUARE = ((E, E), 0)
+INDEX = (("index", E), 0)
+IN_ROWS: dict[str, Case] = {
+    "read": own(lambda x, a: x[jnp.arange(E), a]),
+    "read, numpy": own(lambda x, a: x[ROWS, a]),
+    "read, small integers": own(lambda x, a: x[jnp.arange(E, dtype=jnp.uint8), a]),
+    **{
+        f"read, {mode}": own(lambda x, a, mode=mode: x.at[jnp.arange(E), a].get(mode=mode)) for mode in ("fill", "clip")
+    },
+    "read, several": own(lambda x, a: x[jnp.arange(E)[:, None], jnp.stack([a, 2 - a], 1)]),
+    "read slices": own(lambda x, a: (x[:, :, None] * x[:, None])[jnp.arange(E), a]),
+    "read two indices": own(lambda x, a: (x[:, :, None] * x[:, None])[jnp.arange(E), a, 2 - a]),
+    "read whole rows": own(lambda x, a: x[jnp.arange(E)]),
+    "read columns": own(lambda x, a: x[a, jnp.arange(E)], ins=(((3, E), 1), INDEX)),
+    "read a square": own(lambda x, a: x[jnp.arange(E), a], ins=(SQUARE, INDEX)),
+    "read the diagonal": own(lambda x, a: x[jnp.arange(E), jnp.arange(E)], ins=(SQUARE, INDEX)),
+    "read the diagonal, second axis": own(lambda x, a: x[jnp.arange(E), jnp.arange(E)], ins=(((E, E), 1), INDEX)),
+    "read over time": own(lambda x, a: x[:, jnp.arange(E), a], (1,), ins=(((2, E, 3), 1), INDEX)),
+    "read times and rows": own(
+        lambda x, a: x[jnp.arange(2)[:, None], jnp.arange(E), a], (1,), ins=(((2, E, 3), 1), INDEX)
+    ),
+    "read, in a jit": own(lambda x, a: jax.jit(lambda x, i, a: x[i, a])(x, jnp.arange(E), a)),
+    "read, in a scan": own(lambda x, a: lax.scan(lambda x, t: (x * 0.5, x[jnp.arange(E), a]), x, None, 2)[1], (1,)),
+    "read, gradient": own(lambda x, a: jax.grad(lambda x: jnp.sum(jnp.sin(x[jnp.arange(E), a])))(x)),
+    **{
+        f"write {mode}": own(lambda x, a, mode=mode: x.at[jnp.arange(E), a].set(x[:, 0] + 9.0, mode=mode))
+        for mode in ("drop", "clip")
+    },
+    **{
+        f"write by {name}": own(lambda x, a, name=name: getattr(x.at[jnp.arange(E), a], name)(x[:, 0] + 9.0))
+        for name in ("set", "add", "multiply", "min", "max")
+    },
+    "write to zeros": own(lambda x, a: jnp.zeros((E, 3)).at[jnp.arange(E), a].set(x[:, 0])),
+    "write whole rows": own(lambda x, a: x.at[jnp.arange(E)].add(2.0 * x)),
+    "write to a square": own(lambda x, a: x.at[jnp.arange(E), a].set(7.0), ins=(SQUARE, INDEX)),
+    "write the same place twice": own(lambda x, a: x.at[jnp.arange(E)[:, None], jnp.stack([a, a], 1)].add(1.0)),
+    # Near misses.
+    **{
+        f"no: {name}": own(lambda x, a, rows=rows: (x[rows(), a], x.at[rows(), a].set(7.0)), (MIXED, MIXED))
+        for name, rows in {
+            "one too far": lambda: jnp.arange(E) + 1,
+            "from one": lambda: jnp.arange(1, E + 1),
+            "reversed": lambda: jnp.arange(E)[::-1],
+            "negative": lambda: jnp.arange(E) - E,
+            "negative, descending": lambda: -jnp.arange(E),
+            "rolled": lambda: jnp.roll(jnp.arange(E), 1),
+            "halved": lambda: jnp.arange(E) // 2,
+            "part of a longer one": lambda: jnp.arange(2 * E)[E:],
+            "zeros": lambda: jnp.zeros(E, jnp.int32),
+            "one row for all": lambda: jnp.broadcast_to(jnp.arange(1), (E,)),
+            "through floats": lambda: (jnp.arange(float(E)) * 0.9).astype(jnp.int32),
+            "numpy, rolled": lambda: np.roll(ROWS, 1),
+            "by groups": lambda: jnp.arange(E).reshape(2, 3).T.reshape(E),
+            "another axis of a table": lambda: (jnp.arange(E)[None] + jnp.zeros((E, 1), jnp.int32))[:, 1],
+        }.items()
+    },
+    "no: some rows": own(lambda x, a: x[jnp.arange(3), a[:3]], (MIXED,)),
+    "no: rows of another axis": own(lambda x, a: x[a, jnp.arange(E)], (MIXED,), (SQUARE, INDEX)),
+    "no: the numbers of features": own(lambda x, a: x.T[jnp.arange(3)[:, None], a[None]], (MIXED,)),
+    "no: rows chosen by features": own(lambda x, a: x[jnp.arange(E)[None], a[:, None]], (MIXED,)),
+    "no: two rows thick": own(
+        lambda x, a: lax.gather(
+            x, jnp.stack([jnp.arange(E), a], 1), lax.GatherDimensionNumbers((1,), (1,), (0, 1)), (2, 1), mode="clip"
+        ),
+        (MIXED,),
+    ),
+    "no: carried on": own(
+        lambda x, a: lax.scan(lambda i, _: (jnp.roll(i, 1), x[i, a]), jnp.arange(E), None, 2)[1], (MIXED,)
+    ),
+    "no: a user's own index": own(lambda x, a: x[a, jnp.zeros(E, jnp.int32)], (MIXED,)),
+}
+CASES |= {f"rows: {name}": case for name, case in IN_ROWS.items()}
+
+
 def values_of(case: Case) -> list[jax.Array]:
     def value(i, shape):
+        if shape == ("index", E):
+            return jnp.array([0, -1, 5, 2, -4, 1])
         if isinstance(shape, str):
             return jax.random.key(i) if shape == "key" else jax.random.split(jax.random.key(i), E)
         return jax.random.normal(jax.random.key(i), shape) if shape != (E,) else jnp.arange(E)

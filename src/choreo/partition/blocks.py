@@ -27,6 +27,7 @@ from choreo.host import HostMethod
 from choreo.partition.forms import WHOLE, Form, Get, Mixed, Pieces, Way, cut
 from choreo.partition.mapped import Mapped, name_the_mark
 from choreo.partition.reduce import AllReduce, combines
+from choreo.partition.rows import Fact, Facts, OwnRows
 from choreo.partition.split import Axis, Mixes, Size, Split, split
 from choreo.roles import SHARD_NUMBERS, find_call, find_reduction
 
@@ -116,8 +117,11 @@ class Pruned:
         return [next(results) if want else None for want in self.wanted]
 
 
-def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "") -> Step:
-    """The forms of an equation's results. `at`: the line of the call around it, for equations without a line."""
+def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "", facts: Sequence[Fact] = ()) -> Step:
+    """The forms of an equation's results.
+
+    `at`: the line of the call around it, for equations without a line; `facts`: what is known of its operands, see `rows.py`.
+    """
     at = _compat.where(eqn) or at
     forms = [_in_blocks(var, form, size, at) for var, form in zip(eqn.invars, forms, strict=True)]
     call = find_call(_compat.call_name(eqn))
@@ -125,7 +129,7 @@ def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "
     on_host = call is not None and isinstance(call.host, HostMethod)
     whole = all(form.whole for form in forms) and not on_host
     try:
-        way = _find_way(eqn, forms, size, at)
+        way = _find_way(eqn, forms, size, at, facts)
         native = way.native if way else [None] * len(eqn.outvars)
     except Mixes as reason:
         mixed = reason.args[0] if isinstance(reason.args[0], Mixed) else Mixed(str(reason), at)
@@ -159,7 +163,7 @@ def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
     return next((d for d, n in enumerate(getattr(var.aval, "shape", ())) if n == size.full), None)
 
 
-def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> Way | None:
+def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str, facts: Sequence[Fact]) -> Way | None:
     call = find_call(_compat.call_name(eqn))
     inner = _compat.inner_jaxpr(eqn)
     on_host, reduces = call is not None and isinstance(call.host, HostMethod), find_reduction(_compat.call_name(eqn))
@@ -175,9 +179,18 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str) -> 
     if all(form == WHOLE for form in forms):
         return None
     if inner is not None:
-        return AllReduce(eqn, inner, forms) if reduces else Called(infer(inner, forms, size, at))
+        return AllReduce(eqn, inner, forms) if reduces else Called(infer(inner, forms, size, at, facts))
     if eqn.primitive in CONTROL:
         return CONTROL[eqn.primitive](eqn, forms, size, at)
+    try:
+        return _cut(eqn, forms, size)
+    except Mixes:
+        if facts and (own := OwnRows.of(eqn, forms, facts, size)):
+            return own
+        raise
+
+
+def _cut(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size) -> "Cut":
     axes = [form.axis for form in forms]
     try:
         return Cut(eqn, split(eqn, axes, size), forms)
@@ -237,8 +250,10 @@ class Inference:
         return [form.mixed or (None if form.axis is None else form.axis) for form in self.outs]
 
 
-def infer(closed: jec.ClosedJaxpr, forms: Sequence[Form], size: Size, at: str = "") -> Inference:
-    jaxpr = closed.jaxpr
+def infer(
+    closed: jec.ClosedJaxpr, forms: Sequence[Form], size: Size, at: str = "", facts: Sequence[Fact] = ()
+) -> Inference:
+    jaxpr, proved = closed.jaxpr, Facts(closed, facts)
     known: dict[Any, Form] = dict.fromkeys(jaxpr.constvars, WHOLE) | dict(zip(jaxpr.invars, forms, strict=True))
 
     def form(var):
@@ -246,7 +261,7 @@ def infer(closed: jec.ClosedJaxpr, forms: Sequence[Form], size: Size, at: str = 
 
     steps = []
     for eqn in jaxpr.eqns:
-        step = infer_step(eqn, [form(v) for v in eqn.invars], size, at)
+        step = infer_step(eqn, [form(v) for v in eqn.invars], size, at, proved.of(eqn.invars))
         known.update(zip(eqn.outvars, step.outs, strict=True))
         steps.append(step)
     return Inference(closed, size, steps, [form(v) for v in jaxpr.outvars])
