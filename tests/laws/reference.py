@@ -15,6 +15,7 @@ from choreo.plans import Plan, plan
 from choreo.roles import SHARD_AXIS
 from choreo.runtime.inprocess import InProcess, combine_metrics
 from choreo.runtime.schedule import Read
+from choreo.testing import unmarked
 
 Run = dict[str, Any]
 """All that a user can see: the carry's structure, each of its leaves (arrays as NumPy's, whatever else as it is), and every

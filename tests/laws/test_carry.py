@@ -217,7 +217,9 @@ class TestUnchanged:
         assert nets["off"].inference is True and nets["attention"].dropout.p == 0.25
         assert isinstance(nets["updates"], jax.ShapeDtypeStruct)
 
-    @pytest.mark.parametrize("value", [3, 2.5, True, float("nan"), -0.0, 1j, "name", jnp.tanh, None], ids=repr)
+    @pytest.mark.parametrize(
+        "value", [3, 2.5, True, float("nan"), -0.0, 1j, "name", jnp.tanh, None], ids=lambda x: repr(x)[:9]
+    )
     def test_any_leaf(self, value):
         form = plan(program(lambda: value, lambda w, more, grad: (w, more, jnp.sum(w))), Pond(), fused()).carry
         assert form.train.more is value

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 import choreo
+from choreo.errors import AlgorithmError
 from choreo.evaluate import evaluate
 from choreo.layouts import Group, Layout, coarse, fine, fused
+from choreo.plans import plan
 from choreo.recipe import Recipe
 from choreo.runs import Run, Timing
 from choreo.testing import unmarked
@@ -158,6 +160,11 @@ def test_containers_in_every_layout(name, layout):
 def test_metrics_in_every_container_and_type(name):
     check = runs if name in METRICS_THAT_RUN else refused_or_equal
     check(edges.with_metrics(name), FUSED | COARSE)
+
+
+def test_a_key_is_no_metric():
+    with pytest.raises(AlgorithmError, match="The metric `.*` of `Edge` is a random key, which is no number"):
+        plan(edges.with_metrics("key"), POND, FUSED["fused"])
 
 
 @pytest.mark.parametrize(("name", "layout"), cases(METRICS, [*EVERY_LAYOUT], ci=in_the_long_run))

@@ -53,7 +53,7 @@ def _results(eqn: jec.JaxprEqn, facts: list[Fact]) -> list[Fact]:
 def _can_count(aval: Any, fact: Any) -> bool:
     """Can the type hold the numbers of all rows?"""
     axes = [axis for axis in (fact if isinstance(fact, tuple) else (fact,)) if axis is not None]
-    return np.issubdtype(aval.dtype, np.integer) and all(aval.shape[k] - 1 <= jnp.iinfo(aval.dtype).max for k in axes)
+    return jnp.issubdtype(aval.dtype, np.integer) and all(aval.shape[k] - 1 <= jnp.iinfo(aval.dtype).max for k in axes)
 
 
 def _of_constant(array: Any) -> Fact:
@@ -61,7 +61,7 @@ def _of_constant(array: Any) -> Fact:
     shape = getattr(array, "shape", ())
     if shape and array.dtype == bool:
         return None if np.any(np.asarray(array)) else FALSE
-    if not shape or _compat.is_key(array.dtype) or not np.issubdtype(array.dtype, np.integer):
+    if not shape or _compat.is_key(array.dtype) or not jnp.issubdtype(array.dtype, np.integer):
         return None
     longest = max(range(len(shape)), key=lambda d: shape[d])
     numbers = np.arange(shape[longest]).reshape([-1 if d == longest else 1 for d in range(len(shape))])
@@ -124,7 +124,7 @@ def _concatenate(eqn, facts):
     columns: list[Axis] = []
     for var, fact in zip(eqn.invars, facts, strict=True):
         columns += _columns(fact, last, var.aval.shape[last])
-    return tuple(columns)
+    return tuple(columns) if any(column is not None for column in columns) else None
 
 
 def _columns(fact: Fact, last: int, count: int) -> tuple[Axis, ...]:
