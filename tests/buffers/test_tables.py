@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from buffers.model import ONE_STEP, Model, numbers, steps
-from choreo.buffers import Replay, ReplayState, Step, Table, sums
+from choreo.buffers import Replay, ReplayState, Step, Table, memory, sums
 from choreo.buffers.counts import LARGEST_ROUND, Count, round_of_steps
 from choreo.buffers.memory import check_fits, memory_bytes
 from choreo.errors import AlgorithmError
@@ -363,7 +363,8 @@ class TestAfterMoreStepsThanAnIntegerHas:
             count = count.plus(1)
         assert count == (2, 1)
 
-    def test_more_steps_at_once_are_refused(self):
+    def test_more_steps_at_once_are_refused(self, monkeypatch):
+        monkeypatch.setattr(memory, "memory_bytes", lambda: 2**60)
         with pytest.raises(
             AlgorithmError, match=r"2,000,000,000 steps has more than the 1,073,741,823 that can be told"
         ):

@@ -14,7 +14,7 @@ from choreo.errors import PartitionError
 from choreo.layouts import coarse, fused, multi_learner
 from choreo.runtime.inprocess import InProcess
 from choreo.testing import check_layout, layouts
-from choreo.testing.layouts import Deviation, beyond
+from choreo.testing.layouts import Deviation, beyond, deviations
 from tiny import Tiny
 
 ENV = make("jax:CartPole-v1", 4)
@@ -28,6 +28,12 @@ def test_the_same_bits():
 @pytest.mark.parametrize("layout", [multi_learner(2), coarse(2, max_lag=2, merge="any")])
 def test_shards_and_relaxed_layouts(layout):
     assert check_layout(ALGO, ENV, layout) < 1e-6
+
+
+def test_without_waiting_and_in_lockstep():
+    found = deviations(ALGO, ENV, coarse(2, max_lag=2))
+    assert {d.reference: d.allowed for d in found} == {"its log, replayed": 0, "jax.jit(iterate), with max_lag=0": 1e-5}
+    assert all(d.is_allowed for d in found)
 
 
 def test_a_wrong_plan_is_found(monkeypatch):

@@ -108,12 +108,12 @@ class Replay:
 
     def init(self, step: Step, num_envs: int) -> ReplayState:
         """Nothing stored yet; `step` is one of one environment, arrays or their types."""
+        check_fits(jax.eval_shape(lambda: self._empty(step, num_envs)), capacity=self.capacity)
         if self.ring(num_envs) * num_envs >= LARGEST_ROUND:
             raise AlgorithmError(
                 f"A replay of {self.capacity:,} steps has more than the {LARGEST_ROUND - 1:,} that can be told apart.",
                 fix="Use a smaller capacity.",
             )
-        check_fits(jax.eval_shape(lambda: self._empty(step, num_envs)), capacity=self.capacity)
         return self._empty(step, num_envs)
 
     def _empty(self, step: Step, num_envs: int) -> ReplayState:
