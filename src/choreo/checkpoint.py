@@ -21,6 +21,7 @@ import safetensors
 import safetensors.numpy
 
 from choreo.errors import RunError
+from choreo.partition.carry import typed_as
 from choreo.roles import is_array
 from choreo.types import PyTree
 
@@ -62,7 +63,7 @@ def load(path: Path, like: PyTree) -> PyTree:
             value = jax.random.wrap_key_data(value, impl=kinds[name])
         if hasattr(leaf, "dtype") and (value.shape != leaf.shape or value.dtype != leaf.dtype):
             raise _unfit(path, f"`{name}` is {_form(value)} there and {_form(leaf)} here")
-        leaves.append(value)
+        leaves.append(typed_as(value, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else value)
     if unused:
         raise _unfit(path, f"`{min(unused)}` is unknown here")
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
