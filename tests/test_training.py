@@ -549,7 +549,7 @@ def test_workers_count_as_this_process_does():
 def same_bits(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x == y if isinstance(y, str) else x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs
+        x == y if isinstance(y, str) else jax.typeof(x) == jax.typeof(y) and np.array_equal(x, y) for x, y in pairs
     )
 
 

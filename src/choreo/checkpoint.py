@@ -23,6 +23,7 @@ import safetensors.numpy
 
 from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named, name_of
 from choreo.errors import RunError
+from choreo.partition.carry import typed_as
 from choreo.static_key import is_array
 from choreo.types import PyTree
 
@@ -64,7 +65,7 @@ def load(path: Path, like: PyTree) -> PyTree:
         value = decode(path, header, name, arrays[name])
         if hasattr(leaf, "dtype") and (value.shape != leaf.shape or value.dtype != leaf.dtype):
             raise _unfit(path, f"`{name}` is {_form(value)} there and {_form(leaf)} here")
-        leaves.append(value)
+        leaves.append(typed_as(value, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else value)
     if unused:
         raise _unfit(path, f"`{min(unused)}` is unknown here")
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -30,8 +30,8 @@ from choreo.partition.carry import (
     named,
     same_leaf,
     same_structure,
+    typed_as,
     types_of,
-    weakened,
     with_leaves,
 )
 from choreo.partition.exported import ExportedFn
@@ -148,8 +148,8 @@ class Plan:
     def combine(self, leaves: list[Any]) -> PyTree:
         """A carry from its array leaves, as sites hold them."""
         leaves = [self._merged(leaf, axis) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
-        weak = [weakened(leaf, like) for leaf, like in zip(leaves, types_of(self.carry), strict=True)]
-        return with_leaves(self.carry, weak)
+        typed = [typed_as(leaf, like) for leaf, like in zip(leaves, types_of(self.carry), strict=True)]
+        return with_leaves(self.carry, typed)
 
     def leaves(self, carry: PyTree) -> list[Any]:
         """The array leaves of a carry, as sites hold them."""

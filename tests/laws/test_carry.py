@@ -268,6 +268,13 @@ class TestRefused:
             "or let `iterate` return the number as it was given."
         )
 
+    def test_a_number_that_no_array_can_hold(self):
+        text = refusal(lambda: 2**40, lambda w, n, grad: (w, n + 1, jnp.sum(w)))
+        assert text.startswith(
+            "`carry.train.more` of `Functions` goes in as the int 1099511627776 and changes, so that it is an array; but no "
+            "integer of JAX's default type is so large."
+        )
+
     def test_a_static_field_that_is_equal_and_of_another_type(self):
         class Net(eqx.Module):
             scale: Any = eqx.field(static=True)

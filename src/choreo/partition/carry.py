@@ -91,11 +91,11 @@ def is_type(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def weakened(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array as weakly typed as its form says. Arrays come back from a site with strong types."""
-    if not like.weak_type or leaf.weak_type:
+def typed_as(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array as weakly typed as its form says: sites and checkpoints do not keep that."""
+    if jax.typeof(leaf).weak_type == like.weak_type:
         return leaf
-    return lax.convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=True, sharding=None)
+    return lax.convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=like.weak_type, sharding=None)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,19 @@ def changed_leaves(name: str, first: PyTree, form: PyTree, after: PyTree) -> fro
                     "as it was given, or keep a number that says which.",
                 )
             changed.add(i)
+            _check_range(name, path, old)
     return frozenset(changed)
+
+
+def _check_range(name: str, path: str, number: Any) -> None:
+    try:
+        _type_of(number)
+    except OverflowError as error:
+        raise AlgorithmError(
+            f"`carry{path}` of `{name}` goes in as {leaf_text(number)} and changes, so that it is an array; but no integer of "
+            "JAX's default type is so large.",
+            fix="Begin with a smaller number, or with a float; or let JAX compute in 64 bits (jax_enable_x64).",
+        ) from error
 
 
 def _check_type(name: str, path: str, began: Any, old: jax.ShapeDtypeStruct, new: Any) -> None:
