@@ -924,3 +924,32 @@ def raw_keys_in_the_carry(env, c, key):
     a = acts(c["w"], c["s"]) + jax.vmap(lambda k: jax.random.normal(k, (3,)))(each[:, 1])
     s = env.step(c["s"], a + jax.vmap(lambda k: jax.random.uniform(k, (3,)))(jax.random.split(drawn, E)))
     return {"s": s, "w": learn(c["w"], s), "each": each[:, 0], "one": one}, {"m": jnp.mean(s)}
+
+
+@program(lambda env, key: state_and_weights(env, key) | {"n": jnp.int32(0), "x": jnp.zeros((E, 3))})
+def glue_read_by_three_groups(env, c, key):
+    g = jnp.tanh(c["w"]) * c["n"].astype(jnp.float32)
+    b = jnp.broadcast_to(g, (E, 3)) + c["x"]
+    s = env.step(c["s"] + b, acts(g, c["s"] * b))
+    return {"s": s, "w": learn(g, s + b), "n": c["n"] + 1, "x": 0.1 * b}, {"g": g, "b": b}
+
+
+@program(
+    lambda env, key: state_and_weights(env, key) | {"v": jnp.ones(3), "t": jnp.zeros((E, 3)), "a": jnp.zeros((E, 3))}
+)
+def carry_changes_places_between_groups(env, c, key):
+    a = acts(c["w"], c["s"] + c["t"])
+    s = env.step(c["a"], a)
+    metrics = {name: c[name] for name in ("w", "v", "s", "t")}
+    return {"s": c["t"], "t": a, "a": s, "w": c["v"], "v": learn(c["w"], s)}, metrics
+
+
+@program()
+def counters_in_a_split_loop(env, c, key):
+    def step(state, _):
+        s, n, w = state
+        s = env.step(s, acts(w, s) * n)
+        return (s, n + 1.0, w), (2.0 * n, s, w)
+
+    (s, n, w), (ns, ss, ws) = lax.scan(step, (c["s"], jnp.float32(0), c["w"]), None, length=3)
+    return {"s": s, "w": learn(w, ss)}, {"n": n, "ns": ns, "ws": ws, "ss": ss}

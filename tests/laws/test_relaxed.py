@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,7 +167,7 @@ def test_glue_between_what_is_carried_and_its_reader_is_of_one_version():
             w, slow, loss = learn(half, now["slow"] + both, jnp.concatenate(blocks)[None])
             versions.append({"w": w, "slow": 0.5 * both + slow, "s": jnp.concatenate(blocks)})
             rows.append({"loss": loss, "half": half[0]})
-    expected = named(versions[-1], {name: jnp.stack([row[name] for row in rows]) for name in rows[0]})
+    expected = named(versions[-1], {name: np.stack([row[name] for row in rows]) for name in rows[0]})
     assert_close({name: run[name] for name in expected}, expected, 1e-5)
 
 

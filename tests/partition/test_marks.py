@@ -76,7 +76,7 @@ def test_both_are_printed_and_are_no_part_of_what_is_compared():
 
 
 class Unmarked(A2C):
-    def act(self, params, obs, key, *, greedy=False):
+    def act(self, params, obs, key, *, greedy=False):  # pyright: ignore[reportIncompatibleVariableOverride]
         with choreo.testing.unmarked():
             return super().act(params, obs, key, greedy=greedy)
 
