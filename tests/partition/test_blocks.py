@@ -563,6 +563,11 @@ def test_a_print_of_each_environment_needs_them_all():
         demand(inference, [{0}])
 
 
+def test_keys_joined_in_columns_are_no_row_numbers():
+    closed = jax.make_jaxpr(lambda k: lax.concatenate([k, k], 1))(jax.random.split(jax.random.key(0), (E, 1)))
+    assert Facts(closed, ()).of(closed.jaxpr.outvars) == [None]
+
+
 @pytest.mark.parametrize("narrow", [jnp.int8, jnp.uint8, jnp.bfloat16, bool])
 def test_row_numbers_that_a_type_cannot_hold_are_not_known(narrow):
     def known(dtype):
