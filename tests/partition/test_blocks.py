@@ -20,6 +20,7 @@ import choreo
 from choreo import _compat
 from choreo.partition.blocks import demand, emit, infer
 from choreo.partition.forms import WHOLE, Form
+from choreo.partition.rows import Facts
 from choreo.partition.split import Axis, Mixes, Size
 
 E, BLOCK = 6, 2
@@ -378,6 +379,7 @@ def own(fn, outs=(0,), ins=(S, (("index", E), 0))) -> Case:
 
 
 ROWS = np.arange(E)
+THICK = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(1,), start_index_map=(0, 1))
 SQUARE = ((E, E), 0)
 INDEX = (("index", E), 0)
 IN_ROWS: dict[str, Case] = {
@@ -429,20 +431,28 @@ IN_ROWS: dict[str, Case] = {
             "zeros": lambda: jnp.zeros(E, jnp.int32),
             "one row for all": lambda: jnp.broadcast_to(jnp.arange(1), (E,)),
             "through floats": lambda: (jnp.arange(float(E)) * 0.9).astype(jnp.int32),
+            "not below another": lambda: jnp.where(jnp.arange(E) < 3, 2, jnp.arange(E)),
             "numpy, rolled": lambda: np.roll(ROWS, 1),
             "by groups": lambda: jnp.arange(E).reshape(2, 3).T.reshape(E),
             "another axis of a table": lambda: (jnp.arange(E)[None] + jnp.zeros((E, 1), jnp.int32))[:, 1],
         }.items()
     },
     "no: some rows": own(lambda x, a: x[jnp.arange(3), a[:3]], (MIXED,)),
+    "no: as many rows as blocks": own(lambda x, a: x[jnp.arange(3), jnp.arange(3)], (MIXED,)),
+    "no: numbers in groups": own(
+        lambda x, a: x.at[jnp.arange(E).reshape(3, 2), 0].get(mode="clip"), (MIXED,), (((3, 4), 0), INDEX)
+    ),
     "no: rows of another axis": own(lambda x, a: x[a, jnp.arange(E)], (MIXED,), (SQUARE, INDEX)),
     "no: the numbers of features": own(lambda x, a: x.T[jnp.arange(3)[:, None], a[None]], (MIXED,)),
     "no: rows chosen by features": own(lambda x, a: x[jnp.arange(E)[None], a[:, None]], (MIXED,)),
     "no: two rows thick": own(
         lambda x, a: lax.gather(
-            x, jnp.stack([jnp.arange(E), a], 1), lax.GatherDimensionNumbers((1,), (1,), (0, 1)), (2, 1), mode="clip"
+            x, lax.concatenate([jnp.arange(E)[:, None], a[:, None]], 1), THICK, (2, 1), mode="clip"
         ),
         (MIXED,),
+    ),
+    "no: paired with another axis": own(
+        lambda x, a: jax.vmap(lambda row, i: row[i])(x, jnp.arange(E)), (MIXED,), (((E, E), 1), INDEX)
     ),
     "no: carried on": own(
         lambda x, a: lax.scan(lambda i, _: (jnp.roll(i, 1), x[i, a]), jnp.arange(E), None, 2)[1], (MIXED,)
@@ -551,3 +561,18 @@ def test_a_print_of_each_environment_needs_them_all():
     inference = infer(closed, [Form(False, 0)], SIZE)
     with pytest.raises(Mixes):
         demand(inference, [{0}])
+
+
+def test_keys_joined_in_columns_are_no_row_numbers():
+    closed = jax.make_jaxpr(lambda k: lax.concatenate([k, k], 1))(jax.random.split(jax.random.key(0), (E, 1)))
+    assert Facts(closed, ()).of(closed.jaxpr.outvars) == [None]
+
+
+@pytest.mark.parametrize("narrow", [jnp.int8, jnp.uint8, jnp.bfloat16, bool])
+def test_row_numbers_that_a_type_cannot_hold_are_not_known(narrow):
+    def known(dtype):
+        closed = jax.make_jaxpr(lambda: lax.iota(jnp.int32, 300).astype(dtype).astype(jnp.int32))()
+        return Facts(closed, ()).of(closed.jaxpr.outvars)
+
+    assert known(jnp.int16) == [0]
+    assert known(narrow) == [None]

@@ -53,7 +53,7 @@ def _results(eqn: jec.JaxprEqn, facts: list[Fact]) -> list[Fact]:
 def _can_count(aval: Any, fact: Any) -> bool:
     """Can the type hold the numbers of all rows?"""
     axes = [axis for axis in (fact if isinstance(fact, tuple) else (fact,)) if axis is not None]
-    return jnp.issubdtype(aval.dtype, np.integer) and all(aval.shape[k] - 1 <= jnp.iinfo(aval.dtype).max for k in axes)
+    return jnp.issubdtype(aval.dtype, jnp.integer) and all(aval.shape[k] - 1 <= jnp.iinfo(aval.dtype).max for k in axes)
 
 
 def _of_constant(array: Any) -> Fact:
@@ -61,7 +61,7 @@ def _of_constant(array: Any) -> Fact:
     shape = getattr(array, "shape", ())
     if shape and array.dtype == bool:
         return None if np.any(np.asarray(array)) else FALSE
-    if not shape or _compat.is_key(array.dtype) or not jnp.issubdtype(array.dtype, np.integer):
+    if not shape or not jnp.issubdtype(array.dtype, jnp.integer):
         return None
     longest = max(range(len(shape)), key=lambda d: shape[d])
     numbers = np.arange(shape[longest]).reshape([-1 if d == longest else 1 for d in range(len(shape))])
@@ -82,13 +82,13 @@ def _broadcast_in_dim(eqn, facts):
     if fact == FALSE:
         return FALSE
     # An axis of one row that becomes several holds zeros, not their numbers.
-    if not isinstance(fact, int) or shape[dims[fact]] != eqn.invars[0].aval.shape[fact]:
+    if not isinstance(fact, int) or shape[dims[fact]] != _shape(eqn.invars[0])[fact]:
         return None
     return int(dims[fact])
 
 
 def _reshape(eqn, facts):
-    (fact, *_), old, new = facts, eqn.invars[0].aval.shape, eqn.params["new_sizes"]
+    (fact, *_), old, new = facts, _shape(eqn.invars[0]), eqn.params["new_sizes"]
     if not isinstance(fact, int) or eqn.params.get("dimensions") is not None:
         return None
     # The same rows of memory: as many before the axis, and as many along it.
@@ -97,7 +97,7 @@ def _reshape(eqn, facts):
 
 
 def _squeeze(eqn, facts):
-    fact, rank = facts[0], len(eqn.invars[0].aval.shape)
+    fact, rank = facts[0], len(_shape(eqn.invars[0]))
     removed = {int(d) % rank for d in eqn.params["dimensions"]}
     return fact - sum(d < fact for d in removed) if isinstance(fact, int) and fact not in removed else None
 
@@ -109,7 +109,7 @@ def _transpose(eqn, facts):
 def _lt(eqn, facts):
     """Row numbers are not negative."""
     zero = eqn.invars[1]
-    below_zero = isinstance(zero, jec.Literal) and not zero.aval.shape and zero.val == 0
+    below_zero = isinstance(zero, jec.Literal) and not _shape(zero) and zero.val == 0
     return FALSE if isinstance(facts[0], int) and below_zero else None
 
 
@@ -118,13 +118,13 @@ def _select_n(eqn, facts):
 
 
 def _concatenate(eqn, facts):
-    last = len(eqn.outvars[0].aval.shape) - 1
+    last = len(_shape(eqn.outvars[0])) - 1
     if eqn.params["dimension"] != last:
         return None
     columns: list[Axis] = []
     for var, fact in zip(eqn.invars, facts, strict=True):
-        columns += _columns(fact, last, var.aval.shape[last])
-    return tuple(columns) if any(column is not None for column in columns) else None
+        columns += _columns(fact, last, _shape(var)[last])
+    return tuple(columns) if any(k is not None for k in columns) else None
 
 
 def _columns(fact: Fact, last: int, count: int) -> tuple[Axis, ...]:
@@ -201,16 +201,16 @@ class _Option(NamedTuple):
 
 
 def _options(eqn: jec.JaxprEqn, fact: Fact) -> Iterator[_Option]:
-    operand, indices = (v.aval.shape for v in eqn.invars[:2])  # pyright: ignore[reportAttributeAccessIssue]
+    operand, indices = map(_shape, eqn.invars[:2])
     n = eqn.params["dimension_numbers"]
     if eqn.primitive is primitives.gather_p:
         dims, windows, paired = n.start_index_map, n.offset_dims, n.start_indices_batching_dims
         thin = [d for d in dims if eqn.params["slice_sizes"][d] == 1]
-        picked = eqn.outvars[0].aval.shape
+        picked = _shape(eqn.outvars[0])
     else:
         dims, windows, paired = n.scatter_dims_to_operand_dims, n.update_window_dims, n.scatter_indices_batching_dims
         thin = n.inserted_window_dims
-        picked = eqn.invars[2].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        picked = _shape(eqn.invars[2])
     # What is picked or written has the axes of the indices but the last, in their order, around those of the slices.
     around = [axis for axis in range(len(picked)) if axis not in windows]
     for column, (d, k) in enumerate(zip(dims, _columns(fact, len(indices) - 1, len(dims)), strict=True)):
@@ -220,3 +220,7 @@ def _options(eqn: jec.JaxprEqn, fact: Fact) -> Iterator[_Option]:
             yield _Option(operand[d], column, (int(d), k), around[k])
         else:
             yield _Option(operand[d], column, (int(d), k, around[k]), int(d))
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
