@@ -63,14 +63,18 @@ def test_a_layout_that_changes_something(found, capsys):
     assert not verdict["ok"] and verdict["worst"]["name"] == "metrics['loss']"
 
 
-def test_further_checks_count(found, capsys, monkeypatch):
-    def looks_at_rows(algo, env, layout):
-        assert (algo.unroll, env.num_envs, layout) == (8, 6, fused())
-        return [Deviation(name="act", difference=0.7, allowed=0.0, reference="itself with other rows replaced")]
-
-    monkeypatch.setattr(check, "FURTHER", (looks_at_rows,))
-    assert main(["check", TINY, CARTPOLE]) == 1
-    assert "`act` is off by 7.0e-01 from itself with other rows replaced" in capsys.readouterr().err
+def test_a_fragment_that_the_user_vouches_for_in_vain(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    vouched = Path(TINY.rpartition(":")[0]).read_text()
+    vouched = vouched.replace('@choreo.fragment("actor")', '@choreo.fragment("actor", independent=True)')
+    vouched = vouched.replace("logits = ", "obs = obs * eqxi.unvmap_any(obs[0] > 0)\n        logits = ")
+    Path("mine.py").write_text("import equinox.internal as eqxi\n" + vouched)
+    assert main(["check", "mine.py:Tiny", CARTPOLE, "--layout", "coarse"]) == 1
+    assert capsys.readouterr().err == (
+        "AlgorithmError: The fragment `act` is marked independent=True, but environments meet in it: with negative numbers in the "
+        "other rows of the batch, the result for one environment changes.\nLeave out independent=True: Choreo then refuses the "
+        "layouts in which the result would depend on the split.\n"
+    )
 
 
 def test_an_algorithm_that_lacks_something(capsys, tmp_path, monkeypatch):

@@ -1,13 +1,12 @@
 """`choreo check`: does a layout change nothing but time, for this algorithm on this environment? A few small iterations tell.
 
 check_algorithm       every part is there and has the right form
+check_independent     environments do not meet in fragments for which the user vouches
 deviations            every leaf of the carry, every metric: planned, and plain without marks
-FURTHER               what else can be tried out in this layout
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +20,12 @@ from choreo.cache import use_compilation_cache
 from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
 from choreo.testing.algorithms import check_algorithm
+from choreo.testing.independent import check_independent
 from choreo.testing.layouts import Deviation, beyond, deviations, worst_of
 from choreo.testing.marks import unmarked
 
 FEW_ENVS = 6
 FEW_STEPS = 8
-
-FURTHER: tuple[Callable[[Any, Any, Layout], list[Deviation]], ...] = ()
-"""Each looks at something in a layout; the name of a deviation says at what, its reference says what it was compared with."""
-
-
-def checks(algo: Any, env: Any, layout: Layout) -> list[Deviation]:
-    """What is looked at beside carry and metrics."""
-    return [deviation for check in FURTHER for deviation in check(algo, env, layout)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +59,8 @@ class Verdict:
             layout.check_counts(env.num_envs)
             algo = small(algo, env, layout, iterations)
             check_algorithm(algo, env)
+            check_independent(algo, env)
             found = deviations(algo, env, layout, iterations=iterations, tolerance=tolerance, seed=seed)
-            found += checks(algo, env, layout)
             return cls(algo=algo, env=env, layout=layout, iterations=iterations, deviations=found)
 
     @property

@@ -22,6 +22,7 @@ from choreo.errors import AlgorithmError, LayoutError, PartitionError
 from choreo.graph.ir import Graph
 from choreo.graph.products import largest_product
 from choreo.layouts.base import Layout
+from choreo.layouts.forgotten import forgotten_marks
 from choreo.partition.carry import (
     block_type,
     is_type,
@@ -36,7 +37,6 @@ from choreo.partition.carry import (
 )
 from choreo.partition.exported import ExportedFn
 from choreo.partition.mapped import trusted
-from choreo.partition.marks import forgotten_marks
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
 from choreo.partition.program import (
