@@ -67,7 +67,7 @@ def test_a_fragment_that_the_user_vouches_for_in_vain(capsys, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     vouched = Path(TINY.rpartition(":")[0]).read_text()
     vouched = vouched.replace('@choreo.fragment("actor")', '@choreo.fragment("actor", independent=True)')
-    vouched = vouched.replace("logits = ", "obs = obs * eqxi.unvmap_any(obs[0] > 0)\n        logits = ")
+    vouched = vouched.replace("logits = ", "obs = jnp.where(eqxi.unvmap_any(obs[0] > 0), obs, -obs)\n        logits = ")
     Path("mine.py").write_text("import equinox.internal as eqxi\n" + vouched)
     assert main(["check", "mine.py:Tiny", CARTPOLE, "--layout", "coarse"]) == 1
     assert capsys.readouterr().err == (
