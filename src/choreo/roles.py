@@ -258,7 +258,7 @@ _host_objects: dict[int, HostObjects] = {}
 
 
 def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
-    """Combine a pytree over the learner shards; with one shard, `x` itself.
+    """Combine a pytree over the learner shards; with one shard, `x` itself, in the type that several would give.
 
     >>> import choreo
     >>> choreo.all_reduce({"grad": 1.5})
@@ -267,9 +267,18 @@ def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
     if op not in _REDUCERS:
         raise AlgorithmError(f"all_reduce(op={op!r}) is not known.", fix='Use "mean", "sum" or "max".')
     if SHARD_AXIS not in bound_axis_names():
-        return x
+        return jax.tree.map(lambda leaf: _as_reduced(leaf, op), x)
     leaves, tree = jax.tree.flatten(x)
     return jax.tree.unflatten(tree, reducer(op)(*leaves))
+
+
+def _as_reduced(leaf: Any, op: str) -> Any:
+    """In the type of a result: bools are counted in integers, and a mean is no integer."""
+    if not is_array(leaf) or not (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer)):
+        return leaf
+    if op == "mean":
+        return jnp.asarray(leaf, jnp.result_type(float))
+    return jnp.asarray(leaf, jnp.int32) if op == "sum" and leaf.dtype == bool else leaf
 
 
 _REDUCERS = {"mean": jax.lax.pmean, "sum": jax.lax.psum, "max": jax.lax.pmax}

@@ -399,12 +399,7 @@ def arrays_as_literals():
     jax.config.update("jax_use_simplified_jaxpr_constants", False)
 
 
-NOT_YET = pytest.mark.xfail(strict=True, reason="`trace.build` must make constants of array literals")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("constant arrays given to fragments", marks=NOT_YET), "a scan with constant arrays"]
-)
+@pytest.mark.parametrize("name", ["constant arrays given to fragments", "a scan with constant arrays"])
 def test_arrays_as_literals(name, arrays_as_literals):
     refusals = refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN)
     assert not any(refusals.values()), refusals

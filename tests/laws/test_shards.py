@@ -14,6 +14,7 @@ from choreo import envs, networks
 from choreo.algos import A2C
 from choreo.errors import AlgorithmError, LayoutError, PartitionError
 from choreo.plans import plan, plan_traced, trace_for
+from choreo.roles import SHARD_AXIS
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from laws.reference import Run, assert_close, assert_same_bits, reference_run, run_of, sharded_reference
@@ -222,6 +223,18 @@ def learn_from_flags(w, s):
 def test_bools_are_combined(layout):
     algo, env = step_and_learn(learn_from_flags), Pond(6)
     assert_close(run_of(InProcess(plan(algo, env, layout)), KEY), sharded_reference(algo, env, 2, KEY), 1e-5)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum", "max"])
+@pytest.mark.parametrize(
+    "dtype", [bool, jnp.int32, jnp.int8, jnp.float32, jnp.bfloat16], ids=lambda t: jnp.dtype(t).name
+)
+def test_the_type_of_what_is_combined_does_not_depend_on_the_number_of_shards(dtype, op):
+    x = jnp.ones((2, 3), dtype)
+    if op == "max" and dtype is bool:
+        pytest.skip("JAX has no largest bool")
+    several = jax.vmap(lambda x: choreo.all_reduce(x, op), axis_name=SHARD_AXIS)(x)
+    assert choreo.all_reduce(x[0], op).dtype == several.dtype
 
 
 def test_a_shape_that_is_written_down_is_refused_with_a_hint_at_shards():

@@ -129,5 +129,17 @@ def _map_call(call: Call, size: int) -> jec.JaxprEqn:
 
 
 def _text(closed: jec.ClosedJaxpr) -> str:
-    consts = "".join(f"{np.asarray(c).tobytes()!r}" if not _compat.is_key(c.dtype) else repr(c) for c in closed.consts)
-    return f"{closed.jaxpr.pretty_print(use_color=False)}{consts}"
+    """A program as text, with the content of its arrays, which JAX does not print."""
+    arrays = "".join(
+        f"{np.asarray(c).tobytes()!r}" if not _compat.is_key(c.dtype) else repr(c) for c in _arrays(closed)
+    )
+    return f"{closed.jaxpr.pretty_print(use_color=False)}{arrays}"
+
+
+def _arrays(closed: jec.ClosedJaxpr) -> Iterator[Any]:
+    """Constants, and with `jax_use_simplified_jaxpr_constants` literals, also of programs within."""
+    yield from closed.consts
+    for eqn in closed.jaxpr.eqns:
+        yield from (var.val for var in eqn.invars if isinstance(var, jec.Literal) and np.shape(var.val))
+        for inner in _compat.inner_jaxprs(eqn):
+            yield from _arrays(inner)

@@ -285,7 +285,14 @@ class _Builder:
             consts[known[var]] = array
 
         def read(var: Any) -> Operand:
-            return var if isinstance(var, jec.Literal) else known[var]
+            if not isinstance(var, jec.Literal):
+                return known[var]
+            if not np.shape(var.val):
+                return var
+            # With `jax_use_simplified_jaxpr_constants` arrays are literals: here they are constants, which can be cut.
+            constant = self.value(var.aval, "constant")
+            consts[constant] = var.val
+            return constant
 
         for eqn in jaxpr.eqns:
             operands = tuple(read(v) for v in eqn.invars)
