@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import gymnasium
 import jax
 import jax.core
 import numpy as np
@@ -55,19 +56,22 @@ def static_key(x: Any) -> Hashable:
     >>> static_key(1) == static_key(1), static_key(1) == static_key(True), static_key(0.0) == static_key(-0.0)
     (True, False, False)
     """
-    return _key(x, ())
+    return _key(x, (), strict=True)
 
 
 def tree_key(tree: Any) -> Hashable:
-    """The key of a `PyTreeDef`, whose own `==` compares auxiliary data (static fields, names of a dict) by `==`."""
+    """The key of a `PyTreeDef`, whose own `==` compares auxiliary data (static fields, names of a dict) by `==`.
+
+    What is not hashable is only equal to itself here, as it is to JAX, which takes such data.
+    """
     data = tree.node_data()
     if data is None:
         return ("leaf", tree.num_leaves)  # `None` is a node without leaves
     kind, aux = data
-    return (kind, static_key(aux), tuple(tree_key(child) for child in tree.children()))
+    return (kind, _key(aux, (), strict=False), tuple(tree_key(child) for child in tree.children()))
 
 
-def _key(x: Any, within: tuple[int, ...]) -> Hashable:
+def _key(x: Any, within: tuple[int, ...], *, strict: bool) -> Hashable:
     """`within`: ids of the containers around `x`; one that holds itself has no finite structure."""
     kind = type(x)
     if kind in _BY_VALUE:
@@ -78,18 +82,17 @@ def _key(x: Any, within: tuple[int, ...]) -> Hashable:
         return (kind, struct.pack("<dd", x.real, x.imag))
     if isinstance(x, np.generic) or kind is np.ndarray:
         # By content: unlike a JAX array, a NumPy array can change.
-        if x.dtype.hasobject:
-            raise NoKey(x)
-        return (kind, x.dtype, x.shape, x.tobytes())
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-        return Same(x)
+        if not x.dtype.hasobject:
+            return (kind, x.dtype, x.shape, x.tobytes())
+    elif isinstance(x, jax.Array | gymnasium.Space) and not isinstance(x, jax.core.Tracer):
+        return Same(x)  # not hashable, but neither changes
     parts = None if id(x) in within else _parts(x)
     if parts is None:
-        if kind.__hash__ is None:
+        if strict and kind.__hash__ is None:
             raise NoKey(x)
         return Same(x)
     within = (*within, id(x))
-    return (kind, *(_key(part, within) for part in parts))
+    return (kind, *(_key(part, within, strict=strict) for part in parts))
 
 
 def _parts(x: Any) -> tuple[Any, ...] | None:
