@@ -161,9 +161,15 @@ class TestArguments:
         call = one_call(lambda x: jax.vmap(marked, (None, 0))(network, x), X)
         assert [aval.shape for aval in call.in_avals] == [(2, 3), (3,)]
 
-    def test_numpy_arrays_are_arrays(self):
+    def test_numpy_arrays_are_arrays_where_nothing_is_traced(self):
+        marked, traced = choreo.fragment("actor")(lambda w, x: traced.append(w) or score(w, x)), []
+        for _ in range(2):
+            marked(np.asarray(W), np.ones(3, np.float32) + len(traced))
+        assert len(traced) == 1 and isinstance(traced[0], jax.core.Tracer)
+
+    def test_and_constants_where_something_is(self):
         marked = choreo.fragment("actor")(score)
-        assert len(one_call(lambda: marked(np.asarray(W), np.ones(3, np.float32))).in_avals) == 2
+        assert len(one_call(lambda x: marked(np.asarray(W), x), jnp.ones(3)).in_avals) == 1
 
     def test_results_that_are_no_arrays_come_back_as_they_are(self):
         marked = choreo.fragment("actor")(lambda x: (Pair(2 * x, "double"), None, {"f": jnp.tanh, "n": 3}))

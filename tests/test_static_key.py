@@ -19,6 +19,8 @@ from choreo.errors import AlgorithmError
 from choreo.static_key import NoKey, tree_key
 from choreo.static_key import static_key as key
 from choreo.testing import unmarked
+from laws.reference import planned_run
+from partition.ponds import Functions, Pond
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,26 @@ class WithMore:
 
 
 @dataclass(frozen=True)
+class Number(float):
+    """A number with a unit."""
+
+    unit: str = ""
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+
+@dataclass(frozen=True)
+class InASlot(Slotted):
+    y: int = 0
+
+    def having(self, x):
+        object.__setattr__(self, "hidden", x)
+        return self
+
+
+@dataclass(frozen=True)
 class Uncompared:
     x: Any = field(compare=False)
 
@@ -80,6 +102,7 @@ WRAPPED = {
     "dataclass in a dataclass": lambda x: Cfg(Cfg((x,))),
     "field that does not compare": Uncompared,
     "attribute that is no field": WithMore,
+    "slot of a base class": lambda x: InASlot().having(x),
     "partial": lambda x: functools.partial(double, x),
     "partial by name": lambda x: functools.partial(double, x=x),
     "bound method": lambda x: Cfg(x).method,
@@ -103,6 +126,10 @@ def test_what_looks_equal_is_told_apart(pair, wrap):
 def test_the_same_is_the_same(value, wrap):
     assert key(WRAPPED[wrap](value)) == key(WRAPPED[wrap](value))
     assert hash(key(WRAPPED[wrap](value))) == hash(key(WRAPPED[wrap](value)))
+
+
+def test_a_dataclass_that_is_also_a_number_is_more_than_its_fields():
+    assert key(Number(1.0)) != key(Number(2.0))
 
 
 def test_of_what_is_no_data_each_is_itself():
@@ -215,6 +242,54 @@ class TestAFragment:
         for n in (1, 2, 1, 3, 1, 2):
             f(jnp.float32(0), n)
         assert traced == [1, 2, 3, 2]
+
+    def test_gives_and_returns_dicts_in_their_own_order(self):
+        """JAX sorts the keys of a dict."""
+
+        @choreo.fragment("actor")
+        def swap(d, *, more):
+            assert list(d["z"]) == ["q", "b"] and list(more) == [2, 1]
+            return {"y": jnp.stack(list(d["z"].values())), "x": collections.defaultdict(list, {"d": d["a"], "c": 3})}
+
+        for _ in range(2):
+            out = swap({"z": {"q": 1.0 * jnp.ones(2), "b": 2.0 * jnp.ones(2)}, "a": jnp.ones(1)}, more={2: 0, 1: 0})
+            assert list(out) == ["y", "x"] and list(out["x"]) == ["d", "c"] and out["x"].default_factory is list
+            assert float(out["y"][0, 0]) == 1.0
+        other = choreo.fragment("actor")(lambda d: next(iter(d.values())))
+        assert [
+            float(other(d)) for d in ({"a": jnp.ones(()), "b": jnp.zeros(())}, {"b": jnp.zeros(()), "a": jnp.ones(())})
+        ] == [1, 0]
+
+    def test_leaves_numpy_values_what_they_are_while_it_is_traced(self):
+        @choreo.fragment("actor")
+        def scaled(x, n, table):
+            return x * float(n // 2**39) + table.sum() / 2**33, sum(1 for _ in range(np.int64(n) >> 40))
+
+        def program(x):
+            return scaled(x, np.int64(2**40), np.array([2**33, 2**33]))[0]
+
+        with unmarked():
+            expected = jax.jit(program)(jnp.float32(1))
+        assert float(jax.jit(program)(jnp.float32(1))) == float(expected) == 4.0
+
+    def test_a_plan_uses_nothing_that_was_traced_before(self):
+        """An object, a global or a closure may have changed."""
+
+        class Settings:
+            rate = 1.0
+
+        settings = Settings()
+
+        @choreo.fragment("learner")
+        def learn(w, settings):
+            return w * settings.rate
+
+        algo = Functions(lambda env, key: {"w": jnp.ones(3)}, lambda env, c, key: ({"w": learn(c["w"], settings)}, {}))
+        found = []
+        for rate in (2.0, 3.0):
+            settings.rate = rate
+            found.append(float(planned_run(algo, Pond(), choreo.fused(), jax.random.key(0), 1)["['w']"][0]))
+        assert found == [2.0, 3.0]
 
 
 def test_a_jit_that_tells_statics_apart():

@@ -71,6 +71,11 @@ def struct_of(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtype
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
+def is_tracing() -> bool:
+    """Is some function being traced or mapped, here and now?"""
+    return not _core.trace_state_clean()
+
+
 def bind(eqn: jec.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
     """Apply one equation's primitive to other operands (and, perhaps, other parameters)."""
     info = eqn.source_info
@@ -130,7 +135,9 @@ def _is_jaxs(rule: Any) -> bool:
     """Is a function JAX's, and every function that it closes over?"""
     if isinstance(rule, functools.partial):
         return all(_is_jaxs(part) for part in (rule.func, *rule.args, *rule.keywords.values()) if callable(part))
-    if not (getattr(rule, "__module__", None) or "").startswith("jax."):
+    # Not `__module__`, which `functools.wraps` copies from the function that is wrapped.
+    home = getattr(rule, "__globals__", {}).get("__name__") or getattr(rule, "__module__", None) or ""
+    if not home.startswith("jax."):
         return False
     cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     return all(_is_jaxs(part) for part in cells if callable(part) and not isinstance(part, type))

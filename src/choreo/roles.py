@@ -8,9 +8,11 @@ inside an Equinox module, a flag) pass through as they would in a plain call.
     def act(self, ...)     ->     number 3 finds the `Call`: the function on un-vmapped arrays, and the vmaps around it
 """
 
+import contextlib
+import contextvars
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
@@ -22,10 +24,10 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.extend import source_info_util
 
-from choreo._compat import Vmap, bound_axis_names, enclosing_vmaps, struct_of, trace_context
+from choreo._compat import Vmap, bound_axis_names, enclosing_vmaps, is_tracing, struct_of, trace_context
 from choreo.errors import AlgorithmError
 from choreo.host import HostFn, HostMethod, HostObjects
-from choreo.static_key import ARRAY, NoKey, Recent, StaticForm, is_array, split_static
+from choreo.static_key import ARRAY, NoKey, Recent, StaticForm, in_order, is_array, orders_of, split_static
 from choreo.types import PyTree, Role
 
 source_info_util.register_exclusion(__file__)
@@ -52,6 +54,8 @@ class Call:
     """The user vouches that under `vmap` no environment sees another."""
     out_names: list[str] = field(default_factory=list)
     """Where each result stands in what the function returns (`[1].reward`); known once it has been traced."""
+    out_orders: tuple[tuple[Any, ...], ...] = ()
+    """The keys of each dict that the function returns, in their order; likewise."""
     jaxpr: jec.ClosedJaxpr | None = None
     """For a call under `vmap`: the un-vmapped program, as it was traced there and then. Arrays in, arrays out."""
 
@@ -63,6 +67,21 @@ MOST_FORMS = 512
 """So many compiled functions a fragment keeps: a test of many sizes must not fill the memory."""
 MOST_CALLS = 2**16
 """So many records are kept; they are small, and a traced program names them by number."""
+
+_of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]] | None"] = contextvars.ContextVar(
+    "choreo_of_this_trace", default=None
+)
+
+
+@contextlib.contextmanager
+def traced_anew() -> Iterator[None]:
+    """Within this block no fragment uses what was traced before: an object, a global, a closure may have changed since."""
+    token = _of_this_trace.set({})
+    try:
+        yield
+    finally:
+        _of_this_trace.reset(token)
+
 
 _numbers = itertools.count()
 _calls: Recent[Call] = Recent(MOST_CALLS)
@@ -124,7 +143,8 @@ class Fragment:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if unmarked.value:
             return self.fn(*args, **kwargs)
-        arrays, form = split_static(args, kwargs)
+        # In a trace a NumPy value is a constant, and stays what it is: as an array it would have 32 bits in place of 64.
+        arrays, form = split_static(args, kwargs, keep_numpy=is_tracing() and self.host is None)
         avals = tuple(jax.typeof(x) for x in arrays)
         vmaps = enclosing_vmaps(arrays)
         try:
@@ -134,20 +154,27 @@ class Fragment:
                 f"Fragment `{self.name}` was called with a `{type(error.value).__name__}`, which is neither an array nor hashable.",
                 fix="Pass arrays, or values that can be dictionary keys (a frozen dataclass, a tuple, a function).",
             ) from error
-        jitted, record = self.forms.get(key, lambda: self._new_form(form, avals, vmaps))
+        jitted, record = self._forms().get(key, lambda: self._new_form(form, avals, vmaps))
         out = jitted(*arrays)
         if vmaps and record.jaxpr is None:
             # Now, not when a plan asks for it: later the configuration may be another (a precision, say). JAX has just
             # traced the function and gives the same program again.
             record.jaxpr = jitted.trace(*(struct_of(aval) for aval in avals)).jaxpr
-        return jax.tree.map(
+        out = jax.tree.map(
             lambda x: x.value if isinstance(x, _Static) else x, out, is_leaf=lambda x: isinstance(x, _Static)
         )
+        return in_order(out, record.out_orders) if record.out_orders else out
+
+    def _forms(self) -> "Recent[tuple[Any, Call]]":
+        own = _of_this_trace.get()
+        return self.forms if own is None else own.setdefault(self, Recent(MOST_FORMS))
 
     def _new_form(self, form: StaticForm, avals: tuple[Any, ...], vmaps: tuple[Vmap, ...]) -> tuple[Any, Call]:
         def call(*arrays):
             args, kwargs = form.join(arrays)
-            out = jax.tree.map(lambda x: x if is_array(x) else _Static(x), self.fn(*args, **kwargs))
+            out = self.fn(*args, **kwargs)
+            record.out_orders = tuple(orders_of(out))
+            out = jax.tree.map(lambda x: x if is_array(x) else _Static(x), out)
             record.out_names[:] = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
             return out
 
@@ -266,10 +293,14 @@ def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
     """
     if op not in _REDUCERS:
         raise AlgorithmError(f"all_reduce(op={op!r}) is not known.", fix='Use "mean", "sum" or "max".')
-    if SHARD_AXIS not in bound_axis_names():
-        return jax.tree.map(lambda leaf: _as_reduced(leaf, op), x)
     leaves, tree = jax.tree.flatten(x)
-    return jax.tree.unflatten(tree, reducer(op)(*leaves))
+    if SHARD_AXIS in bound_axis_names():
+        results = reducer(op)(*leaves)
+    else:
+        results = [_as_reduced(leaf, op) for leaf in leaves]
+        if all(result is leaf for result, leaf in zip(results, leaves, strict=True)):
+            return x
+    return in_order(jax.tree.unflatten(tree, results), orders_of(x))
 
 
 def _as_reduced(leaf: Any, op: str) -> Any:

@@ -9,11 +9,12 @@ trace. So: structural through plain data, and everything that is not plain data 
 """
 
 import collections
+import copyreg
 import dataclasses
 import functools
 import struct
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import gymnasium
@@ -25,6 +26,10 @@ T = TypeVar("T")
 
 _BY_VALUE = (int, bool, str, bytes, type(None), type(Ellipsis), type)
 """Types whose values are equal only if they are the same, once the type is part of the key."""
+
+
+_HOLD_A_VALUE = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset, np.ndarray, np.generic, jax.Array)
+"""A subclass of these is more than its fields."""
 
 
 class NoKey(TypeError):
@@ -108,10 +113,10 @@ def _parts(x: Any) -> tuple[Any, ...] | None:
         return (x.func, x.args, x.keywords, vars(x))
     if isinstance(x, types.MethodType):
         return (x.__func__, x.__self__)
-    if dataclasses.is_dataclass(x):
-        # Also what is no field: `__post_init__` may keep something under another name.
-        fields = tuple((f.name, getattr(x, f.name, Same)) for f in dataclasses.fields(x))
-        return (fields, getattr(x, "__dict__", {}))
+    if dataclasses.is_dataclass(x) and not isinstance(x, _HOLD_A_VALUE):
+        # Also what is no field: `__post_init__` may keep something under another name, a base class in a slot.
+        names = dict.fromkeys([*(f.name for f in dataclasses.fields(x)), *copyreg._slotnames(kind)])  # pyright: ignore[reportAttributeAccessIssue]
+        return (tuple((name, getattr(x, name, Same)) for name in names), getattr(x, "__dict__", {}))
     return None
 
 
@@ -173,22 +178,58 @@ class StaticForm(NamedTuple):
     tree: Any
     leaves: tuple[Any, ...]
     """`ARRAY` where an array goes."""
+    orders: tuple[tuple[Any, ...], ...]
+    """The keys of each dict, in their order: JAX sorts them, and a function may go through them."""
 
     @property
     def key(self) -> Hashable:
-        return (tree_key(self.tree), static_key(self.leaves))
+        return (tree_key(self.tree), static_key(self.leaves), static_key(self.orders))
 
     def join(self, arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with these arrays."""
         rest = iter(arrays)
-        return jax.tree.unflatten(self.tree, [next(rest) if x is ARRAY else x for x in self.leaves])
+        tree = jax.tree.unflatten(self.tree, [next(rest) if x is ARRAY else x for x in self.leaves])
+        return in_order(tree, self.orders) if self.orders else tree
 
 
-def split_static(args: Any, kwargs: Any) -> tuple[list[Any], StaticForm]:
-    """The arrays among the arguments of a call, and all the rest."""
+def split_static(args: Any, kwargs: Any, *, keep_numpy: bool = False) -> tuple[list[Any], StaticForm]:
+    """The arrays among the arguments of a call, and all the rest. With `keep_numpy` those of NumPy are among the rest."""
     leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [x for x in leaves if is_array(x)]
-    return arrays, StaticForm(tree, tuple(ARRAY if is_array(x) else x for x in leaves))
+    kinds = jax.Array if keep_numpy else (jax.Array, np.ndarray, np.generic)
+    arrays = [x for x in leaves if isinstance(x, kinds)]
+    static = tuple(ARRAY if isinstance(x, kinds) else x for x in leaves)
+    return arrays, StaticForm(tree, static, tuple(orders_of((args, kwargs))))
+
+
+def orders_of(tree: Any) -> Iterator[tuple[Any, ...]]:
+    """The keys of each dict in a tree, in their order."""
+    for leaf in jax.tree.leaves(tree, is_leaf=_is_sorted_by_jax):
+        if _is_sorted_by_jax(leaf):
+            yield tuple(leaf)
+            for value in leaf.values():
+                yield from orders_of(value)
+
+
+def in_order(tree: Any, orders: Iterable[tuple[Any, ...]]) -> Any:
+    """A tree whose dicts have their keys in these orders."""
+    rest = iter(orders)
+
+    def ordered(leaf: Any) -> Any:
+        if not _is_sorted_by_jax(leaf):
+            return leaf
+        keys = next(rest)
+        if type(leaf) is dict:
+            return {key: each(leaf[key]) for key in keys}
+        return collections.defaultdict(leaf.default_factory, {key: each(leaf[key]) for key in keys})
+
+    def each(tree: Any) -> Any:
+        return jax.tree.map(ordered, tree, is_leaf=_is_sorted_by_jax)
+
+    return each(tree)
+
+
+def _is_sorted_by_jax(x: Any) -> bool:
+    return type(x) in (dict, collections.defaultdict)
 
 
 def is_array(x: Any) -> bool:

@@ -1,6 +1,7 @@
 """Fragments under `vmap` whose primitives see the whole batch: refused with the user's line, or equal to the reference."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +107,8 @@ def by_diffrax(w, s, key):
 
 
 def by_callback(w, s, key):
-    """Python, row by row: independent, which no compiler can see."""
-    return w * jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="sequential")
+    """Python on the whole batch, each row by itself: which no compiler can see."""
+    return w * jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
 
 
 REFUSED = {
@@ -156,12 +157,14 @@ def test_a_primitive_that_is_named_add_has_no_rule_of_add(mark):
     refuse_or_equal(Batched(act), Pond(E), __file__, COARSE)
 
 
-def test_a_rule_that_a_user_registered_for_a_primitive_of_jax_is_not_trusted():
+@pytest.mark.parametrize("disguised", [False, True])
+def test_a_rule_that_a_user_registered_for_a_primitive_of_jax_is_not_trusted(disguised):
     from jax import lax
 
     assert _compat.has_own_batching_rule(lax.tan_p)
     rules = dict(_compat._batching.fancy_primitive_batchers)
-    batching.primitive_batchers[lax.tan_p] = lambda args, axes, **_: (lax.tan(args[0] - jnp.mean(args[0])), axes[0])
+    rule = lambda args, axes, **_: (lax.tan(args[0] - jnp.mean(args[0])), axes[0])  # noqa: E731
+    batching.primitive_batchers[lax.tan_p] = functools.wraps(rules[lax.tan_p].func)(rule) if disguised else rule
     try:
         assert not _compat.has_own_batching_rule(lax.tan_p)
         algo = Acts(choreo.fragment("actor")(lambda w, s, key: w * lax.tan(s)))

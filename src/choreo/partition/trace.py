@@ -29,7 +29,7 @@ from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition import carry
 from choreo.partition.split import Axis
-from choreo.roles import SHARD_AXIS, Call, find_call, shard_numbers
+from choreo.roles import SHARD_AXIS, Call, find_call, shard_numbers, traced_anew
 from choreo.types import PyTree, Role
 
 LIBRARIES = """brax chex craftax diffrax distrax equinox flashbax flax gymnax haiku jaxmarl jumanji lineax mctx mujoco
@@ -59,6 +59,7 @@ class Traced:
     """With several, arrays of `iterate` that have an env axis have it divided: [shard, env]."""
 
 
+@traced_anew()
 def trace(algo: Any, env: Any, shards: int = 1) -> Traced:
     """Trace `init` and `iterate`. Builds no environment and computes nothing."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
