@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import choreo
-from choreo import checkpoint, envs, registry
+from choreo import checkpoint, envs, loops, registry
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
 from choreo.folder import RunFolder
 from choreo.layouts import coarse, fused
@@ -598,3 +598,26 @@ def test_a_plan_by_names():
     assert "env+actor" in str(planned)
     with pytest.raises(UnknownNameError, match="no layout `corse`"):
         choreo.plan(TINY, CARTPOLE, "corse")
+
+
+def test_an_action_of_the_wrong_kind_is_refused_wherever_it_comes_from():
+    class Sampled(Tiny):
+        def iterate(self, env, carry, key):
+            sample = lambda params, obs, key: (jax.random.uniform(key), ())  # noqa: E731
+            position, trajectory, episodes = loops.rollout(env, sample, carry.train.weights, carry.position, key, 4)
+            return Carry(carry.train, position), episodes
+
+    with pytest.raises(
+        EnvError, match=r"`jax:CartPole-v1` was given actions of type float32, but its actions are Discrete"
+    ):
+        choreo.train(Sampled(unroll=4), "jax:CartPole-v1", num_envs=2, steps=8)
+
+
+def test_a_metric_that_is_too_large_is_named():
+    class Large(Tiny):
+        def iterate(self, env, carry, key):
+            carry, metrics = super().iterate(env, carry, key)
+            return carry, metrics | {"huge": 2**40}
+
+    with pytest.raises(AlgorithmError, match=r"The metric `huge` of `Large` is 1099511627776, which is too large"):
+        choreo.train(Large(unroll=4), "jax:CartPole-v1", num_envs=2, steps=8)

@@ -114,8 +114,8 @@ def _own_primitives() -> dict[str, set[jec.Primitive]]:
 
 _PRIMITIVE_MODULES = (
     "jax.extend.core.primitives", "jax._src.ad_checkpoint", "jax._src.ad_util", "jax._src.core",
-    "jax._src.custom_derivatives", "jax._src.interpreters.ad", "jax._src.lax.", "jax._src.pjit", "jax._src.prng",
-    "jax._src.random",
+    "jax._src.custom_derivatives", "jax._src.dispatch", "jax._src.interpreters.ad", "jax._src.lax.", "jax._src.pjit",
+    "jax._src.prng", "jax._src.random",
 )  # fmt: skip
 _OWN = _own_primitives()
 
@@ -125,10 +125,14 @@ def primitives(names: Iterable[str]) -> frozenset[jec.Primitive]:
     return frozenset(primitive for name in names for primitive in _OWN.get(name, ()))
 
 
+_BATCHING_RULES = dict(_batching.fancy_primitive_batchers)
+"""As they were when Choreo was imported."""
+
+
 def has_own_batching_rule(primitive: jec.Primitive) -> bool:
     """Does `vmap` treat it as JAX says? Somebody may have registered another rule for a primitive of JAX's."""
     rule = _batching.fancy_primitive_batchers.get(primitive)
-    return rule is None or _is_jaxs(rule)
+    return rule is _BATCHING_RULES.get(primitive) and (rule is None or _is_jaxs(rule))
 
 
 def _is_jaxs(rule: Any) -> bool:
@@ -188,6 +192,27 @@ def inner_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.ClosedJaxpr]:
                 yield jec.ClosedJaxpr(item, ())
 
 
+def changing(eqn: jec.JaxprEqn) -> str | None:
+    """The name of a primitive in an equation whose result is no function of its operands; None if there is none.
+
+    One with an effect, but for `jax.debug.print`, which has no result; and `rng_uniform`, which hides its state from JAX.
+    """
+    if eqn.primitive in _RNG_UNIFORM:
+        return eqn.primitive.name
+    inner = list(inner_jaxprs(eqn))
+    if not inner:
+        return eqn.primitive.name if eqn.effects and eqn.outvars else None
+    return next((name for each in inner if (name := _changing_in(each.jaxpr))), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _changing_in(jaxpr: jec.Jaxpr) -> str | None:
+    return next((name for eqn in jaxpr.eqns if (name := changing(eqn))), None)
+
+
+_RNG_UNIFORM = primitives(["rng_uniform"])
+
+
 @dataclass(frozen=True)
 class Scan:
     """The parameters of a `lax.scan` equation."""
@@ -244,6 +269,14 @@ def clients_exist() -> bool:
 def key_impl(dtype: Any) -> str:
     """The name of the generator behind a type of random keys."""
     return dtype._impl.name
+
+
+def is_threefry(dtype: Any) -> bool:
+    """Are these keys of JAX's own threefry generator? A user's generator may have the same name."""
+    return dtype._impl is _THREEFRY
+
+
+_THREEFRY = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype._impl
 
 
 def is_key(dtype: Any) -> bool:

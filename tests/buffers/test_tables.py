@@ -343,6 +343,15 @@ class TestAfterMoreStepsThanAnIntegerHas:
         _, drawn = sample(replay, state, jax.random.key(0))
         assert drawn.ready and numbers(drawn.steps) == model.items(3)[:4]
 
+    def test_nor_is_a_queue_lost_that_nobody_draws_from_for_many_rounds(self):
+        replay = one_table(4, sampler="fifo")
+        state, model = filled(replay, 2, 10)
+        table = state.tables["items"]
+        for _ in range(5):
+            table = table.numbered_back(jnp.int32(round_of_steps(replay.ring(2))))
+        _, drawn = sample(replay, state._replace(tables={"items": table}), jax.random.key(0))
+        assert drawn.ready and numbers(drawn.steps) == model.items(3)[:4]
+
     def test_no_more_often_than_asked(self):
         replay = one_table(4, samples_per_insert=0.5)
         state, _ = filled(replay, 2, 10)

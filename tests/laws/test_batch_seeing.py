@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,12 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.interpreters import batching, mlir
 
 import choreo
 from choreo import _compat
-from choreo.errors import AlgorithmError
+from choreo.errors import AlgorithmError, PartitionError
 from choreo.layouts import coarse
 from choreo.partition.trace import trace
 from choreo.plans import plan_traced
@@ -157,20 +159,84 @@ def test_a_primitive_that_is_named_add_has_no_rule_of_add(mark):
     refuse_or_equal(Batched(act), Pond(E), __file__, COARSE)
 
 
-@pytest.mark.parametrize("disguised", [False, True])
+@pytest.mark.parametrize("disguised", ["", "as what it wraps", "as JAX's rule for another"])
 def test_a_rule_that_a_user_registered_for_a_primitive_of_jax_is_not_trusted(disguised):
     from jax import lax
 
     assert _compat.has_own_batching_rule(lax.tan_p)
     rules = dict(_compat._batching.fancy_primitive_batchers)
     rule = lambda args, axes, **_: (lax.tan(args[0] - jnp.mean(args[0])), axes[0])  # noqa: E731
-    batching.primitive_batchers[lax.tan_p] = functools.wraps(rules[lax.tan_p].func)(rule) if disguised else rule
+    if disguised == "as JAX's rule for another":
+        _compat._batching.fancy_primitive_batchers[lax.tan_p] = rules[lax.reduce_max_p]
+    else:
+        batching.primitive_batchers[lax.tan_p] = functools.wraps(rules[lax.tan_p].func)(rule) if disguised else rule
     try:
         assert not _compat.has_own_batching_rule(lax.tan_p)
+        if disguised == "as JAX's rule for another":
+            return
         algo = Acts(choreo.fragment("actor")(lambda w, s, key: w * lax.tan(s)))
         refuse_or_equal(algo, Pond(E), __file__, COARSE)
     finally:
         _compat._batching.fancy_primitive_batchers[lax.tan_p] = rules[lax.tan_p]
+
+
+@pytest.mark.parametrize(
+    "as_threefry", [{"name": "mine", "tag": "fry"}, {"name": "threefry2x32", "tag": "mine"}], ids=str
+)
+def test_a_generator_that_is_merely_named_threefry_is_not_trusted(as_threefry):
+    from jax.extend import random
+
+    ours = random.threefry_prng_impl
+
+    def bits(key, width, shape):
+        @jax.custom_batching.custom_vmap
+        def draw(key):
+            return ours.random_bits(key, width, shape)
+
+        @draw.def_vmap
+        def _(size, batched, key):
+            return jnp.broadcast_to(draw(jnp.sum(key, 0, key.dtype)), (size, *shape)), True
+
+        return draw(key)
+
+    mine = random.define_prng_impl(
+        key_shape=(2,), seed=ours.seed, split=ours.split, random_bits=bits, fold_in=ours.fold_in, **as_threefry
+    )
+
+    def act(w, s, key):
+        return w * s + jax.random.normal(jax.random.wrap_key_data(jax.random.key_data(key), impl=mine), (3,))
+
+    refuse_or_equal(Acts(choreo.fragment("actor")(act)), Pond(E), __file__, COARSE)
+
+
+def counting():
+    calls = itertools.count(1)
+    return lambda: np.float32(next(calls))
+
+
+@pytest.mark.parametrize("what", ["io_callback", "rng_uniform"])
+@pytest.mark.parametrize("where", ["mapped", "batched", "in a jit"])
+def test_what_gives_another_result_each_time_is_not_called_by_each_replica(what, where):
+    """Its operands are the same on every replica; what it gives is not."""
+    count = counting()
+
+    def draw():
+        if what == "rng_uniform":
+            return jax.lax.rng_uniform(np.float32(0), np.float32(1), ())
+        return io_callback(count, jax.ShapeDtypeStruct((), jnp.float32))
+
+    draw = jax.jit(draw) if where == "in a jit" else draw
+
+    @dataclass(frozen=True)
+    class Batched(Acts):
+        def iterate(self, env, carry, key):
+            action = self.act(carry["weights"], carry["state"], None)
+            state = env.step(carry["state"], action)
+            return {"state": state, "weights": learn(carry["weights"], action)}, {}
+
+    act = choreo.fragment("actor")(lambda w, s, key: jnp.broadcast_to(w, s.shape) * s + draw())
+    with pytest.raises(PartitionError, match=f"`{what}` need not give the same result again"):
+        plan_traced(trace((Acts if where == "mapped" else Batched)(act), Pond(E)), coarse(2), title="")
 
 
 def test_a_fragment_that_the_user_vouches_for_is_replicated_and_the_plan_says_so():

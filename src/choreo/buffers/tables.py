@@ -43,7 +43,11 @@ class TableState(NamedTuple):
 
     def numbered_back(self, steps: jax.Array) -> "TableState":
         """Where every step has a number that is less by so many."""
-        return self if self.next is None else self._replace(next=(self.next[0] - steps, self.next[1]))
+        if self.next is None:
+            return self
+        # What was not drawn for a whole round is gone from the ring: it need not be numbered further back.
+        oldest = jnp.asarray(-(2**30), self.next[0].dtype)
+        return self._replace(next=(jnp.maximum(self.next[0] - steps, oldest), self.next[1]))
 
 
 @dataclass(frozen=True, kw_only=True)

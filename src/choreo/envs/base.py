@@ -14,7 +14,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import gymnasium
 import jax
+import jax.numpy as jnp
 
+from choreo.errors import EnvError
 from choreo.types import Key, PyTree
 
 
@@ -78,3 +80,13 @@ class Env(Protocol):
     def with_num_envs(self, num_envs: int) -> "Env":
         """The same environment with another count."""
         ...
+
+
+def check_kind(space: gymnasium.Space, action: jax.Array, name: str) -> None:
+    """Refuse an action of another kind of numbers than its space has: cut to an integer, a float would train to nothing."""
+    whole = isinstance(space, gymnasium.spaces.Discrete | gymnasium.spaces.MultiDiscrete | gymnasium.spaces.MultiBinary)
+    if whole and not (action.dtype == bool or jnp.issubdtype(action.dtype, jnp.integer)):
+        raise EnvError(
+            f"`{name}` was given actions of type {action.dtype}, but its actions are {space}.",
+            fix="Give it whole numbers: an index (jnp.argmax, jax.random.categorical), or action.astype(jnp.int32).",
+        )

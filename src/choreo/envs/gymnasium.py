@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from choreo import static_key
-from choreo.envs.base import Env, TimeStep
+from choreo.envs.base import Env, TimeStep, check_kind
 from choreo.envs.vmap import JaxEnv, VmapEnv
 from choreo.errors import EnvError
 from choreo.host import HostMethod, Spec, spaces
@@ -183,6 +183,8 @@ class HostEnv:
                 f"`{self.name}` was given actions {shapes}, not {', '.join(str(list(shape)) for shape in expected)}.",
                 fix=f"Its action space is {self.action_space}; the env axis comes first.",
             )
+        for (_, space), leaf in zip(declared, given, strict=True):
+            check_kind(space, leaf, self.name)
         return given
 
 

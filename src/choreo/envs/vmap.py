@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from choreo.envs.base import TimeStep
+from choreo.envs.base import TimeStep, check_kind
 from choreo.errors import EnvError
 from choreo.roles import fragment
 from choreo.types import Key, PyTree
@@ -107,6 +107,7 @@ class VmapEnv:
         return jax.vmap(functools.partial(reset_one, self.env))(keys)
 
     def step(self, state: VmapState, action: jax.Array) -> tuple[VmapState, TimeStep]:
+        check_kind(self.action_space, action, self.name)
         return jax.vmap(functools.partial(step_one, self.env))(state, action)
 
     def with_num_envs(self, num_envs: int) -> "VmapEnv":

@@ -130,7 +130,7 @@ def _outputs(closed: jec.ClosedJaxpr, wanted: list[bool]) -> Callable[..., list[
 
 
 def _is_threefry(given: Input) -> bool:
-    return _compat.is_key(given.aval.dtype) and _compat.key_impl(given.aval.dtype) == "threefry2x32"
+    return _compat.is_key(given.aval.dtype) and _compat.is_threefry(given.aval.dtype)
 
 
 def _primitives(closed: jec.ClosedJaxpr) -> Iterator[str]:

@@ -59,4 +59,4 @@ def obstacle(closed: jec.ClosedJaxpr) -> jec.JaxprEqn | None:
 
 def _keys_are_threefry(eqn: jec.JaxprEqn) -> bool:
     avals: list[Any] = [var.aval for var in (*eqn.invars, *eqn.outvars)]
-    return all(_compat.key_impl(aval.dtype) == "threefry2x32" for aval in avals if _compat.is_key(aval.dtype))
+    return all(_compat.is_threefry(aval.dtype) for aval in avals if _compat.is_key(aval.dtype))

@@ -152,6 +152,7 @@ SCATTERS = {
     primitives.scatter_mul_p,
     primitives.scatter_min_p,
     primitives.scatter_max_p,
+    *_compat.primitives(["scatter-sub"]),
 }
 
 

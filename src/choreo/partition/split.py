@@ -91,6 +91,13 @@ def each_on_its_own(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Spli
     return Split(tuple(axes), tuple(axes), eqn.params)
 
 
+def device_put(eqn, axes, size):
+    """Without a device it does nothing; solvers in jax.scipy leave such equations behind."""
+    if any(device is not None for device in eqn.params["devices"]):
+        raise Mixes("`device_put` moves environments to a device")
+    return each_on_its_own(eqn, axes, size)
+
+
 def broadcast_in_dim(eqn, axes, size):
     axis = eqn.params["broadcast_dimensions"][_only(axes)]
     return _one(axes, axis, eqn.params | {"shape": _resized(eqn.params["shape"], axis, size)})
@@ -338,7 +345,7 @@ def random_fold_in(eqn, axes, size):
 
 def draws_per_key(eqn: jec.JaxprEqn) -> bool:
     """Is what comes of a key independent of the keys beside it? Under `vmap`, rbg generators use the first key for all."""
-    return _dtype(eqn.invars[0]).name == "key<fry>"
+    return _compat.is_threefry(_dtype(eqn.invars[0]))
 
 
 def random_gamma(eqn, axes, size):
@@ -374,6 +381,7 @@ RULES: dict[str, Rule] = {
     "cholesky": leading(2),
     "concatenate": concatenate,
     "conv_general_dilated": conv_general_dilated,
+    "device_put": device_put,
     "dot_general": dot_general,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,

@@ -200,8 +200,13 @@ def _by_name(algo: Any, metrics: Any) -> dict[str, jax.Array]:
     if not flat or not all(eqx.is_array_like(value) for value in metrics.values()):
         raise AlgorithmError(f"`{type(algo).__name__}.iterate` must return its metrics as a flat dict of arrays.",
                              fix='For example `return carry, {"loss": loss}`.')  # fmt: skip
-    arrays = {name: jnp.asarray(metrics[name]) for name in sorted(metrics)}
-    for name, array in arrays.items():
+    arrays = {}
+    for name in sorted(metrics):
+        try:
+            array = arrays[name] = jnp.asarray(metrics[name])
+        except OverflowError as error:
+            raise AlgorithmError(f"The metric `{name}` of `{type(algo).__name__}` is {metrics[name]}, which is too large for an "
+                                 "array of integers.", fix="Return it as a float.") from error  # fmt: skip
         if _compat.is_key(array.dtype):
             raise AlgorithmError(f"The metric `{name}` of `{type(algo).__name__}` is a random key, which is no number.",
                                  fix="Leave it out, or return jax.random.key_data of it.")  # fmt: skip
