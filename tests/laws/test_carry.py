@@ -294,6 +294,12 @@ class TestWeakTypes:
 
         equals_the_loop(program(start, lambda w, x, grad: (w - x * grad, x * w, jnp.sum(w))), fused())
 
+    def test_a_literal_beside_it_is_the_same_number_in_either_type(self):
+        def learn(w, x, grad):
+            return w - jnp.float32(x + 1) * grad, x + jnp.int32(2), jnp.sum(w)
+
+        equals_the_loop(program(lambda: 0, learn), fused())
+
     def test_weak_later_only(self):
         def learn(w, x, grad):
             return w - x * grad, jnp.where(jnp.sum(w) > 0, 0.25, 0.5), jnp.sum(w)

@@ -306,7 +306,10 @@ def _lines(jaxpr: jec.Jaxpr, consts: Sequence[Any]) -> Iterator[str]:
     numbers = itertools.count()
 
     def read(var: Any) -> str:
-        return f"{_value(var.val)}:{_bare(var.aval)}" if isinstance(var, jec.Literal) else names[var]
+        if not isinstance(var, jec.Literal):
+            return names[var]
+        # A literal of a weak type is a Python number, whose bits in NumPy are those of another type.
+        return f"{_value(np.asarray(var.val, var.aval.dtype))}:{_bare(var.aval)}"  # pyright: ignore[reportAttributeAccessIssue]
 
     yield f"{[_bare(v.aval) for v in jaxpr.invars]} {[_value(const) for const in consts]}"
     for eqn in jaxpr.eqns:
