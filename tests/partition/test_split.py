@@ -428,6 +428,7 @@ EXAMPLES: dict[str, Example] = {
     "tile environments": Example(lambda x: lax.tile(x, (2, 1)), ((E, 3),), (), 0),
     "tile of a square": Example(lambda x: lax.tile(x, (1, 2)), ((E, E),)),
     "name": Example(lambda x: checkpoint_name(x, "x"), ((2, E),)),
+    "device_put": Example(lambda x: jax.device_put(x), ((2, E),)),
     "random_gamma": Example(
         jax.vmap(jax.random.gamma), ((E,), (E, E)), ("key", "float32"), 1, primitive="random_gamma"
     ),
