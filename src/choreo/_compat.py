@@ -213,6 +213,34 @@ def _changing_in(jaxpr: jec.Jaxpr) -> str | None:
 _RNG_UNIFORM = primitives(["rng_uniform"])
 
 
+def rename_calls(eqn: jec.JaxprEqn, rename: Callable[[str], str]) -> jec.JaxprEqn:
+    """An equation in which every jitted function, itself and within, has another name."""
+    changed = {key: new for key, old in eqn.params.items() if (new := _renamed(old, rename)) is not old}
+    if eqn.primitive in _JIT and (name := rename(eqn.params["name"])) != eqn.params["name"]:
+        changed["name"] = name
+    return eqn.replace(params=eqn.params | changed) if changed else eqn
+
+
+def _renamed(value: Any, rename: Callable[[str], str]) -> Any:
+    if isinstance(value, jec.ClosedJaxpr):
+        inner = rename_in(value.jaxpr, rename)
+        return value if inner is value.jaxpr else jec.ClosedJaxpr(inner, value.consts)
+    if isinstance(value, jec.Jaxpr):
+        return rename_in(value, rename)
+    if isinstance(value, tuple):
+        items = [_renamed(item, rename) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
+@functools.lru_cache(maxsize=4096)
+def rename_in(jaxpr: jec.Jaxpr, rename: Callable[[str], str]) -> jec.Jaxpr:
+    eqns = [rename_calls(eqn, rename) for eqn in jaxpr.eqns]
+    return jaxpr if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr.replace(eqns=eqns)
+
+
 @dataclass(frozen=True)
 class Scan:
     """The parameters of a `lax.scan` equation."""

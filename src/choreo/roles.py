@@ -94,6 +94,11 @@ def find_call(name: str | None) -> Call | None:
     return _calls.get(int(name.rsplit(":", 1)[1]), lambda: _forgotten(name))
 
 
+def without_number(name: str) -> str:
+    """The name of a jitted function as it is compiled: the same for the same program, however often it was traced."""
+    return name if not name.startswith(f"{PREFIX}:") else ".".join(name.split(":")[1:-1])
+
+
 def _forgotten(name: str) -> NoReturn:
     raise AlgorithmError(f"`{name}` was traced so long ago that its record is gone.", fix="Trace the program again.")
 

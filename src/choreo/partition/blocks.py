@@ -29,7 +29,7 @@ from choreo.partition.mapped import Mapped, name_the_mark
 from choreo.partition.reduce import AllReduce, combines
 from choreo.partition.rows import Fact, Facts, OwnRows
 from choreo.partition.split import Axis, Mixes, Size, Split, split
-from choreo.roles import SHARD_NUMBERS, find_call, find_reduction
+from choreo.roles import SHARD_NUMBERS, find_call, find_reduction, without_number
 
 
 @dataclass(eq=False)
@@ -96,10 +96,8 @@ class Step:
 
 
 def run(eqn: jec.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """An equation of the full program, as it stands; a fragment's call number is not part of what is compiled."""
-    call = find_call(_compat.call_name(eqn))
-    params = eqn.params | {"name": f"{call.role}.{call.name}"} if call else eqn.params
-    return _compat.bind(eqn, params, values)
+    """An equation of the full program, as it stands; the numbers of fragments' calls are not part of what is compiled."""
+    return _compat.bind(eqn, _compat.rename_calls(eqn, without_number).params, values)
 
 
 class Pruned:

@@ -13,7 +13,7 @@ from choreo import _compat
 from choreo.partition.forms import Form, Get, Mixed, Pieces
 from choreo.partition.independent import obstacle
 from choreo.partition.split import Axis, Size
-from choreo.roles import Call, find_call
+from choreo.roles import Call, find_call, without_number
 
 
 class Mapped:
@@ -25,7 +25,9 @@ class Mapped:
     """
 
     def __init__(self, call: Call, native: tuple[Axis, ...], size: Size):
-        self.closed, self.native, self.in_axes = _closed(call), native, call.vmaps[0].in_axes
+        program = _closed(call)
+        self.closed = jec.ClosedJaxpr(_compat.rename_in(program.jaxpr, without_number), program.consts)
+        self.native, self.in_axes = native, call.vmaps[0].in_axes
         self.block, self.over_envs = size.of(call.vmaps[0].size), call.vmaps[0].size == size.full
 
     @staticmethod

@@ -41,7 +41,10 @@ def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
     env = envs.make("jax:CartPole-v1", num_envs=8) if env is None else env
     require_parts(algo)
     key_init, key = jax.random.split(jax.random.key(0))
-    parts.check_carry(algo, form_of(lambda key: algo.init(env, key), key_init))
+    form = form_of(lambda key: algo.init(env, key), key_init)
+    parts.check_carry(algo, form)
+    if "greedy" in inspect.signature(algo.act).parameters:
+        parts.check_acts(algo, env, form.train)  # before an environment refuses what it returns
     traced = trace(algo, env)
     check_roles(algo, traced)
     parts.check_metrics(algo, traced.metrics, needed=METRICS)
