@@ -172,7 +172,10 @@ def split_shards(leaf: Any, axis: Axis, shards: int) -> Any:
 
 def merge_shards(leaf: Any, axis: Axis) -> Any:
     """The way back."""
-    return leaf if axis is None else leaf.reshape(*leaf.shape[:axis], -1, *leaf.shape[axis + 2 :])
+    if axis is None:
+        return leaf
+    rows = leaf.shape[axis] * leaf.shape[axis + 1]  # not -1, which nothing tells of an array without elements
+    return leaf.reshape(*leaf.shape[:axis], rows, *leaf.shape[axis + 2 :])
 
 
 def _check_equal(algo: Any, shards: int, carry_axes: tuple[Axis, ...], names: list[str], after: list[Any]) -> None:
