@@ -77,6 +77,17 @@ def test_a_fragment_that_the_user_vouches_for_in_vain(capsys, tmp_path, monkeypa
     )
 
 
+def test_numbers_of_python_among_the_metrics_and_forgotten_marks(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = Path(TINY.rpartition(":")[0]).read_text().replace('@choreo.fragment("learner")', "")
+    Path("mine.py").write_text(text.replace('{"loss": value,', '{"loss": value, "unroll": self.unroll, "lr": 0.5,'))
+    assert main(["check", "mine.py:Tiny", CARTPOLE, "--layout", "coarse"]) == 0
+    out, err = capsys.readouterr()
+    assert "nothing but time" in out and err.startswith(
+        "Warning: No fragment has the role `learner`, for which coarse has"
+    )
+
+
 def test_an_algorithm_that_lacks_something(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     marked = Path(TINY.rpartition(":")[0]).read_text()

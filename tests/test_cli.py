@@ -440,7 +440,7 @@ def test_where_compiled_programs_are_kept(monkeypatch):
         ),
         (
             ["check", TINY, CARTPOLE, "--tolerance", "-1"],
-            "UsageError: --tolerance -1.0 allows nothing.\nGive 0 for the",
+            "UsageError: --tolerance -1.0 is negative.\nGive 0 for the",
         ),
         (
             ["check", TINY, CARTPOLE, "--layout", "coarse", "--workers", "4", "--num-envs", "6"],

@@ -4,6 +4,7 @@ Everything here was checked on JAX 0.10 and 0.12; `tests/test_compat.py` is the 
 """
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -287,6 +288,15 @@ def where(eqn: jec.JaxprEqn) -> str:
     """The user's line an equation came from: `my_ppo.py:88:13 (act)`; empty if no frame of the user's is known."""
     line = source_info_util.summarize(eqn.source_info)
     return "" if line.startswith("<") or line == "unknown" else line
+
+
+def is_written_by_jax(closed: jec.ClosedJaxpr) -> bool:
+    """Is it the program of a function of JAX's? Then the lines in it may be those of whoever called that function first."""
+    file = closed.jaxpr.debug_info.func_filename
+    return file is not None and file.startswith(_JAX_FOLDER)
+
+
+_JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
 
 
 def clients_exist() -> bool:

@@ -19,6 +19,7 @@ from choreo import jax_settings
 from choreo.cache import use_compilation_cache
 from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
+from choreo.plans import plan
 from choreo.testing.algorithms import check_algorithm
 from choreo.testing.independent import check_independent
 from choreo.testing.layouts import Deviation, beyond, deviations, worst_of
@@ -38,6 +39,10 @@ class Verdict:
     layout: Layout
     iterations: int
     deviations: list[Deviation]
+    trusted: list[str]
+    """Fragments for which the user vouches; they were tried, and nothing was found."""
+    warnings: tuple[str, ...]
+    """What was probably not meant."""
 
     @classmethod
     def of(
@@ -59,9 +64,17 @@ class Verdict:
             layout.check_counts(env.num_envs)
             algo = small(algo, env, layout, iterations)
             check_algorithm(algo, env)
-            check_independent(algo, env)
+            trusted, warnings = check_independent(algo, env), plan(algo, env, layout).warnings
             found = deviations(algo, env, layout, iterations=iterations, tolerance=tolerance, seed=seed)
-            return cls(algo=algo, env=env, layout=layout, iterations=iterations, deviations=found)
+            return cls(
+                algo=algo,
+                env=env,
+                layout=layout,
+                iterations=iterations,
+                deviations=found,
+                trusted=trusted,
+                warnings=warnings,
+            )
 
     @property
     def worst(self) -> Deviation:
@@ -78,6 +91,19 @@ class Verdict:
             f"{type(self.algo).__name__} on {self.env.name}, {self.env.num_envs} environments, unroll={self.algo.unroll}, "
             f"{self.iterations} iterations: {self.layout!r}"
         )
+
+    @property
+    def conclusion(self) -> str:
+        """In words, if nothing is beyond what is allowed."""
+        words = "The layout changes nothing but time, as far as this tells."
+        if self.layout.merge == "any":
+            words = (
+                "The log, replayed, gives the same bits. What this layout computes depends on its number of workers."
+            )
+        elif self.layout.is_relaxed:
+            words = "In lockstep the layout changes nothing but time, as far as this tells; its log, replayed, gives the same bits."
+        names = ", ".join(f"`{name}`" for name in self.trusted)
+        return words + (f" That environments do not meet in {names} is trusted, not proved." if names else "")
 
     def table(self) -> Table:
         """Whatever differs, the farthest first; how many are equal."""
@@ -110,6 +136,8 @@ class Verdict:
             "unroll": self.algo.unroll,
             "iterations": self.iterations,
             "ok": self.worst.is_allowed,
+            "trusted": self.trusted,
+            "warnings": list(self.warnings),
             "worst": dataclasses.asdict(self.worst),
             "deviations": [dataclasses.asdict(deviation) for deviation in self.deviations],
         }

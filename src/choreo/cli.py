@@ -108,7 +108,8 @@ def _traceback_of_the_user(error: ChoreoError) -> list[str]:
     """What the user's own code raised, here or in a worker."""
     cause = error.__cause__
     if cause is None or isinstance(cause, ChoreoError) or not isinstance(error, EnvError):
-        return list(getattr(error, "__notes__", []))
+        notes = getattr(error, "__notes__", [])
+        return [note for note in notes if "JAX has removed its internal frames" not in note]  # there is no traceback
     import traceback
 
     return ["".join(traceback.format_exception(cause)).rstrip()]
@@ -288,7 +289,7 @@ def check(args: list[str]) -> int:
     if options.iterations < 1:
         raise UsageError(f"--iterations {options.iterations} compares nothing.", fix="Give 1 or more.")
     if options.tolerance is not None and not options.tolerance >= 0:
-        raise UsageError(f"--tolerance {options.tolerance} allows nothing.", fix="Give 0 for the same bits, or more.")
+        raise UsageError(f"--tolerance {options.tolerance} is negative.", fix="Give 0 for the same bits, or more.")
 
     from rich.console import Console
 
@@ -309,11 +310,13 @@ def check(args: list[str]) -> int:
     else:
         print(verdict.title)
         Console(highlight=False).print(verdict.table())
+    for warning in verdict.warnings:
+        print(f"Warning: {warning}", file=sys.stderr)
     if verdict.error is not None:
         print(f"PartitionError: {verdict.error}", file=sys.stderr)
         return 1
     if not options.json:
-        print("The layout changes nothing but time, as far as this tells.")
+        print(verdict.conclusion)
     return 0
 
 

@@ -293,6 +293,14 @@ class TestCheckIndependent:
         with pytest.raises(AlgorithmError, match="is marked independent=True, but environments meet in it: with"):
             choreo.testing.check_independent(algo, Pond(E))
 
+    def test_so_is_one_that_counts_the_rows(self):
+        def act(w, s, key):
+            share = lambda x: x / np.float32(x.shape[0] if x.ndim > 1 else 1)  # noqa: E731
+            return w * jax.pure_callback(share, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
+
+        with pytest.raises(AlgorithmError, match="environments meet in it: as the only row of a batch, the result"):
+            choreo.testing.check_independent(Acts(choreo.fragment("actor", independent=True)(act)), Pond(E))
+
     def test_rows_that_a_fragment_refuses_are_left_out(self):
         algo = Acts(choreo.fragment("actor", independent=True)(by_error_if))
         assert choreo.testing.check_independent(algo, Pond(E)) == ["by_error_if"]

@@ -118,9 +118,9 @@ class Pruned:
 def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "", facts: Sequence[Fact] = ()) -> Step:
     """The forms of an equation's results.
 
-    `at`: the line of the call around it, for equations without a line; `facts`: what is known of its operands, see `rows.py`.
+    `at`: the user's line, if it is known; `facts`: what is known of its operands, see `rows.py`.
     """
-    at = _compat.where(eqn) or at
+    at = at or _compat.where(eqn)
     forms = [_in_blocks(var, form, size, at) for var, form in zip(eqn.invars, forms, strict=True)]
     call = find_call(_compat.call_name(eqn))
     # Python is called for the replica's own environments, also where its operands are the same everywhere.
@@ -263,7 +263,9 @@ def infer(
 
     steps = []
     for eqn in jaxpr.eqns:
-        step = infer_step(eqn, [form(v) for v in eqn.invars], size, at, proved.of(eqn.invars))
+        # A function of JAX's is blamed on its caller; within the user's own, each equation has its line.
+        line = at if _compat.is_written_by_jax(closed) else _compat.where(eqn) or at
+        step = infer_step(eqn, [form(v) for v in eqn.invars], size, line, proved.of(eqn.invars))
         known.update(zip(eqn.outvars, step.outs, strict=True))
         steps.append(step)
     return Inference(closed, size, steps, [form(v) for v in jaxpr.outvars])

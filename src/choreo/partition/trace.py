@@ -199,10 +199,13 @@ def _pair(algo: Any, result: Any) -> tuple[PyTree, Any]:
 
 def _by_name(algo: Any, metrics: Any) -> dict[str, jax.Array]:
     """Metrics in the order of their names. A mapping may have another order, and JAX has one of its own for each kind."""
-    flat = isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics)
-    if not flat or not all(eqx.is_array_like(value) for value in metrics.values()):
-        raise AlgorithmError(f"`{type(algo).__name__}.iterate` must return its metrics as a flat dict of arrays.",
-                             fix='For example `return carry, {"loss": loss}`.')  # fmt: skip
+    if not isinstance(metrics, Mapping):
+        raise _no_metrics(algo, f"returns metrics as a {type(metrics).__name__}")
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise _no_metrics(algo, f"returns a metric whose name is {name!r}, which is no text")
+        if not eqx.is_array_like(value):
+            raise _no_metrics(algo, f"returns a metric `{name}` that is a {type(value).__name__}, which is no number")
     arrays = {}
     for name in sorted(metrics):
         try:
@@ -214,6 +217,13 @@ def _by_name(algo: Any, metrics: Any) -> dict[str, jax.Array]:
             raise AlgorithmError(f"The metric `{name}` of `{type(algo).__name__}` is a random key, which is no number.",
                                  fix="Leave it out, or return jax.random.key_data of it.")  # fmt: skip
     return arrays
+
+
+def _no_metrics(algo: Any, what: str) -> AlgorithmError:
+    return AlgorithmError(
+        f"`{type(algo).__name__}.iterate` {what}; it must return its metrics as a flat dict of arrays.",
+        fix='For example `return carry, {"loss": loss}`.',
+    )
 
 
 def _env_axes(algo: Any, env: Any, form: PyTree, key: Any, shards: int) -> list[Axis]:

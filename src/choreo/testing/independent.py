@@ -1,15 +1,19 @@
 """`check_independent`: do environments meet in a fragment for which the user vouches (`independent=True`)?
 
 A proof it is not: the fragment runs on a batch of random rows, and again with all rows but one replaced by noise, NaN and
-infinity. If a single bit of that one row's results changes, it has seen the others.
+infinity. If a single bit of that one row's results changes, it has seen the others. Then one row runs alone.
 """
 
+import contextlib
 import itertools
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from choreo import _compat
 from choreo.errors import AlgorithmError
@@ -42,26 +46,62 @@ def _check_call(call: Call) -> None:
         _draw(aval, axis, vmap.size, seed)
         for seed, (aval, axis) in enumerate(zip(call.in_avals, vmap.in_axes, strict=True))
     ]
-    results = run(*arguments)
-    tried = 0
+    with _without_noise():
+        try:
+            results = run(*arguments)
+        except (RuntimeError, ValueError) as error:
+            raise AlgorithmError(
+                f"Whether environments meet in `{call.name}` (independent=True) cannot be tried: it raises an error for a batch of "
+                "random numbers.",
+                fix="Let it return numbers for any numbers.",
+            ) from error
+        _try_other_rows(call, run, arguments, results)
+        _try_one_row(call, run, arguments, results)
+
+
+def _try_other_rows(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
+    """Replace all rows but one."""
+    (vmap, *_) = call.vmaps
     for row, (what, value) in itertools.product(range(min(vmap.size, MOST_ROWS)), OTHERS.items()):
         spoiled = [_spoil(x, axis, row, value) for x, axis in zip(arguments, vmap.in_axes, strict=True)]
         try:
             found = run(*spoiled)
         except (RuntimeError, ValueError):  # the fragment itself refuses such rows, as `equinox.error_if` does
             continue
-        tried += 1
         if _bits_of_row(found, row) != _bits_of_row(results, row):
-            raise AlgorithmError(
-                f"The fragment `{call.name}` is marked independent=True, but environments meet in it: with {what} in the other "
-                f"rows of the batch, the result for one environment changes.",
-                fix="Leave out independent=True: Choreo then refuses the layouts in which the result would depend on the split.",
-            )
-    if not tried:
-        raise AlgorithmError(
-            f"Whether environments meet in `{call.name}` (independent=True) cannot be tried: it raises an error for every batch.",
-            fix="Let it return numbers for any numbers.",
-        )
+            raise _meet(call, f"with {what} in the other rows of the batch")
+
+
+def _try_one_row(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
+    """A batch of one row must give what that row gives among others, up to the rounding of other shapes."""
+    (vmap, *_) = call.vmaps
+    row = vmap.size - 1
+    one = [
+        x if axis is None else lax.slice_in_dim(x, row, row + 1, axis=axis)
+        for x, axis in zip(arguments, vmap.in_axes, strict=True)
+    ]
+    for among, alone in zip(results, run(*one), strict=True):
+        if not _is_close(_numbers(among)[row], _numbers(alone)[0]):
+            raise _meet(call, "as the only row of a batch")
+
+
+def _meet(call: Call, how: str) -> AlgorithmError:
+    return AlgorithmError(
+        f"The fragment `{call.name}` is marked independent=True, but environments meet in it: {how}, the result for one "
+        "environment changes.",
+        fix="Leave out independent=True: Choreo then refuses the layouts in which the result would depend on the split.",
+    )
+
+
+@contextlib.contextmanager
+def _without_noise() -> Iterator[None]:
+    """JAX logs the traceback of a callback that raises; here that is how a fragment refuses numbers that we made up."""
+    logger = logging.getLogger("jax._src.callback")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _draw(aval: Any, axis: int | None, size: int, seed: int) -> jax.Array:
@@ -86,5 +126,14 @@ def _spoil(x: jax.Array, axis: int | None, row: int, value: float) -> jax.Array:
 
 
 def _bits_of_row(results: list[jax.Array], row: int) -> list[bytes]:
-    arrays = [jax.random.key_data(x) if _compat.is_key(x.dtype) else x for x in results]
-    return [np.asarray(x)[row].tobytes() for x in arrays]
+    return [_numbers(x)[row].tobytes() for x in results]
+
+
+def _numbers(x: jax.Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if _compat.is_key(x.dtype) else x)
+
+
+def _is_close(a: np.ndarray, b: np.ndarray) -> bool:
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return bool(np.array_equal(a, b))
+    return bool(np.allclose(a.astype(np.complex128), b.astype(np.complex128), rtol=1e-4, atol=1e-4, equal_nan=True))

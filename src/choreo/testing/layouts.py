@@ -160,7 +160,12 @@ def _plain_run(algo: Any, env: Any, key: jax.Array, iterations: int, the_plan: P
         carry = eqx.filter_jit(lambda key: algo.init(env, key))(init_key)
         if the_plan.shards > 1:
             return _plain_shards(algo, env, carry, run_key, iterations, the_plan)
-        iterate = eqx.filter_jit(lambda carry, key: algo.iterate(env, carry, key))
+
+        @eqx.filter_jit
+        def iterate(carry, key):
+            carry, metrics = algo.iterate(env, carry, key)
+            return carry, {name: jnp.asarray(value) for name, value in metrics.items()}
+
         rows = []
         for i in range(iterations):
             carry, metrics = iterate(carry, jax.random.fold_in(run_key, i))
