@@ -217,8 +217,7 @@ def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
     if layout.merge == "all":
         return traced
     part = trace(algo, env.with_num_envs(env.num_envs // layout.copies))
-    _check_parts_of_carry(type(algo).__name__, traced, part)
-    return replace(traced, iterate=part.iterate)
+    return replace(traced, iterate=part.iterate, uncut=_uncut_leaf(type(algo).__name__, traced, part))
 
 
 def _check_buffers(algo: Any, layout: Layout) -> None:
@@ -234,7 +233,7 @@ def _check_buffers(algo: Any, layout: Layout) -> None:
         )
 
 
-def _check_parts_of_carry(name: str, whole: Traced, part: Traced) -> None:
+def _uncut_leaf(name: str, whole: Traced, part: Traced) -> AlgorithmError | None:
     """With merge="any", `init` is run for all environments, `iterate` for those of one worker: each leaf must be a block of
     the whole, or the same."""
     axes, copies = iter(whole.carry_axes), whole.num_envs // part.num_envs
@@ -248,13 +247,14 @@ def _check_parts_of_carry(name: str, whole: Traced, part: Traced) -> None:
         expected = block_type(leaf, next(axes), copies) if is_type(leaf) else leaf
         if not same_leaf(expected, own):
             said = [leaf_text(each) for each in (leaf, own)]
-            raise AlgorithmError(
+            return AlgorithmError(
                 f"`carry{jax.tree_util.keystr(path)}` of `{name}` is {said[0]} for {whole.num_envs} environments and {said[1]} "
                 f'for {part.num_envs}; with merge="any" a worker has {part.num_envs} of them, and its block is cut along an '
                 f"axis of exactly {whole.num_envs}.",
                 fix="Give it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
                 'does not depend on their number. Or use merge="all".',
             )
+    return None
 
 
 def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
@@ -272,6 +272,8 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     if layout.merge == "any":
         init, iterate = partition(traced, sites.of_one_copy(), init_sites=sites, relaxed=relaxed)
         iterate = _blocks_of_copies(iterate, traced, sites)
+        if traced.uncut is not None:
+            raise traced.uncut
     else:
         init, iterate = partition(traced, sites, relaxed=relaxed)
     _check_types(init, iterate)

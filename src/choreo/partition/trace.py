@@ -57,6 +57,8 @@ class Traced:
     num_envs: int
     shards: int = 1
     """With several, arrays of `iterate` that have an env axis have it divided: [shard, env]."""
+    uncut: AlgorithmError | None = None
+    """With merge="any": the leaf of the carry that cannot be cut into workers' parts; raised if nothing else is wrong."""
 
 
 @traced_anew()
