@@ -22,10 +22,9 @@ from choreo.errors import AlgorithmError, PartitionError
 from choreo.layouts import coarse
 from choreo.partition.trace import trace
 from choreo.plans import plan_traced
-from choreo.runtime.inprocess import InProcess
 from choreo.testing import unmarked
 from laws.reference import assert_close
-from laws.refuse_or_equal import KEY, Pond, planned_run, reference_op_by_op, refuse_or_equal
+from laws.refuse_or_equal import KEY, OpByOp, Pond, planned_run, reference_op_by_op, refuse_or_equal
 
 E = 6
 COARSE = {"coarse x2": coarse(2)}
@@ -269,7 +268,7 @@ def test_mctx_is_proved_and_equal():
         value = jnp.tanh(s @ w)[None]
         logits = jnp.stack([value, -value, 0.0 * value], axis=-1)
         root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=s[None])
-        found = mctx.gumbel_muzero_policy(w, key, root, recurrent, num_simulations=4, max_num_considered_actions=3)
+        found = mctx.gumbel_muzero_policy(w, key, root, recurrent, num_simulations=2, max_num_considered_actions=3)
         return s + found.action_weights[0]
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -277,7 +276,7 @@ def test_mctx_is_proved_and_equal():
         planned = plan_traced(trace(algo, Pond(E)), coarse(2), title="")
         with unmarked():
             reference = reference_op_by_op(dataclasses.replace(algo), Pond(E), jax.random.key(KEY))
-        assert_close(planned_run(planned, InProcess), reference, 1e-5)
+        assert_close(planned_run(planned, OpByOp), reference, 1e-5)
 
 
 class TestCheckIndependent:

@@ -420,7 +420,7 @@ def test_random_programs_are_refused_or_equal(program):
 
 
 # A program that fails is not made smaller here: that takes minutes. `test_many_more_wide_ones_are` does it.
-@settings(max_examples=4, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=2, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 @given(program=WIDE_PROGRAMS, size=SIZES)
 def test_wide_programs_are_refused_or_equal(program, size):
     refuse_or_equal(program, Pond(size), __file__, dict([*LAYOUTS_OF[size].items()][:2]), tolerance=2e-5)

@@ -237,6 +237,7 @@ class HalfTiny(Tiny):
         return Train(train.weights - jnp.bfloat16(0.1) * grad, train.iterations + 1), {"loss": value}
 
 
+@pytest.mark.long
 def test_weights_of_16_bits_go_to_workers_and_back():
     """bfloat16 died on the way: its `dtype.str` is `<V2`."""
     algo, env = HalfTiny(unroll=4), make("jax:CartPole-v1", 4)
