@@ -51,7 +51,7 @@ test-next:
 	  echo "skipped: the graph tests on the newest JAX, because pip found no set of packages for Python $(NEXT)"; \
 	else \
 	  .venv-next/bin/python -c 'import jax, sys; print("graph tests: JAX", jax.__version__, "on Python", sys.version.split()[0])' \
-	  && .venv-next/bin/pytest tests/test_compat.py tests/graph tests/partition; \
+	  && .venv-next/bin/pytest --numprocesses $(WORKERS) --dist worksteal tests/test_compat.py tests/graph tests/partition; \
 	fi
 
 .venv-next/.stamp: pyproject.toml
