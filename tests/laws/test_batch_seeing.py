@@ -20,6 +20,7 @@ import choreo
 from choreo import _compat
 from choreo.errors import AlgorithmError, PartitionError
 from choreo.layouts import coarse
+from choreo.partition.program import Transfer, walk
 from choreo.partition.trace import trace
 from choreo.plans import plan_traced
 from choreo.testing import unmarked
@@ -236,6 +237,27 @@ def test_what_gives_another_result_each_time_is_not_called_by_each_replica(what,
     act = choreo.fragment("actor")(lambda w, s, key: jnp.broadcast_to(w, s.shape) * s + draw())
     with pytest.raises(PartitionError, match=f"`{what}` need not give the same result again"):
         plan_traced(trace((Acts if where == "mapped" else Batched)(act), Pond(E)), coarse(2), title="")
+
+
+def test_what_gives_another_result_each_time_is_computed_once_and_sent():
+    """In glue that needs nothing, which every site would otherwise compute for itself."""
+
+    @dataclass(frozen=True)
+    class Drawn(Acts):
+        def iterate(self, env, carry, key):
+            drawn = jax.lax.rng_uniform(np.float32(0), np.float32(1), ())
+            action = jax.vmap(self.act, (None, 0, None))(carry["weights"], carry["state"], drawn)
+            weights = push(carry["weights"], action, drawn)
+            return {"state": env.step(carry["state"], action), "weights": weights}, {"drawn": drawn}
+
+    act = choreo.fragment("actor")(lambda w, s, drawn: w * s + drawn)
+    push = choreo.fragment("learner")(lambda w, action, drawn: w - 0.1 * jnp.mean(action, 0) + drawn)
+    for layout in (coarse(1), coarse(2)):
+        planned = plan_traced(trace(Drawn(act), Pond(E)), layout, title="")
+        sent = [
+            move.label for step, _ in walk(planned.iterate.steps) if isinstance(step, Transfer) for move in step.moves
+        ]
+        assert any("rng_uniform" in label for label in sent)
 
 
 def test_a_fragment_that_the_user_vouches_for_is_replicated_and_the_plan_says_so():

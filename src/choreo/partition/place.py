@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from choreo import _compat
 from choreo.errors import PartitionError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.host import HostMethod
@@ -209,7 +210,7 @@ class _Placer:
                 forms = [self._blame(op, form, home) for form in forms]
             else:
                 forms = [WHOLE if form.mixed else form for form in forms]
-        elif not op.eqn.effects and all(self.result.home(v) is None for v in op.ins):
+        elif self._is_anybodys(op):
             home = self.sites.default if any(self._read_by_python(v) for v in op.outs if v) else None
             forms, _ = self._infer(op, home)
         else:
@@ -220,6 +221,11 @@ class _Placer:
             if value:
                 self._set(value, home, form)
         return None
+
+    def _is_anybodys(self, op: Op) -> bool:
+        """May every site that wants the results of this glue compute them for itself? All must get the same."""
+        same = not op.eqn.effects and _compat.changing(op.eqn) is None
+        return same and all(self.result.home(v) is None for v in op.ins)
 
     @staticmethod
     def _blame(op: Op, form: Form, home: GroupName) -> Form:

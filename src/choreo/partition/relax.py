@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from choreo import _compat
 from choreo.errors import LayoutError
 from choreo.graph.ir import Block, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
@@ -76,7 +77,8 @@ class _Copier:
             return True
         if operand not in self.pure:
             op = self.producers[operand]
-            is_glue = not op.roles and op.body is None and not op.eqn.effects and not combines(op.eqn)
+            is_glue = not op.roles and op.body is None and not combines(op.eqn)
+            is_glue = is_glue and not op.eqn.effects and _compat.changing(op.eqn) is None
             self.pure[operand] = is_glue and all(self._is_of_carried(v) for v in op.ins)
         return self.pure[operand]
 
