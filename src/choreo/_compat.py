@@ -193,22 +193,23 @@ def inner_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.ClosedJaxpr]:
                 yield jec.ClosedJaxpr(item, ())
 
 
-def changing(eqn: jec.JaxprEqn) -> str | None:
-    """The name of a primitive in an equation whose result is no function of its operands; None if there is none.
+def impure_primitive(eqn: jec.JaxprEqn) -> str | None:
+    """The name of an impure primitive in an equation: its result is not a function of its operands. None: all are pure.
 
-    One with an effect, but for `jax.debug.print`, which has no result; and `rng_uniform`, which hides its state from JAX.
+    Impure are primitives with an effect and a result (`io_callback`; not `jax.debug.print`, which has no result), and
+    `rng_uniform`, whose state JAX does not see.
     """
     if eqn.primitive in _RNG_UNIFORM:
         return eqn.primitive.name
     inner = list(inner_jaxprs(eqn))
     if not inner:
         return eqn.primitive.name if eqn.effects and eqn.outvars else None
-    return next((name for each in inner if (name := _changing_in(each.jaxpr))), None)
+    return next((name for each in inner if (name := _impure_in(each.jaxpr))), None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _changing_in(jaxpr: jec.Jaxpr) -> str | None:
-    return next((name for eqn in jaxpr.eqns if (name := changing(eqn))), None)
+def _impure_in(jaxpr: jec.Jaxpr) -> str | None:
+    return next((name for eqn in jaxpr.eqns if (name := impure_primitive(eqn))), None)
 
 
 _RNG_UNIFORM = primitives(["rng_uniform"])

@@ -326,6 +326,20 @@ class TestCheckIndependent:
         algo = Acts(choreo.fragment("actor", independent=True)(by_error_if))
         assert choreo.testing.check_independent(algo, Pond(E)) == ["by_error_if"]
 
+    def test_a_fragment_that_refuses_all_other_rows_is_not_passed(self):
+        def small(x):
+            if np.abs(x).max() > 5 or not np.isfinite(x).all():
+                raise ValueError("too large")
+            return x
+
+        def act(w, s, key):
+            return w * jax.pure_callback(small, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
+
+        with pytest.raises(
+            AlgorithmError, match="cannot be tried: it raises an error whatever stands in the other rows"
+        ):
+            choreo.testing.check_independent(Acts(choreo.fragment("actor", independent=True)(act)), Pond(E))
+
     def test_what_is_proved_is_not_tried(self):
         algo = Acts(choreo.fragment("actor", independent=True)(lambda w, s, key: w * s))
         assert choreo.testing.check_independent(algo, Pond(E)) == []

@@ -125,12 +125,12 @@ def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "
     call = find_call(_compat.call_name(eqn))
     # Python is called for the replica's own environments, also where its operands are the same everywhere.
     on_host = call is not None and isinstance(call.host, HostMethod)
-    changing = None if call is not None and call.host else _compat.changing(eqn)
-    whole = all(form.whole for form in forms) and not on_host and changing is None
+    impure = None if call is not None and call.host else _compat.impure_primitive(eqn)
+    whole = all(form.whole for form in forms) and not on_host and impure is None
     try:
-        if changing is not None and _compat.inner_jaxpr(eqn) is None:
+        if impure is not None and _compat.inner_jaxpr(eqn) is None:
             # Each replica would call it, and be given something else.
-            raise Mixes(f"`{changing}` need not give the same result again")
+            raise Mixes(f"`{impure}` need not give the same result again")
         way = _find_way(eqn, forms, size, at, facts)
         native = way.native if way else [None] * len(eqn.outvars)
     except Mixes as reason:
@@ -178,7 +178,7 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str, fac
         return OnHost(eqn, forms, size)
     if call and (mapped := Mapped.of(eqn, call, size)) and mapped.accepts(forms):
         return mapped
-    if all(form == WHOLE for form in forms) and (inner is None or _compat.changing(eqn) is None):
+    if all(form == WHOLE for form in forms) and (inner is None or _compat.impure_primitive(eqn) is None):
         return None
     if inner is not None:
         return AllReduce(eqn, inner, forms) if reduces else Called(infer(inner, forms, size, at, facts))

@@ -210,7 +210,7 @@ class _Placer:
                 forms = [self._blame(op, form, home) for form in forms]
             else:
                 forms = [WHOLE if form.mixed else form for form in forms]
-        elif self._is_anybodys(op):
+        elif self._can_run_anywhere(op):
             home = self.sites.default if any(self._read_by_python(v) for v in op.outs if v) else None
             forms, _ = self._infer(op, home)
         else:
@@ -222,9 +222,9 @@ class _Placer:
                 self._set(value, home, form)
         return None
 
-    def _is_anybodys(self, op: Op) -> bool:
+    def _can_run_anywhere(self, op: Op) -> bool:
         """May every site that wants the results of this glue compute them for itself? All must get the same."""
-        same = not op.eqn.effects and _compat.changing(op.eqn) is None
+        same = not op.eqn.effects and _compat.impure_primitive(op.eqn) is None
         return same and all(self.result.home(v) is None for v in op.ins)
 
     @staticmethod

@@ -78,7 +78,7 @@ class _Copier:
         if operand not in self.pure:
             op = self.producers[operand]
             is_glue = not op.roles and op.body is None and not combines(op.eqn)
-            is_glue = is_glue and not op.eqn.effects and _compat.changing(op.eqn) is None
+            is_glue = is_glue and not op.eqn.effects and _compat.impure_primitive(op.eqn) is None
             self.pure[operand] = is_glue and all(self._is_of_carried(v) for v in op.ins)
         return self.pure[operand]
 

@@ -61,15 +61,22 @@ def _check_call(call: Call) -> None:
 
 def _try_other_rows(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
     """Replace all rows but one."""
-    (vmap, *_) = call.vmaps
+    (vmap, *_), tried = call.vmaps, 0
     for row, (what, value) in itertools.product(range(min(vmap.size, MOST_ROWS)), OTHERS.items()):
         spoiled = [_spoil(x, axis, row, value) for x, axis in zip(arguments, vmap.in_axes, strict=True)]
         try:
             found = run(*spoiled)
         except (RuntimeError, ValueError):  # the fragment itself refuses such rows, as `equinox.error_if` does
             continue
+        tried += 1
         if _bits_of_row(found, row) != _bits_of_row(results, row):
             raise _meet(call, f"with {what} in the other rows of the batch")
+    if not tried:
+        raise AlgorithmError(
+            f"Whether environments meet in `{call.name}` (independent=True) cannot be tried: it raises an error whatever stands in "
+            "the other rows.",
+            fix="Let it return numbers for any numbers.",
+        )
 
 
 def _try_one_row(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
