@@ -121,7 +121,7 @@ def _parts(x: Any) -> tuple[Any, ...] | None:
 
 
 class Recent(Generic[T]):
-    """The values of the last keys that were asked for; an older one is made again."""
+    """A cache that forgets the least recently used key beyond `size` keys."""
 
     def __init__(self, size: int):
         self.size = size

@@ -213,12 +213,12 @@ class _Cutter:
         return [Transfer(src, dst, tuple(moves)) for (src, dst), moves in bundles.items()]
 
     def _takes_part(self, op: Op, group: GroupName) -> bool:
-        """Will a group have to do with an op that is left? (A split scan may be everybody's.)"""
+        """Does the group run this op, or perhaps a part of it? (A split scan runs in several groups.)"""
         return op not in self.placement.ops or self.placement.ops[op] == group
 
     def _ends(self, exits: Iterable[Piece], group: GroupName, made: set[Piece],
               ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
-        """What a group's last segment makes for the end besides: a counter in glue is not worth a call of its own."""
+        """Outputs that a group's last segment computes as well: a counter in glue is not worth a segment of its own."""
         here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
         return self._unmade(here, made, producers).get(group, [])
 
@@ -237,7 +237,8 @@ class _Cutter:
     def _unmade(
         self, pieces: Iterable[Piece], made: set[Piece], producers: dict[Value, Op]
     ) -> dict[GroupName, list[tuple[Value, Axis]]]:
-        """Pieces that are nobody's results: of what has no home, and of what is held whole but wanted cut. Now made."""
+        """Pieces that are nobody's results: of what has no home, and of what is held whole but wanted cut. Adds
+        them to `made`."""
         wanted: dict[GroupName, list[tuple[Value, Axis]]] = {}
         for operand, group, axis in pieces:
             if not isinstance(operand, Value) or (operand, group, axis) in made:
