@@ -1,5 +1,8 @@
 """What we rely on in JAX beyond its documented API: the list to read when a new release breaks something."""
 
+import subprocess
+import sys
+
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
@@ -169,6 +172,22 @@ def test_is_key():
 def test_clients_exist_once_something_was_computed():
     jax.devices()
     assert _compat.clients_exist()
+
+
+def test_gloo_listens_at_the_address_it_is_given():
+    """In a process of its own: JAX makes its devices once. No name of this machine stands for 127.0.0.2."""
+    script = (
+        "import socket, jax, psutil\n"
+        "from choreo._compat import use_gloo_at\n"
+        "with socket.create_server(('127.0.0.3', 0)) as free:\n"
+        "    meet_at = '127.0.0.3:%d' % free.getsockname()[1]\n"
+        "jax.distributed.initialize(meet_at, num_processes=1, process_id=0, coordinator_bind_address=meet_at)\n"
+        "use_gloo_at('127.0.0.2')\n"
+        "assert jax.numpy.ones(2).sum() == 2\n"
+        "print(*sorted(s.laddr.ip for s in psutil.Process().net_connections('inet') if s.status == 'LISTEN'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "127.0.0.2 ::ffff:127.0.0.3\n", done.stderr
 
 
 def test_a_compiled_function_without_the_python_around_it():

@@ -131,6 +131,7 @@ def train(args: list[str]) -> int:
     add("--profile", action="store_true", help="where the time goes, site by site; writes trace.json for Perfetto")
     add("--allow-versions", action="store_true", help="use hosts with other versions than this machine, too")
     add("--same-bits", action="store_true", help="refuse hosts whose CPU or XLA_FLAGS may round differently")
+    add("--trust-network", action="store_true", help="let learners on different hosts combine gradients, unencrypted")
     add("--eval-every", type=count, help="iterations between evaluations (none)")
     add("--eval-episodes", type=count, default=20, help="episodes per evaluation during training (20)")
     add("--stop-at-return", type=float, help="end once this return is reached, by evaluation if there is --eval-every")
@@ -169,6 +170,7 @@ def train(args: list[str]) -> int:
             profile=options.profile,
             allow_versions=options.allow_versions,
             same_bits=options.same_bits,
+            trust_network=options.trust_network,
             loggers=options.logger,
             progress=not options.quiet,
         ),

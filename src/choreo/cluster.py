@@ -17,6 +17,7 @@ here imports JAX, or looks whether a host is there.
 """
 
 import difflib
+import ipaddress
 import os
 import re
 import stat
@@ -187,6 +188,21 @@ def place(
             workers[host] += 1
             placements.append(Placement(group, replica, host))
     return placements
+
+
+def on_one_machine(hosts: Collection[Host]) -> bool:
+    """Do these hosts have one address, or are they all this machine? Two names of another machine count as two."""
+    here = {host.address for host in hosts if not host.port}
+    machines = {LOOPBACK if is_loopback(host.address) or host.address in here else host.address for host in hosts}
+    return len(machines) == 1
+
+
+def is_loopback(address: str) -> bool:
+    """Can only this machine reach that address? Names are not looked up."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _hosts_with(device: str | None, group: GroupName, cluster: Cluster) -> list[Host]:

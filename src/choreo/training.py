@@ -62,6 +62,7 @@ def train(
     profile: bool = False,
     allow_versions: bool = False,
     same_bits: bool = False,
+    trust_network: bool = False,
     eval_every: int | None = None,
     eval_episodes: int = 20,
     stop_at_return: float | int | None = None,
@@ -84,7 +85,7 @@ def train(
     environment does not return for `env_timeout` seconds ends the run. `profile` keeps what each site did when: a table,
     and `trace.json` in the run folder, which Perfetto opens. A host with other versions than this machine is refused;
     `allow_versions` insists. `same_bits` also refuses one with another CPU or other XLA_FLAGS, of which one is warned
-    otherwise.
+    otherwise. Learners on different machines combine gradients without encryption, which is refused; `trust_network` insists.
     `progress`: None shows it in a terminal only.
     JAX's settings are afterwards what they were before; the number of CPU devices only until JAX has started.
 
@@ -127,6 +128,7 @@ def train(
             cluster=cluster,
             allow_versions=allow_versions,
             same_bits=same_bits,
+            trust_network=trust_network,
         )
         return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
@@ -246,6 +248,8 @@ class Watching:
     """Take hosts with other versions than this machine?"""
     same_bits: bool = False
     """Refuse hosts whose CPU or XLA_FLAGS may round differently?"""
+    trust_network: bool = False
+    """Let workers on different machines combine values, although nothing protects that?"""
     replay: list[Read] | None = None
     """What another run has read, to be read again."""
 

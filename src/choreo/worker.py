@@ -102,10 +102,9 @@ class Worker:
         self.links = Links(self.name, header["links"], host=header["host"], token=bytes.fromhex(header["token"]))
         meet_at, together = {}, header["together"]
         if header["meet"]:
-            first = together is not None and together["number"] == 0
             here = {
                 "group": together and together["group"],
-                "meet_at": _free_address(header["host"]) if first else None,
+                "meet_at": _free_address(together["address"]) if together and together["number"] == 0 else None,
             }
             self._send({"kind": "listening", "address": self.links.address, **here})
             book, _ = self.commands.get()
@@ -281,13 +280,26 @@ def _free_address(host: str) -> str:
         return f"{host}:{free.getsockname()[1]}"
 
 
-def _join_others(together: dict[str, Any], address: str) -> None:
-    """Let JAX know the devices of all workers of this group, so that they can combine values in compiled programs."""
+def _join_others(together: dict[str, Any], meet_at: str) -> None:
+    """Let JAX know the devices of all workers of this group, so that they can combine values in compiled programs.
+
+    Nothing of this is encrypted or authenticated: every port is opened at this worker's address in the group only.
+    """
     import jax
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    from choreo._compat import use_gloo_at
+    from choreo.cluster import is_loopback
+
     jax.config.update("jax_enable_recoverability", True)  # else a survivor aborts when a peer dies; we want to hear why
-    jax.distributed.initialize(address, num_processes=together["of"], process_id=together["number"])
+    jax.distributed.initialize(
+        meet_at,
+        num_processes=together["of"],
+        process_id=together["number"],
+        coordinator_bind_address=meet_at,  # JAX's default is all interfaces
+    )
+    use_gloo_at(together["address"])
+    if is_loopback(together["address"]):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # NCCL's default is any interface but this one
 
 
 def _device(header: dict[str, Any], watch: Any) -> Any:

@@ -1,6 +1,9 @@
 """Which worker a site lives in, and on which host."""
 
-from choreo.cluster import Cluster, Host, place
+from collections.abc import Collection
+
+from choreo.cluster import LOOPBACK, Cluster, Host, is_loopback, on_one_machine, place
+from choreo.errors import RunError
 from choreo.host import HostMethod
 from choreo.host.batch import MakeBatch
 from choreo.host.packages import packages_of
@@ -30,6 +33,33 @@ def hosts_of(plan: Plan, cluster: Cluster) -> dict[str, Host]:
     workers = {group: _num_workers(plan, group) for group in plan.sites.replicas}
     found = place(workers, cluster, devices={group: plan.platform(group) for group in workers})
     return {p.group if workers[p.group] is None else f"{p.group}-{p.replica}": p.host for p in found}
+
+
+def check_collectives(plan: Plan, hosts: dict[str, Host], *, trust_network: bool) -> None:
+    """Refuse workers on different machines that combine values with collectives, unless the network is trusted.
+
+    Collectives are JAX's coordination service, and Gloo or NCCL. None of them encrypts or authenticates.
+    """
+    homes = homes_of(plan)
+    for group in sorted(plan.combining):
+        workers = list(dict.fromkeys(home for (other, _), home in homes.items() if other == group))
+        one = workers[0]
+        for other in workers[1:]:
+            if not trust_network and not on_one_machine([hosts[one], hosts[other]]):
+                raise RunError(
+                    f"`{one}` on {hosts[one].address} and `{other}` on {hosts[other].address} combine gradients by "
+                    "collectives (Gloo or NCCL), which are neither encrypted nor authenticated.",
+                    fix="Put them on one host, or, in a network where everybody is trusted, give --trust-network "
+                    "(trust_network=True).",
+                )
+
+
+def collective_address(host: Host, hosts: Collection[Host]) -> str:
+    """Where a worker on this host listens for the workers on all these, with which it combines values.
+
+    No other machine can reach it if all are on one machine.
+    """
+    return LOOPBACK if on_one_machine(hosts) and not is_loopback(host.address) else host.address
 
 
 def packages_of_plan(plan: Plan) -> list[str]:

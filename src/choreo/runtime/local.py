@@ -36,7 +36,14 @@ from choreo.runtime.agent import RemoteProcess, ask_for_worker
 from choreo.runtime.backend import host_type
 from choreo.runtime.bundles import BUNDLE
 from choreo.runtime.channel import message_bytes
-from choreo.runtime.homes import environments_of, homes_of, hosts_of, packages_of_plan
+from choreo.runtime.homes import (
+    check_collectives,
+    collective_address,
+    environments_of,
+    homes_of,
+    hosts_of,
+    packages_of_plan,
+)
 from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
 from choreo.runtime.member import Member, WorkerError, describe
 from choreo.runtime.messages import Neighbourhood, messages
@@ -73,11 +80,13 @@ class Local:
         profile: bool = False,
         allow_versions: bool = False,
         same_bits: bool = False,
+        trust_network: bool = False,
         on_output: Callable[[str, str], None] | None = None,
         on_states: Callable[[dict[str, str]], None] | None = None,
     ):
         """`on_output` gets each line a worker prints, `on_states` what each is doing, whenever that is heard.
-        `allow_versions`: take hosts with other versions, too; `same_bits`: refuse whatever may round differently."""
+        `allow_versions`: take hosts with other versions, too; `same_bits`: refuse whatever may round differently;
+        `trust_network`: let workers on different machines combine values, although nothing protects that."""
         self.plan, self.profiling, self.env_timeout_s = plan, profile, env_timeout_s
         self.on_output, self.on_states = on_output or _print_line, on_states
         self.seconds: dict[str, float] = {}
@@ -90,6 +99,7 @@ class Local:
         self.hood = Neighbourhood(me="coordinator", homes=homes_of(plan))
         self.workers = list(dict.fromkeys(self.hood.homes.values()))
         self.hosts = hosts_of(plan, cluster or Cluster.local())
+        check_collectives(plan, self.hosts, trust_network=trust_network)
         self.token = (cluster and cluster.token()) or os.urandom(32)
         self.over_tcp = carrier == "tcp" or any(host.port for host in self.hosts.values())
         self.meet = (self.over_tcp and len(self.workers) > 1) or any(map(self._together, self.workers))
@@ -258,7 +268,8 @@ class Local:
         for (group, r), home in self.hood.homes.items():
             processes = {other for (g, _), other in self.hood.homes.items() if g == group}
             if home == name and group in self.plan.combining and len(processes) > 1:
-                return {"group": group, "number": r, "of": len(processes)}
+                address = collective_address(self.hosts[name], [self.hosts[other] for other in processes])
+                return {"group": group, "number": r, "of": len(processes), "address": address}
         return None
 
     def _groups(self, name: str) -> list[str]:
