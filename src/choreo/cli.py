@@ -353,13 +353,14 @@ def compare(args: list[str]) -> int:
 
 def agent(args: list[str]) -> int:
     """Start workers on this host for coordinators elsewhere."""
+    from choreo.cluster import LOOPBACK, Cluster, Host
+
     parser = make_parser("agent", "choreo agent --token-file FILE [options]")
-    parser.add_argument("--address", default="0.0.0.0", help="where to listen (0.0.0.0: everywhere)")
+    parser.add_argument("--address", default=LOOPBACK, help=f"where to listen: this host's own address ({LOOPBACK})")
     parser.add_argument("--port", type=count, default=7000, help="the port of `cluster.toml` (7000)")
     parser.add_argument("--token-file", type=Path, required=True, help="the secret, the same on every host")
     options = parse(parser, args)
 
-    from choreo.cluster import Cluster, Host
     from choreo.runtime.agent import serve
 
     token = Cluster(hosts=(Host(address=options.address),), token_file=options.token_file).token()

@@ -1,6 +1,8 @@
 """One worker: a process that runs the sites it is told to, until its coordinator says stop or is gone.
 
-Started as `python -m choreo.worker FD`, where FD is a socket to the coordinator. It never traces and never imports the
+Started as `python -m choreo.worker FD`, where FD is a socket to the coordinator, or by the agent of another host as
+`python -m choreo.worker --remote HOST KEY FD`: then it listens at HOST for the coordinator with that public key, and writes
+its own port and public key to FD. It never traces and never imports the
 user's main: what it runs arrives as compiled programs, and host environments by value.
 
     greet      tell what you run on: versions, CPU                               -> hello
@@ -15,6 +17,7 @@ A second thread listens: it hears at once when the coordinator is gone, and noti
 """
 
 import faulthandler
+import json
 import os
 import queue
 import signal
@@ -33,6 +36,8 @@ from choreo.runtime.wire import Frame, receive_frame, send_frame
 
 POLL_S = 0.5
 """How often the listening thread looks for an environment that hangs."""
+COME_S = 60.0
+"""How long a worker on another host waits for its coordinator."""
 TELL_S = 0.5
 """How often a worker says, at most, at which iteration it is."""
 
@@ -40,9 +45,12 @@ TELL_S = 0.5
 def main() -> int:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to hear
-    control = socket.socket(fileno=int(sys.argv[1]))
+    if sys.argv[1] == "--remote":
+        control, keys = _await_coordinator(sys.argv[2], sys.argv[3].encode(), int(sys.argv[4]))
+    else:
+        control, keys = socket.socket(fileno=int(sys.argv[1])), None
     control.set_inheritable(False)
-    worker, code = Worker(control), 0
+    worker, code = Worker(control, keys), 0
     try:
         worker.serve()
     except BaseException as error:  # noqa: BLE001  whatever it is, the coordinator must hear of it
@@ -55,11 +63,26 @@ def main() -> int:
     return code
 
 
+def _await_coordinator(host: str, coordinator: bytes, tell: int) -> tuple[socket.socket, Any]:
+    """The control socket of a worker on another host, and the pair of keys that it has made."""
+    from choreo.runtime.keys import KeyPair
+    from choreo.runtime.tunnel import Tunnel, start_relay
+
+    keys = KeyPair.new()
+    tunnel, port = Tunnel.dig(host, keys, coordinator)
+    os.write(tell, json.dumps({"port": port, "key": keys.public.decode()}).encode())
+    os.close(tell)
+    if not tunnel.await_peer(time.monotonic() + COME_S):
+        sys.exit(f"No coordinator came within {COME_S:g} s.")
+    return start_relay(tunnel), keys
+
+
 class Worker:
     """The main thread's side."""
 
-    def __init__(self, control: socket.socket):
-        self.control, self.name = control, "worker"
+    def __init__(self, control: socket.socket, keys: Any = None):
+        """`keys` is the pair of a worker on another host."""
+        self.control, self.keys, self.name = control, keys, "worker"
         self.commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self.sending = threading.Lock()
         self.execution: Any = None
@@ -90,28 +113,27 @@ class Worker:
     def _greet(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         from choreo.runtime.versions import this_machine
 
-        # Modules that the coordinator finds beside the user's script are needed here, too.
-        sys.path.extend(folder for folder in header["path"] if folder not in sys.path)
+        # Modules that the coordinator finds beside the user's script are needed here, too. After all others, those in the
+        # current folder: what is installed comes first, so that no file that happens to lie there stands in for it.
+        sys.path.extend(folder for folder in [*header["path"], os.getcwd()] if folder not in sys.path)
         self._send({"kind": "hello", "versions": this_machine(header["packages"]).to_json()})
 
     def _brief(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         began = time.perf_counter()
         self.name, self.env_timeout_s = header["name"], header["env_timeout_s"]
-        if header["remote"]:
-            self._forward_output()
-        self.links = Links(self.name, header["links"], host=header["host"], token=bytes.fromhex(header["token"]))
+        self.links = Links(self.name, header["links"], host=header["host"], keys=self.keys)
         meet_at, together = {}, header["together"]
         if header["meet"]:
             here = {
                 "group": together and together["group"],
                 "meet_at": _free_address(together["address"]) if together and together["number"] == 0 else None,
             }
-            self._send({"kind": "listening", "address": self.links.address, **here})
+            self._send({"kind": "listening", "card": self.links.card, **here})
             book, _ = self.commands.get()
-            assert book["kind"] == "addresses", book
+            assert book["kind"] == "cards", book
             meet_at = book["meet_at"]
-            if self.links.address:
-                self.links.connect(book["addresses"])
+            if self.links.card:
+                self.links.connect(book["cards"])
         from choreo.runtime.arrivals import Arrivals
         from choreo.runtime.backend import PythonOnly
         from choreo.runtime.execution import Execution
@@ -131,18 +153,6 @@ class Worker:
         backend = _device(header, watch) if header["compiled"] else PythonOnly()
         self.execution = (Arrivals if orders.copies > 1 else Execution)(orders, hood, backend, watch)
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
-
-    def _forward_output(self) -> None:
-        """Send what is printed here to the coordinator: on another host there is no pipe to it."""
-        reading, writing = os.pipe()
-        os.dup2(writing, 1)
-        os.dup2(writing, 2)
-
-        def forward() -> None:
-            for line in open(reading, errors="replace"):
-                self._send({"kind": "output", "line": line.rstrip("\n")})
-
-        threading.Thread(target=forward, name="choreo-output", daemon=True).start()
 
     def _start(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         self._expect_a_sign_of_life()

@@ -8,6 +8,7 @@ import time
 import numpy as np
 
 from choreo.runtime import shm, tcp
+from choreo.runtime.keys import KeyPair
 
 
 def main(*, carrier, ends, does, count=3, size=1, spin_us=0.0):
@@ -19,8 +20,9 @@ def open_end(carrier, *, end, where, spin_us):
     if carrier == "shm":
         kind = shm.ShmSender if end == "sender" else shm.ShmReceiver
         return kind.open(*where, peer="test", timeout_s=20.0, spin_us=spin_us)
-    address, name, token = where
-    return tcp.connect(address, name, bytes.fromhex(token), peer="test", end=end, timeout_s=20.0)
+    address, name, *keys, test_key = where
+    keys = KeyPair(*(key.encode() for key in keys))
+    return tcp.connect(address, name, keys=keys, peer="test", peer_key=test_key.encode(), end=end, timeout_s=20.0)
 
 
 def send_and_hang(sender, message, count):

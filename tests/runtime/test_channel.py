@@ -9,19 +9,22 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import psutil
 import pytest
 import zmq
 
+from choreo.runtime import keys, tcp
 from choreo.runtime.channel import (
     ChannelError,
     ChannelTimeout,
     EndOfChannel,
+    FrameForged,
     HelloRefused,
     MessageMismatch,
     PeerLost,
@@ -29,12 +32,14 @@ from choreo.runtime.channel import (
     message_bytes,
     peer_lost,
 )
+from choreo.runtime.keys import KeyPair
 from choreo.runtime.shm import ShmReceiver, ShmSender, make_shm_channel
 from choreo.runtime.tcp import TcpListener, connect
 from choreo.testing import check_channel
 
 PEER = Path(__file__).parent / "channel_peer.py"
-TOKEN = b"sixteen bytes or more, and secret"
+HERE, WORKER = KeyPair.new(), KeyPair.new()
+"""The listening site of these tests, and `worker-0`, which connects to it."""
 CARRIERS = ("shm", "tcp")
 
 
@@ -44,14 +49,26 @@ def make_shm(slot_bytes, *, slots=2, timeout_s=None, spin_us=0.0):
     return sender.open(peer="receiver-0", **options), receiver.open(peer="sender-0", **options)
 
 
+@contextmanager
+def listening():
+    with TcpListener.open("127.0.0.1", keys=HERE) as listener:
+        listener.admit({WORKER.public: "worker-0"})
+        yield listener
+
+
+def call(address, name, *, keys=WORKER, peer_key=HERE.public, **options):
+    return connect(address, name, keys=keys, peer="learner-0", peer_key=peer_key, **options)
+
+
 def make_tcp(slot_bytes, *, slots=2, timeout_s=None, accepts="receiver"):
     """Over loopback; `accepts` says which end listens."""
     connects = "sender" if accepts == "receiver" else "receiver"
-    options = {"slots": slots, "timeout_s": timeout_s, "hello_timeout_s": 20.0}
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+    options = {"slot_bytes": slot_bytes, "slots": slots, "timeout_s": timeout_s, "hello_timeout_s": 20.0}
+    with TcpListener.open("127.0.0.1", keys=HERE) as listener:
+        listener.admit({WORKER.public: f"{connects}-0"})
         accept = partial(listener.accept_channel, "a", end=accepts, peer=f"{connects}-0", **options)
-        call = partial(connect, listener.address, "a", TOKEN, end=connects, peer=f"{accepts}-0", **options)
-        accepted, connected = at_once(accept, call)
+        connecting = partial(connect, listener.address, "a", keys=WORKER, peer_key=HERE.public)
+        accepted, connected = at_once(accept, partial(connecting, end=connects, peer=f"{accepts}-0", **options))
     return (connected, accepted) if accepts == "receiver" else (accepted, connected)
 
 
@@ -81,7 +98,7 @@ def test_the_laws_hold(make):
 @contextmanager
 def peer_process(carrier, does, ends, **options):
     """This process's ends of channels, the first of which is the first of the peer's `ends`; and the peer."""
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+    with listening() as listener:
         mine, theirs, inherited = [], [], []
         for i, end in enumerate(ends):
             if carrier == "shm":
@@ -94,7 +111,12 @@ def peer_process(carrier, does, ends, **options):
                 my_end = "receiver" if end == "sender" else "sender"
                 silent = {"silence_s": options.pop("silence_s", 5.0), "timeout_s": 20.0}
                 mine.append(partial(listener.accept_channel, f"c{i}", peer="worker-0", end=my_end, **silent))
-                theirs.append({"end": end, "where": [listener.address, f"c{i}", TOKEN.hex()]})
+                theirs.append(
+                    {
+                        "end": end,
+                        "where": [listener.address, f"c{i}", *(key.decode() for key in (*WORKER, HERE.public))],
+                    }
+                )
         brief = {"carrier": carrier, "does": does, "ends": theirs, **options}
         process = subprocess.Popen(
             [sys.executable, PEER, json.dumps(brief)],
@@ -285,14 +307,12 @@ def test_options_are_checked():
         make_shm_channel(8, 0)
     with pytest.raises(ChannelError, match="spin_us=1000 is not between 0 and 50"):
         ShmSender.open(-1, -1, 8, 2, peer="p", spin_us=1000.0)
-    with pytest.raises(ChannelError, match="A token of 3 bytes can be guessed"):
-        TcpListener.open("127.0.0.1", token=b"abc")
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+    with listening() as listener:
         port = int(listener.address.rpartition(":")[2])
         with pytest.raises(ChannelError, match="Cannot listen at 127.0.0.1:.*in use"):
-            TcpListener.open("127.0.0.1", port, token=TOKEN)
+            TcpListener.open("127.0.0.1", port, keys=HERE)
     with pytest.raises(ChannelError, match="Cannot listen at no-such-host.invalid"):
-        TcpListener.open("no-such-host.invalid", token=TOKEN)
+        TcpListener.open("no-such-host.invalid", keys=HERE)
 
 
 def test_ends_open_from_plain_numbers():
@@ -313,15 +333,17 @@ def test_errors_cross_processes():
     assert str(error).splitlines()[:2] == ["`learner-0` was lost after 3 messages: it ended.", "  peer  learner-0"]
 
 
-def test_who_does_not_know_the_token_is_refused():
-    """Both sides say so, no data is read, and whoever knows it is accepted afterwards."""
-    wrong = b"another sixteen bytes"
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+def test_a_site_without_a_key_of_this_run_is_refused():
+    """Both sides say so, no data is read, and a site with a key is accepted afterwards."""
+    stranger = KeyPair.new()
+    with listening() as listener:
 
         def call_twice():
-            with pytest.raises(HelloRefused, match=f"Whoever is at {listener.address} does not know the token"):
-                connect(listener.address, "a", wrong, peer="learner-0")
-            return connect(listener.address, "a", TOKEN, peer="learner-0")
+            with pytest.raises(
+                HelloRefused, match=f"Whoever is at {listener.address} is not `learner-0`, or does not know"
+            ):
+                call(listener.address, "a", keys=stranger)
+            return call(listener.address, "a")
 
         receiver, sender = at_once(partial(listener.accept_channel, "a", peer="worker-0"), call_twice)
         with sender, receiver:
@@ -329,59 +351,218 @@ def test_who_does_not_know_the_token_is_refused():
             assert receive(receiver) == 7
 
         def call_once():
-            with pytest.raises(HelloRefused, match=r"does not know the token"):
-                connect(listener.address, "b", wrong, peer="learner-0")
+            with pytest.raises(HelloRefused):
+                call(listener.address, "b", keys=stranger)
 
         def accept():
-            with pytest.raises(HelloRefused, match=r"Whoever is at 127\.0\.0\.1 does not know the token"):
+            with pytest.raises(HelloRefused, match=r"127\.0\.0\.1 did, without a key of this run, so nothing was read"):
                 listener.accept_channel("b", peer="worker-0", hello_timeout_s=1.0)
 
         at_once(accept, call_once)
 
 
-def test_a_proof_is_good_for_one_hello_only():
-    """Who overheard a hello and repeats the proof gets nowhere: the listener's nonce is another."""
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener, zmq.Context() as context:
-
-        def repeat():
-            with context.socket(zmq.DEALER) as stranger:
-                stranger.connect(listener.address)
-                stranger.send_multipart([b"choreo-channel-1", b"a", b"sender", bytes(32)])
-                _, proof = stranger.recv_multipart()
-                stranger.send(proof)  # the listener's own, handed back
-                return stranger.recv_multipart()
+def test_an_impostor_at_the_address_of_a_site_is_not_talked_to():
+    """Whoever has taken the port, and lets everybody in, lacks the key that the connecting site was told."""
+    with listening() as listener:
 
         def accept():
-            with pytest.raises(HelloRefused):
+            with pytest.raises(ChannelError):
                 listener.accept_channel("a", peer="worker-0", hello_timeout_s=1.0)
 
-        assert at_once(accept, repeat)[1] == [b"refused"]
+        def call_once():
+            with pytest.raises(HelloRefused, match="is not `learner-0`"):
+                call(listener.address, "a", peer_key=KeyPair.new().public)
+
+        at_once(accept, call_once)
 
 
-def test_strangers_do_no_harm():
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener, zmq.Context() as context:
-        host, port = listener.address.removeprefix("tcp://").split(":")
-        with socket.create_connection((host, int(port))) as http, context.socket(zmq.DEALER) as other:
-            http.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            other.set(zmq.LINGER, 0)
-            other.connect(listener.address)
-            other.send_multipart([b"what", b"is", b"this"])
-            other.send(b"a proof of nothing")
-            call = partial(connect, listener.address, "a", TOKEN, peer="learner-0")
-            receiver, sender = at_once(partial(listener.accept_channel, "a", peer="worker-0"), call)
+def test_a_site_of_this_run_cannot_take_the_channel_of_another():
+    """Its name is the one that belongs to its key, whatever it says."""
+    other = KeyPair.new()
+    with listening() as listener:
+        listener.admit({other.public: "worker-1"})
+
+        def call_as_another():
+            with pytest.raises(ChannelTimeout):
+                call(listener.address, "a", keys=other, hello_timeout_s=1.0)
+            return call(listener.address, "a")
+
+        receiver, sender = at_once(partial(listener.accept_channel, "a", peer="worker-0"), call_as_another)
         with sender, receiver:
             sender.send([np.full(1, 7, np.int64)])
             assert receive(receiver) == 7
 
 
+def test_strangers_do_no_harm():
+    """They come before the site that is waited for, to both ports; they send nonsense, too much, or nothing at all."""
+    with listening() as listener, zmq.Context() as context, ExitStack() as stack:
+        bother(stack, context, listener.address)
+
+        def call_late():
+            time.sleep(0.2)
+            return call(listener.address, "a")
+
+        receiver, sender = at_once(partial(listener.accept_channel, "a", peer="worker-0"), call_late)
+        with sender, receiver:
+            sender.send([np.full(1, 7, np.int64)])
+            assert receive(receiver) == 7
+
+
+def test_strangers_at_the_port_of_a_channel_do_no_harm(monkeypatch):
+    """Between the hello and the moment at which the caller comes, a port of the channel's own is open."""
+    late = tcp.show_ticket
+
+    with listening() as listener, zmq.Context() as context, ExitStack() as stack:
+
+        def show_ticket(sock, ticket):
+            ports = {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+            for port in ports:
+                bother(stack, context, f"127.0.0.1:{port}", ticket=b"not the ticket")
+            time.sleep(0.2)
+            late(sock, ticket)
+
+        monkeypatch.setattr(tcp, "show_ticket", show_ticket)
+        receiver, sender = at_once(
+            partial(listener.accept_channel, "a", peer="worker-0"), lambda: call(listener.address, "a")
+        )
+        with sender, receiver:
+            sender.send([np.full(1, 7, np.int64)])
+            assert receive(receiver) == 7
+
+
+def bother(stack, context, address, ticket=None):
+    """Strangers of all kinds at an address, who stay until the stack is closed."""
+    host, port = address.split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    too_much = greeting + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(300), greeting, too_much, *[b""] * 50):
+        stranger = stack.enter_context(socket.create_connection((host, int(port))))
+        stranger.sendall(said)
+    for kind in (zmq.DEALER, zmq.PAIR):
+        other = stack.enter_context(context.socket(kind))
+        other.set(zmq.LINGER, 0)
+        if ticket is not None:
+            keys.show_ticket(other, ticket)
+        other.connect(f"tcp://{address}")
+        other.send_multipart([b"a", b"sender"])
+
+
+class Between:
+    """A man in the middle: relays the bytes of every connection to a port, and may change them."""
+
+    def __init__(self, port, change=lambda number, data: data):
+        self.change, self.seen, self.to = change, bytearray(), port
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.open = [self.listener]
+        self.threads = [threading.Thread(target=self._accept)]
+        self.threads[0].start()
+
+    def _accept(self):
+        while True:
+            try:
+                near = self.listener.accept()[0]
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self.to))
+            self.open += [near, far]
+            for ends in ((near, far), (far, near)):
+                self.threads.append(threading.Thread(target=self._relay, args=ends))
+                self.threads[-1].start()
+
+    def _relay(self, source, target):
+        number = 0
+        with suppress(OSError):
+            while data := source.recv(1 << 20):
+                self.seen += data
+                target.sendall(self.change(number, data))
+                number += 1
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for each in self.open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self.threads:
+            thread.join()
+
+
+@contextmanager
+def through_a_man_in_the_middle(monkeypatch, change=lambda number, data: data):
+    """A sender and a receiver whose own connection passes through him; the hello does not."""
+    with ExitStack() as stack, listening() as listener:
+
+        def detour(sock, host, port):
+            if sock.type == zmq.PAIR:
+                between.append(stack.enter_context(Between(port, change)))
+                port = between[0].port
+            straight(sock, host, port)
+
+        between, straight = [], tcp.connect_socket
+        monkeypatch.setattr(tcp, "connect_socket", detour)
+        accept = partial(listener.accept_channel, "a", peer="worker-0", timeout_s=5.0)
+        receiver, sender = at_once(accept, lambda: call(listener.address, "a", timeout_s=5.0))
+        with sender, receiver:
+            yield sender, receiver, between[0]
+
+
+def test_a_man_in_the_middle_sees_nothing(monkeypatch):
+    canary = np.frombuffer(b"a canary in a coal mine " * 4096, np.uint8)
+    with through_a_man_in_the_middle(monkeypatch) as (sender, receiver, between):
+        for sent in (canary[:240], canary):
+            sender.send([sent])
+            read = np.zeros_like(sent)
+            receiver.receive([read])
+            assert (read == sent).all()
+        assert len(between.seen) > canary.nbytes and b"canary" not in between.seen
+
+
+@pytest.mark.parametrize("size", [8, 1 << 18], ids=["small", "large"])
+def test_a_man_in_the_middle_who_changes_a_frame_is_noticed(monkeypatch, size):
+    changing = threading.Event()
+
+    def flip(number, data):
+        return data[:-1] + bytes([data[-1] ^ 1]) if changing.is_set() else data
+
+    with through_a_man_in_the_middle(monkeypatch, flip) as (sender, receiver, _):
+        sender.send([np.zeros(size, np.uint8)])
+        receiver.receive([np.ones(size, np.uint8)])
+        changing.set()
+        sender.send([np.zeros(size, np.uint8)])
+        with pytest.raises(FrameForged, match="`worker-0` was not sealed by it") as caught:
+            receiver.receive([np.ones(size, np.uint8)])
+        assert caught.value.peer == "worker-0"
+
+
+def test_a_man_in_the_middle_who_repeats_a_frame_is_noticed(monkeypatch):
+    """The copy is well sealed, but as another frame than the one that is due."""
+    last, repeating = [], threading.Event()
+
+    def repeat(number, data):
+        last.append(data)
+        return data + data if repeating.is_set() and len(data) > 200 else data
+
+    with through_a_man_in_the_middle(monkeypatch, repeat) as (sender, receiver, _):
+        repeating.set()
+        sender.send([np.zeros(200, np.uint8)])
+        receiver.receive([np.ones(200, np.uint8)])
+        with pytest.raises(FrameForged):
+            receiver.receive([np.ones(200, np.uint8)])
+
+
 def test_callers_may_come_in_another_order():
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+    with listening() as listener:
         senders = {}
 
-        def call(name):
-            senders[name] = connect(listener.address, name, TOKEN, peer="learner-0")
+        def connect_to(name):
+            senders[name] = call(listener.address, name)
 
-        threads = [threading.Thread(target=call, args=(name,)) for name in "abc"]
+        threads = [threading.Thread(target=connect_to, args=(name,)) for name in "abc"]
         for thread in threads:
             thread.start()
         receivers = {name: listener.accept_channel(name, peer="worker-0", timeout_s=20.0) for name in "cab"}
@@ -395,27 +576,25 @@ def test_callers_may_come_in_another_order():
 
 
 def test_two_senders_are_no_channel():
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+    with listening() as listener:
 
-        def call():
+        def call_once():
             with pytest.raises(HelloRefused, match="refused channel `a`"):
-                connect(listener.address, "a", TOKEN, peer="learner-0")
+                call(listener.address, "a")
 
         def accept():
             with pytest.raises(HelloRefused, match="wants to be the sender of channel `a`, and so does this site"):
                 listener.accept_channel("a", end="sender", peer="worker-0")
 
-        at_once(accept, call)
+        at_once(accept, call_once)
 
 
 def test_nobody_waits_for_ever():
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
-        with pytest.raises(
-            ChannelTimeout, match=r"`worker-0` did not connect to channel `a` at tcp://.* within 0\.1 s"
-        ):
+    with listening() as listener:
+        with pytest.raises(ChannelTimeout, match=r"`worker-0` did not connect to channel `a` at .* within 0\.1 s"):
             listener.accept_channel("a", peer="worker-0", hello_timeout_s=0.1)
-        with pytest.raises(ChannelTimeout, match=r"`learner-0` at tcp://.* did not accept channel `a` in time"):
-            connect(listener.address, "a", TOKEN, peer="learner-0", hello_timeout_s=0.1)
+        with pytest.raises(ChannelTimeout, match=r"`learner-0` at .* did not accept channel `a` in time"):
+            call(listener.address, "a", hello_timeout_s=0.1)
 
 
 @pytest.mark.parametrize("accepts", ["sender", "receiver"])

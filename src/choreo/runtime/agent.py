@@ -1,152 +1,270 @@
-"""Workers on other hosts: `choreo agent` runs on each of them, and starts a worker whenever a coordinator asks.
+"""`choreo agent`: starts workers on this host whenever a coordinator asks.
 
-    coordinator ── TCP ──▶ agent        hello: each proves that it knows the token, by an HMAC over both nonces
-                ── "spawn" ──▶          name and environment variables of the worker
-                ══ the same connection ══ worker        from here on it is the worker's control socket
+    coordinator ══ CURVE ══ agent           both keys come from the token; whoever does not know it gets no connection
+                ── "spawn" ──▶              name, environment variables, the coordinator's public key for this run
+                                  worker    makes a key pair of its own, listens for that coordinator alone (tunnel.py)
+                ◀── "started" ──            its port and its public key
+                ◀── "output", "ended" ──    what it prints, and its exit code
 
-So a worker on another host is the same process as one on this host, with another carrier under its channels. Nothing is
-unpickled before the token is proved. An agent that ends takes its workers with it.
+One connection stands for one worker: when it ends, so does the worker, with all that its environments have started. An
+agent that ends takes its workers with it. Whatever else arrives is refused, logged, and changes nothing.
 """
 
 import contextlib
-import hashlib
-import hmac
+import json
 import os
-import secrets
+import resource
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
-from choreo.cluster import Host
-from choreo.errors import RunError
-from choreo.runtime.wire import receive_frame, send_frame
+import zmq
 
-NONCE_BYTES, PROOF_BYTES = 32, 32
-HELLO_S = 10.0
-"""How long a hello may take."""
-SILENCE_S = 6
-"""After how long a connection without any sign of life counts as cut."""
+from choreo.errors import RunError
+from choreo.runtime.keys import KeyPair, doorkeeper
+from choreo.runtime.sockets import Connections, bind, context_of_process, fd_of
+
+AGENT, COORDINATOR = "agent", "coordinator"
+"""The labels of the two pairs of keys that come from the token."""
+MAX_BYTES = 64 * 1024
+"""Of a message to an agent."""
+OUTPUT_BYTES = 16 * 1024
+"""Of a worker's output, sent at once."""
+LOOK_S = 0.5
+"""How often an agent looks for workers that ended without closing their output."""
+SILENCE_S = 6.0
+"""After how long without a heartbeat a coordinator counts as gone."""
 
 
 def serve(address: str, port: int, token: bytes) -> int:
     """Start workers for whoever knows the token, until interrupted."""
-    workers: list[subprocess.Popen[bytes]] = []
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _allow_many_connections()
+    agent = Agent(address, port, token)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        print(f"Waiting for coordinators at {address}:{agent.port}. Ctrl-C ends this and all its workers.", flush=True)
+        agent.run()
+    finally:
+        agent.close()
+    return 0
+
+
+class Agent:
+    """Its one thread waits for coordinators, for the doorkeeper's questions, and for workers."""
+
+    def __init__(self, address: str, port: int, token: bytes):
+        self._socket = context_of_process().socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.MAXMSGSIZE, MAX_BYTES),
+            (zmq.RCVHWM, 16),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.HEARTBEAT_IVL, 1000),
+            (zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S)),
+            (zmq.LINGER, 0),
+        ):
+            self._socket.set(option, value)
+        coordinator = KeyPair.from_token(token, COORDINATOR)
+        doorkeeper().admit_keys(self._socket, KeyPair.from_token(token, AGENT), {coordinator.public: COORDINATOR})
+        self._connections = Connections(self._socket)
+        self._jobs: dict[bytes, Job] = {}
         try:
-            listener.bind((address, port))
+            self.port = bind(self._socket, address, port)
         except OSError as error:
+            self.close()
             raise RunError(f"Cannot listen at {address}:{port}: {error.strerror}.",
                            fix="Choose another --port, or end what uses this one.") from error  # fmt: skip
-        listener.listen()
-        where = f"{address}:{listener.getsockname()[1]}"
-        print(f"Waiting for coordinators at {where}. Ctrl-C ends this and all its workers.", flush=True)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        self._poller = zmq.Poller()
+        for each in (self._socket, self._connections.monitor, doorkeeper().socket):
+            self._poller.register(each, zmq.POLLIN)
+
+    def run(self) -> None:
+        while True:
+            ready = dict(self._poller.poll(int(1000 * LOOK_S)))
+            if doorkeeper().socket in ready:
+                doorkeeper().answer()
+            # Before messages: a coordinator that is gone may have left its descriptor to the one that asks now.
+            for fd in self._connections.hear():
+                self._forget(fd)
+            if self._socket in ready:
+                self._take(self._socket.recv_multipart(copy=False))
+            for job in list(self._jobs.values()):
+                self._look_after(job, ready)
+
+    def close(self) -> None:
+        """End all workers."""
+        for job in self._jobs.values():
+            job.kill()
+        doorkeeper().forget(self._socket)
+        self._connections.close()
+        self._socket.close()
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        """A message of somebody who knows the token; it may still be nonsense."""
+        identity, peer = frames[0].bytes, str(frames[-1].get("Peer-Address"))
         try:
-            while True:
-                connection, (peer, *_) = listener.accept()
-                workers = [worker for worker in workers if worker.poll() is None]
-                with connection:
-                    if worker := _welcome(connection, peer, token):
-                        workers.append(worker)
+            if len(frames) != 2:
+                raise ValueError(f"a message of {len(frames) - 1} parts")
+            order = Order.read(frames[1].bytes)
+            if identity in self._jobs:
+                raise ValueError("a second worker over one connection")
+            job = Job.start(order, identity, peer, fd_of(frames[1]))
+        except (ValueError, OSError) as error:
+            log(f"Refused {peer}: {error!r}")
+            self._tell(identity, {"kind": "refused", "why": str(error)})
+            return
+        self._jobs[identity] = job
+        for fd in (job.output, job.news):
+            self._poller.register(fd, zmq.POLLIN)
+        log(f"{job.title}: started, process {job.process.pid}.")
+
+    def _look_after(self, job: "Job", ready: dict[Any, int]) -> None:
+        """Pass on what a worker has to tell."""
+        if job.news in ready:
+            if told := os.read(job.news, 4096):  # one short line, written at once
+                self._tell(job.identity, {"kind": "started", "pid": job.process.pid}, told)
+            else:
+                job.news = self._unwatch(job.news)
+        if job.output in ready:
+            if data := os.read(job.output, OUTPUT_BYTES):
+                self._tell(job.identity, {"kind": "output"}, data)
+            else:
+                job.output = self._unwatch(job.output)
+        if job.process.poll() is not None and not self._has_more(job):
+            # A coordinator that does not read, and has let its queue fill, is told the next time.
+            if self._tell(job.identity, {"kind": "ended", "code": job.process.returncode}):
+                self._end(job)
+
+    def _has_more(self, job: "Job") -> bool:
+        poller = zmq.Poller()
+        for fd in (job.output, job.news):
+            if fd >= 0:
+                poller.register(fd, zmq.POLLIN)
+        # The end of a pipe counts as something to read; what an environment has started may hold it open.
+        return bool(poller.poll(0))
+
+    def _forget(self, fd: int) -> None:
+        """A connection has ended: end its worker."""
+        for job in [job for job in self._jobs.values() if job.fd == fd]:
+            if job.process.poll() is None:
+                log(f"{job.title}: its coordinator is gone.")
+            self._end(job)
+
+    def _end(self, job: "Job") -> None:
+        del self._jobs[job.identity]
+        for fd in (job.output, job.news):
+            if fd >= 0:
+                self._unwatch(fd)
+        code = job.kill()
+        log(f"{job.title}: ended with exit code {code} after {time.monotonic() - job.began:.0f} s.")
+
+    def _unwatch(self, fd: int) -> int:
+        """Nothing will be read there any more."""
+        self._poller.unregister(fd)
+        os.close(fd)
+        return -1
+
+    def _tell(self, identity: bytes, header: dict[str, Any], data: bytes = b"") -> bool:
+        """False if it cannot be told now. Output that nobody takes is dropped: an agent never waits."""
+        try:
+            self._socket.send_multipart([identity, json.dumps(header).encode(), data], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno == zmq.EHOSTUNREACH  # it is gone, and wants to know nothing more
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a coordinator asks for."""
+
+    run: str
+    """Tells its runs apart, in the log."""
+    name: str
+    """The worker's."""
+    host: str
+    """This host, as the coordinator calls it: where the worker listens."""
+    key: str
+    """The coordinator's public key for this run."""
+    environment: dict[str, str]
+    """Variables of the worker, beside the agent's own."""
+
+    @classmethod
+    def read(cls, data: bytes) -> "Order":
+        """Raises ValueError for anything that is not exactly an order."""
+        try:
+            order = json.loads(data)
+        except RecursionError as error:
+            raise ValueError("an order that is nested too deeply") from error
+        if not isinstance(order, dict) or set(order) != {"run", "name", "host", "key", "environment"}:
+            raise ValueError("an order with other parts")
+        environment = order["environment"]
+        if not isinstance(environment, dict):
+            raise ValueError("an order without a table of variables")
+        texts = [value for name, value in order.items() if name != "environment"]
+        for text in (*texts, *environment, *environment.values()):
+            if not isinstance(text, str) or not text.isprintable():
+                raise ValueError("an order with something other than printable text")
+        if len(order["key"]) != 40 or order["key"].startswith("-") or order["host"].startswith("-"):
+            raise ValueError("an order with a key or a host that is none")
+        if any(not name or "=" in name for name in environment):
+            raise ValueError("an order with a variable that has no name")
+        return cls(**order)
+
+
+@dataclass(eq=False)
+class Job:
+    """A worker and the connection it belongs to."""
+
+    title: str
+    identity: bytes
+    fd: int
+    """Descriptor of the connection."""
+    process: "subprocess.Popen[bytes]"
+    output: int
+    """Where it prints to; -1 once it has closed that."""
+    news: int
+    """Where it tells its port and its public key; -1 once it has closed that."""
+    began: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def start(cls, order: Order, identity: bytes, peer: str, fd: int) -> "Job":
+        """Raises OSError or ValueError if it cannot be started."""
+        news, tell = os.pipe()
+        output, printed = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "choreo.worker", "--remote", order.host, order.key, str(tell)],
+                pass_fds=[tell],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **order.environment},
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(news)
+            os.close(output)
+            raise
         finally:
-            for worker in workers:
-                with contextlib.suppress(ProcessLookupError):  # gone already
-                    os.killpg(worker.pid, signal.SIGKILL)
-                worker.wait()
+            os.close(tell)
+            os.close(printed)
+        title = f"run {order.run[:16]} of {peer}, `{order.name[:80]}`"
+        return cls(title=title, identity=identity, fd=fd, process=process, output=output, news=news)
+
+    def kill(self) -> int:
+        """End it, with all that its environments have started; its exit code."""
+        with contextlib.suppress(ProcessLookupError):  # gone already
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
 
 
-def _welcome(connection: socket.socket, peer: str, token: bytes) -> "subprocess.Popen[bytes] | None":
-    connection.settimeout(HELLO_S)
-    try:
-        mine = secrets.token_bytes(NONCE_BYTES)
-        connection.sendall(mine)
-        answer = _exactly(connection, NONCE_BYTES + PROOF_BYTES)
-        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        if not hmac.compare_digest(proof, _proof(token, b"coordinator", mine, theirs)):
-            print(f"Refused {peer}: it does not know the token.", flush=True)
-            return None
-        connection.sendall(_proof(token, b"agent", mine, theirs))
-        frame = receive_frame(connection)
-    except (TimeoutError, OSError, EOFError) as error:
-        print(f"Lost {peer} during its hello: {error}", flush=True)
-        return None
-    if frame is None:
-        return None
-    name, variables = frame[0]["name"], frame[0]["environment"]
-    connection.settimeout(None)
-    keep_alive(connection)
-    print(f"Starting `{name}` for {peer}.", flush=True)
-    return subprocess.Popen(
-        [sys.executable, "-m", "choreo.worker", str(connection.fileno())],
-        pass_fds=[connection.fileno()],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **variables},
-        start_new_session=True,
-    )
+def log(text: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}", flush=True)
 
 
-def ask_for_worker(host: Host, name: str, variables: Mapping[str, str], token: bytes) -> socket.socket:
-    """The control socket of a new worker on another host."""
-    fix = f"Run there: choreo agent --port {host.port} --token-file token"
-    try:
-        connection = socket.create_connection((host.address, host.port), timeout=HELLO_S)
-        theirs = _exactly(connection, NONCE_BYTES)
-        mine = secrets.token_bytes(NONCE_BYTES)
-        connection.sendall(mine + _proof(token, b"coordinator", theirs, mine))
-        answer = _exactly(connection, PROOF_BYTES)
-    except EOFError as error:
-        raise RunError(f"The agent at {host.address}:{host.port} refused this run: it has another token.",
-                       fix="Use the same token file on every host.") from error  # fmt: skip
-    except OSError as error:
-        raise RunError(f"There is no agent at {host.address}:{host.port}: {error}.", fix=fix) from error
-    if not hmac.compare_digest(answer, _proof(token, b"agent", theirs, mine)):
-        connection.close()
-        raise RunError(f"Whoever answers at {host.address}:{host.port} does not know the token.", fix=fix)
-    send_frame(connection, {"kind": "spawn", "name": name, "environment": dict(variables)})
-    connection.settimeout(None)
-    keep_alive(connection)
-    return connection
-
-
-class RemoteProcess:
-    """A worker on another host, as far as its coordinator can tell; stands where a `Popen` would."""
-
-    stdout = None
-
-    def __init__(self, host: Host, control: socket.socket):
-        self.host, self.control, self.pid = host, control, -1
-
-    def poll(self) -> int | None:
-        """None as long as the connection may be used; how it ended is known there only."""
-        return None if self.control.fileno() >= 0 else 0
-
-    def wait(self, timeout: Any = None) -> None:
-        """A worker whose connection is closed ends by itself."""
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Notice a cut cable within seconds."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENCE_S - 2)):
-        if hasattr(socket, option):  # not every system can set them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _proof(token: bytes, who: bytes, agent: bytes, coordinator: bytes) -> bytes:
-    return hmac.new(token, b"choreo-agent-1" + who + agent + coordinator, hashlib.sha256).digest()
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise EOFError("the connection was closed")
-        data += part
-    return data
+def _allow_many_connections() -> None:
+    """As many as the system lets this process have: a thousand strangers must not keep a coordinator out."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -55,7 +55,11 @@ class ChannelTimeout(ChannelError):
 
 
 class HelloRefused(ChannelError):
-    """Whoever is at the other end does not know the token of this run, or has another channel in mind."""
+    """Whoever is at the other end is not the peer, or has another channel in mind."""
+
+
+class FrameForged(ChannelError):
+    """A frame arrived that the peer did not seal: changed on its way, or not the peer's at all."""
 
 
 class MessageMismatch(ChannelError):

@@ -3,7 +3,7 @@
 A description of a link, as it comes with a worker's briefing:
 
     ["env+actor-0", "learner", "", "shm", memory fd, doorbell fd, slot bytes, slots]     sender, receiver, kind, carrier ...
-    ["learner", "env+actor-0", " (bundle)", "tcp", slots]
+    ["learner", "env+actor-0", " (bundle)", "tcp", slot bytes, slots]
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,9 @@ class TwoWay:
 class Links:
     """All channels of the worker `me`."""
 
-    def __init__(self, me: str, descriptions: list[list[Any]], *, host: str = "127.0.0.1", token: bytes = b""):
-        self.me, self.token = me, token
+    def __init__(self, me: str, descriptions: list[list[Any]], *, host: str = "127.0.0.1", keys: Any = None):
+        """`host` and `keys` are for channels over TCP: where to listen, and a pair of keys, if there is one already."""
+        self.me = me
         self.by_peer: dict[str, TwoWay] = {}
         self.remote = sorted(d for d in descriptions if d[3] == "tcp")
         self.listener: Any = None
@@ -42,26 +43,31 @@ class Links:
             if how[0] == "shm":
                 self._open_shared(sender, receiver, kind, *how[1:])
         if self.remote:
+            from choreo.runtime.keys import KeyPair
             from choreo.runtime.tcp import TcpListener
 
-            self.listener = TcpListener.open(host, token=token)
+            self.listener = TcpListener.open(host, keys=keys or KeyPair.new())
 
     @property
-    def address(self) -> str | None:
-        """Where others may connect, if this worker has channels over TCP."""
-        return self.listener and self.listener.address
+    def card(self) -> list[str] | None:
+        """Address and public key for others, if this worker has channels over TCP."""
+        return self.listener and [self.listener.address, self.listener.keys.public.decode()]
 
-    def connect(self, addresses: dict[str, str]) -> None:
+    def connect(self, cards: dict[str, list[str]]) -> None:
         """Open the channels over TCP: in the same order everywhere, since both ends wait for each other."""
         from choreo.runtime.tcp import connect
 
-        for sender, receiver, kind, _, slots in self.remote:
-            name = f"{sender} -> {receiver}{kind}"
+        self.listener.admit({key.encode(): name for name, (_, key) in cards.items()})
+        for sender, receiver, kind, _, slot_bytes, slots in self.remote:
+            name, sizes = f"{sender} -> {receiver}{kind}", {"slot_bytes": slot_bytes, "slots": slots}
             if sender == self.me:
-                channel = connect(addresses[receiver], name, self.token, peer=receiver, end="sender", slots=slots)
+                address, key = cards[receiver]
+                keys = self.listener.keys
+                channel = connect(address, name, keys=keys, peer=receiver, peer_key=key.encode(), end="sender", **sizes)
                 self._with(receiver + kind).sender = channel
             else:
-                self._with(sender + kind).receiver = self.listener.accept_channel(name, peer=sender, slots=slots)
+                self._with(sender + kind).receiver = self.listener.accept_channel(name, peer=sender, **sizes)
+        self.listener.close()
 
     def _open_shared(self, sender: str, receiver: str, kind: str, *how: int) -> None:
         from choreo.runtime.shm import ShmReceiver, ShmSender

@@ -5,6 +5,8 @@ The coordinator (this object, in the user's process) owns them:
     coordinator ── control socket ── worker env+actor-0 ══ shared memory ══ worker learner
                 └─ control socket ── worker env+actor-1 ══ shared memory ══╝
 
+Of a worker on another host, the control socket is a tunnel, and channels are TCP; both are encrypted.
+
 It hears of a worker's end at once (its control socket closes), looks for whoever began it, ends all others and raises one
 error with that worker's name and traceback. All shared memory and all sockets are without names, so nothing outlives the
 processes. It runs no threads: worker output and replies are read while it waits for workers.
@@ -13,12 +15,13 @@ processes. It runs no threads: worker output and replies are read while it waits
 import contextlib
 import itertools
 import os
-import selectors
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -26,13 +29,13 @@ import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import zmq
 
 from choreo._compat import is_key, key_impl
 from choreo.cluster import Cluster
-from choreo.errors import PartitionError
+from choreo.errors import ChoreoError, PartitionError
 from choreo.partition.program import HostCall, Segment, Transfer, walk
 from choreo.plans import Plan, array_type, exported
-from choreo.runtime.agent import RemoteProcess, ask_for_worker
 from choreo.runtime.backend import host_type
 from choreo.runtime.bundles import BUNDLE
 from choreo.runtime.channel import message_bytes
@@ -45,14 +48,18 @@ from choreo.runtime.homes import (
     packages_of_plan,
 )
 from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
-from choreo.runtime.member import Member, WorkerError, describe
+from choreo.runtime.keys import KeyPair
+from choreo.runtime.member import Member, WorkerError, describe, describe_silent
 from choreo.runtime.messages import Neighbourhood, messages
 from choreo.runtime.profile import Profile
+from choreo.runtime.remote import RemoteProcess
 from choreo.runtime.schedule import Read, from_json
 from choreo.runtime.shm import make_shm_channel
+from choreo.runtime.tcp_ends import SILENCE_S
 from choreo.runtime.threads import XLA_THREADS, useful_threads
+from choreo.runtime.tunnel import Tunnel
 from choreo.runtime.versions import Versions, compare, this_machine
-from choreo.runtime.wire import Frame, receive_frame, send_frame
+from choreo.runtime.wire import Frame, WireError, receive_frame, send_frame
 from choreo.types import Key, PyTree
 
 SLOTS = 2
@@ -95,12 +102,14 @@ class Local:
         self.differences: dict[str, dict[str, str]] = {}
         """What hosts have that this machine has not, by host."""
         self.members: dict[str, Member] = {}
-        self.selector = selectors.DefaultSelector()
+        self.poller = zmq.Poller()
+        self.watched: dict[Any, tuple[Member, str]] = {}
+        """Whose descriptor or socket each is that the poller waits for, and what for."""
         self.hood = Neighbourhood(me="coordinator", homes=homes_of(plan))
         self.workers = list(dict.fromkeys(self.hood.homes.values()))
         self.hosts = hosts_of(plan, cluster or Cluster.local())
         check_collectives(plan, self.hosts, trust_network=trust_network)
-        self.token = (cluster and cluster.token()) or os.urandom(32)
+        self.token = cluster.token() if cluster is not None else None
         self.over_tcp = carrier == "tcp" or any(host.port for host in self.hosts.values())
         self.meet = (self.over_tcp and len(self.workers) > 1) or any(map(self._together, self.workers))
         orders = {name: self._orders(name) for name in self.workers}  # refuses before anything is started
@@ -179,13 +188,7 @@ class Local:
         with contextlib.ExitStack() as stack:
             for end in (end for each in ends.values() for end in each):
                 stack.callback(end.close)  # later only workers hold them: when one dies, its peers hear it
-            for name in self.workers:
-                member = self.members[name] = self._member(name, [fd for end in ends[name] for fd in end.fds])
-                member.combines = self._together(name) is not None
-                self.selector.register(member.control, selectors.EVENT_READ, (member, "control"))
-                if member.process.stdout is not None:
-                    os.set_blocking(member.process.stdout.fileno(), False)
-                    self.selector.register(member.process.stdout, selectors.EVENT_READ, (member, "output"))
+            self._start_workers({name: [fd for end in ends[name] for fd in end.fds] for name in self.workers})
         self._greet(allow_versions=allow_versions, same_bits=same_bits)
         for name in self.workers:
             groups = self._groups(name)
@@ -195,8 +198,6 @@ class Local:
                 "homes": [[*site, home] for site, home in self.hood.homes.items()],
                 "links": links[name],
                 "host": self.hosts[name].address,
-                "token": self.token.hex(),
-                "remote": bool(self.hosts[name].port),
                 "compiled": {g: self.plan.platform(g) for g in groups} if self._compiles(name) else None,
                 "meet": self.meet,
                 "together": self._together(name),
@@ -210,9 +211,9 @@ class Local:
         if self.meet:
             replies = self._await("listening", doing="starting", timeout_s=START_S)
             heard = {name: header for name, (header, _) in zip(self.workers, replies, strict=True)}
-            addresses = {name: header["address"] for name, header in heard.items()}
+            cards = {name: header["card"] for name, header in heard.items() if header["card"]}
             meet_at = {header["group"]: header["meet_at"] for header in heard.values() if header["meet_at"]}
-            self._tell({"kind": "addresses", "addresses": addresses, "meet_at": meet_at})
+            self._tell({"kind": "cards", "cards": cards, "meet_at": meet_at})
         self._await("ready", doing="starting", timeout_s=START_S)
 
     def _greet(self, *, allow_versions: bool, same_bits: bool) -> None:
@@ -229,24 +230,64 @@ class Local:
                 self.differences[place] = found.recorded
                 self.on_output(place, found.warning or "")
 
-    def _member(self, name: str, fds: list[int]) -> Member:
-        """Start one worker."""
-        host, variables = self.hosts[name], self._environment(name)
-        if host.port:
-            control = ask_for_worker(host, name, variables, self.token)
-            return Member(name, RemoteProcess(host, control), control)
+    def _start_workers(self, fds: dict[str, list[int]]) -> None:
+        """Start all, then wait for those on other hosts; `fds` are the descriptors that each inherits."""
+        remote = {name: RemoteProcess(host, self._token()) for name, host in self.hosts.items() if host.port}
+        with contextlib.ExitStack() as stack:
+            for process in remote.values():
+                stack.callback(process.close)
+            keys, run, deadline = KeyPair.new(), secrets.token_hex(4), time.monotonic() + START_S
+            for name, process in remote.items():
+                process.spawn(name, self._environment(name), run=run, key=keys.public)
+            for name in self.workers:
+                if name not in remote:
+                    self._add(self._local_worker(name, fds[name]))
+            for name, process in remote.items():
+                self._add(Member(name, process, process.reach_worker(name, keys, deadline)))
+            stack.pop_all()  # they are members now
+        self.members = {name: self.members[name] for name in self.workers}
+
+    def _token(self) -> bytes:
+        assert self.token is not None, "a cluster with agents has a token"
+        return self.token
+
+    def _local_worker(self, name: str, fds: list[int]) -> Member:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "choreo.worker", str(theirs.fileno())],
+                # -P: nothing is imported from the folder that happens to be the current one.
+                [sys.executable, "-P", "-m", "choreo.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **variables},
+                env={**os.environ, **self._environment(name)},
                 start_new_session=True,  # Ctrl-C is ours to hear; and what an environment starts ends with it
             )
         return Member(name, process, ours)
+
+    def _add(self, member: Member) -> None:
+        """Listen to a worker."""
+        self.members[member.name], member.combines = member, self._together(member.name) is not None
+        if isinstance(member.control, Tunnel):
+            for each, what in zip(member.control.pollable, ("control", "end of control"), strict=True):
+                self._watch(each, member, what)
+        else:
+            self._watch(member.control.fileno(), member, "control")
+        if isinstance(member.process, RemoteProcess):
+            for each in member.process.pollable:
+                self._watch(each, member, "output")
+        elif member.process.stdout is not None:
+            os.set_blocking(member.process.stdout.fileno(), False)
+            self._watch(member.process.stdout.fileno(), member, "output")
+
+    def _watch(self, each: Any, member: Member, what: str) -> None:
+        self.poller.register(each, zmq.POLLIN)
+        self.watched[each] = member, what
+
+    def _unwatch(self, each: Any) -> None:
+        if self.watched.pop(each, None) is not None:
+            self.poller.unregister(each)
 
     def _orders(self, name: str) -> bytes:
         """What a worker has to do, ready to be sent."""
@@ -297,7 +338,7 @@ class Local:
         for (src, dst, kind), size in sizes.items():
             if self.over_tcp:
                 for name in (src, dst):
-                    links[name].append([src, dst, kind, "tcp", waiting])
+                    links[name].append([src, dst, kind, "tcp", size, waiting])
                 continue
             for name, end in zip((src, dst), make_shm_channel(size, waiting), strict=True):
                 links[name].append([src, dst, kind, "shm", *end.fds, end.slot_bytes, end.slots])
@@ -373,25 +414,46 @@ class Local:
         while all(each.only_suffers for each in lost) and time.monotonic() < deadline:
             heard = [other for other in self._select(timeout_s=0.05) if self._hear(other) is None]
             lost += [other for other in dict.fromkeys([*heard, *self._ended()]) if other not in lost]
-        culprit = next((each for each in lost if not each.only_suffers), member)
+        culprit = next((each for each in lost if not each.only_suffers), None)
+        if culprit is None and (silent := self._silent(lost)):
+            self._kill()
+            raise silent
+        culprit = culprit or member
         with contextlib.suppress(subprocess.TimeoutExpired):  # a worker that reported may take a moment to end
             culprit.process.wait(timeout=1.0)
         code = culprit.process.poll()
         self._kill()
         raise describe(culprit, code, environments_of(self.plan, self.hood, culprit.name))
 
+    def _silent(self, suffering: list[Member]) -> ChoreoError | None:
+        """The error for a worker that lives, but that others have lost: it is stopped, or cut off."""
+        for each in suffering:
+            peer = each.error and each.error["places"].get("peer")
+            if each.error and each.error["type"] == "PeerLost" and peer in self.members and self.over_tcp:
+                return describe_silent(self.members[peer], SILENCE_S, heard_by=f"`{each.name}`")
+        return None
+
     def _select(self, *, timeout_s: float) -> list[Member]:
         """Wait for workers to say something: pass on what they print, and return those with a frame for us."""
-        ready = [selected.data for selected, _ in self.selector.select(timeout=timeout_s)]
+        here = [m for m in self.members.values() if m.talks and isinstance(m.control, Tunnel) and m.control.pending]
+        ready = [self.watched[each] for each, _ in self.poller.poll(0 if here else int(1000 * timeout_s))]
         for member, what in ready:
             if what == "output":
                 self._take_output(member)
-        return [member for member, what in ready if what == "control"]
+            elif what == "end of control" and isinstance(member.control, Tunnel):
+                member.control.hear_of_the_end()
+                here += [member] if member.control.lost and member.talks else []
+        return list(dict.fromkeys([*here, *(member for member, what in ready if what == "control")]))
 
     def _hear(self, member: Member) -> Frame | None:
         """A worker's next frame; None if it ended, and then `member.error` says why, if it told."""
         member.talks = False  # if Ctrl-C comes in the middle of a frame, what follows makes no sense
-        frame = receive_frame(member.control)
+        try:
+            frame = receive_frame(member.control)
+        except WireError as error:
+            places, trace = {"worker": member.name}, "".join(traceback.format_exception(error))
+            frame = {"kind": "error", "known": True, "type": "RunError", "what": error.what, "fix": None,
+                     "places": places, "traceback": trace}, []  # fmt: skip
         if frame is None or frame[0]["kind"] == "error":
             member.error = frame and frame[0]
             self._stop_listening(member)
@@ -407,8 +469,8 @@ class Local:
 
     def _stop_listening(self, member: Member) -> None:
         member.talks = False
-        with contextlib.suppress(KeyError):  # nobody listens any more
-            self.selector.unregister(member.control)
+        for each in member.control.pollable if isinstance(member.control, Tunnel) else [member.control.fileno()]:
+            self._unwatch(each)
 
     def _ended(self) -> list[Member]:
         """Workers that are no more. Most are heard of by the end of their socket; not if a process they started has it."""
@@ -416,17 +478,21 @@ class Local:
 
     def _take_output(self, member: Member) -> bool:
         """Pass on what a worker printed; False if there was nothing."""
-        if member.process.stdout is None:
+        if isinstance(member.process, RemoteProcess):
+            data = member.process.hear()
+            ended = not data and member.process.poll() is not None
+        elif member.process.stdout is None:
             return False
-        try:
-            data = os.read(member.process.stdout.fileno(), 65536)
-        except BlockingIOError:
-            return False
-        if not data:
-            with contextlib.suppress(KeyError):  # seen before
-                self.selector.unregister(member.process.stdout)
+        else:
+            try:
+                data = os.read(member.process.stdout.fileno(), 65536)
+            except BlockingIOError:
+                return False
+            ended = not data
+            if ended:
+                self._unwatch(member.process.stdout.fileno())
         *lines, member.rest = (member.rest + data).split(b"\n")
-        if not data and member.rest:
+        if ended and member.rest:
             lines, member.rest = [member.rest], b""
         for line in lines:
             self._say(member, line.decode(errors="replace"))
@@ -452,11 +518,13 @@ class Local:
                 while self._take_output(member):
                     pass
         finally:
+            self.watched.clear()
             for member in members:
-                member.control.close()  # a worker on another host ends by itself when nobody is there to tell it what to do
-                if member.process.stdout is not None:
+                member.control.close()
+                if isinstance(member.process, RemoteProcess):
+                    member.process.close()  # its agent ends it
+                elif member.process.stdout is not None:
                     member.process.stdout.close()
-            self.selector.close()
 
 
 def _message_bytes(pieces: list[Any]) -> int:

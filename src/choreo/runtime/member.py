@@ -9,7 +9,8 @@ from typing import Any
 
 from choreo import errors
 from choreo.errors import ChoreoError, RunError
-from choreo.runtime.agent import RemoteProcess
+from choreo.runtime.remote import RemoteProcess
+from choreo.runtime.tunnel import SILENCE_S, Tunnel
 
 LAST_LINES = 60
 """Of a worker's output, shown when it dies without a word: a traceback of every thread fits."""
@@ -29,7 +30,7 @@ class Member:
 
     name: str
     process: "subprocess.Popen[bytes] | RemoteProcess"
-    control: socket.socket
+    control: socket.socket | Tunnel
     lines: "deque[str]" = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     """Its last output."""
     rest: bytes = b""
@@ -45,8 +46,9 @@ class Member:
 
     @property
     def lives(self) -> bool:
-        """As far as one can tell: of a worker on another host, only its connection tells."""
-        return self.process.poll() is None and (self.talks or isinstance(self.process, subprocess.Popen))
+        """As far as one can tell: of a worker on another host, only its agent can."""
+        heard = not isinstance(self.process, RemoteProcess) or self.process.is_connected
+        return self.process.poll() is None and heard
 
     @property
     def only_suffers(self) -> bool:
@@ -59,15 +61,27 @@ class Member:
     @property
     def whereabouts(self) -> str:
         process = self.process
-        return f"on {process.host.address}" if isinstance(process, RemoteProcess) else f"process {process.pid}"
+        where = f" on {process.host.address}" if isinstance(process, RemoteProcess) else ""
+        return f"process {process.pid}{where}"
+
+
+def describe_silent(member: Member, silence_s: float, *, heard_by: str) -> ChoreoError:
+    """The error for a worker that others wait for in vain, although it has not ended."""
+    return WorkerError(
+        f"Nothing heard from `{member.name}` ({member.whereabouts}) for {silence_s:g} s, said {heard_by}. It has not ended.",
+        fix="It is stopped, its machine is overloaded or asleep, or the network between them is cut.",
+    )
 
 
 def describe(member: Member, code: int | None, envs: list[range]) -> ChoreoError:
     """The one error for a worker's end: in its own words, or by its exit code."""
     if member.error is not None:
         return _in_its_words(member.name, member.error)
+    if code is None and isinstance(member.process, RemoteProcess):
+        heard_by = "the coordinator" if member.process.is_connected else "the coordinator, nor from its agent"
+        return describe_silent(member, SILENCE_S, heard_by=heard_by)
     if code is None:
-        ended = "was lost: its connection was cut" if member.process.pid < 0 else "closed its connection"
+        ended = "closed its connection"
     else:
         ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     what = f"Worker `{member.name}` ({member.whereabouts}) {ended}."

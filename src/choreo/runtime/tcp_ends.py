@@ -4,6 +4,9 @@
       ── number + bytes + small arrays ─▶     one frame, and one more for each large array
       ◀────────── how many were read ──
 
+Every frame, in both directions, is sealed with AES-GCM under keys that the hello agreed on. ZeroMQ's own CURVE, which the
+hello uses, would take four times as long for large arrays.
+
 At most `slots` messages are unread: the receiver says how many it has read, and the sender waits for that. A peer whose
 process ended is noticed at once, because its kernel closes the connection; a peer that falls silent (a cut cable, a host
 without power) after `silence_s`, because its heartbeats stop. It must be longer than any pause a healthy process makes.
@@ -22,10 +25,14 @@ from typing import Literal, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 import zmq
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from choreo.runtime.channel import (
+    ALIGNMENT,
     ChannelError,
     ChannelStatistics,
+    FrameForged,
     closed,
     end_of_channel,
     in_good_order,
@@ -35,11 +42,12 @@ from choreo.runtime.channel import (
     receiver_closed,
     timed_out,
 )
+from choreo.runtime.sockets import LINGER_S, Connections, context_of_process, fd_of
 
 End: TypeAlias = Literal["sender", "receiver"]
 """Which end of a channel one wants to be."""
 
-LINGER_S = 3.0
+SILENCE_S = 5.0
 LARGE_BYTES = 64 * 1024
 """An array of this size travels in a frame of its own: one copy less at each end."""
 
@@ -47,6 +55,8 @@ LARGE_BYTES = 64 * 1024
 class TcpOptions(TypedDict, total=False):
     """What may be said when a channel is opened, at either end."""
 
+    slot_bytes: int
+    """The size of the largest message; a connection over which more is announced is closed. Any size unless told."""
     slots: int
     """How many messages may be unread; the sender's word counts. 2 unless told."""
     timeout_s: float | None
@@ -59,14 +69,45 @@ class TcpOptions(TypedDict, total=False):
 
 _HEADER, _COUNT = struct.Struct("<QQ"), struct.Struct("<Q")
 _FINISHED, _CLOSED = b"finished", b"closed"
+TAG_BYTES = 16
+"""By how much a sealed frame is longer."""
+
+
+class Seal:
+    """Encrypts and authenticates the frames of one direction. The n-th sealed frame opens as the n-th, and never again."""
+
+    def __init__(self, key: bytes):
+        self._cipher, self._count = AESGCM(key), 0
+
+    def _nonce(self) -> bytes:
+        """Another one for each frame, as AES-GCM needs it. Both ends count, so it is never sent."""
+        self._count += 1
+        return self._count.to_bytes(12, "little")
+
+    def close(self, frame: "bytes | bytearray") -> bytes:
+        return self._cipher.encrypt(self._nonce(), frame, None)
+
+    def close_into(self, sealed: np.ndarray, frame: np.ndarray) -> None:
+        self._cipher.encrypt_into(self._nonce(), frame.data, None, sealed.data)
+
+    def open(self, sealed: bytes) -> bytes:
+        """Raises InvalidTag if this is not what the other end has sealed."""
+        return self._cipher.decrypt(self._nonce(), sealed, None)
+
+    def open_into(self, frame: np.ndarray, sealed: memoryview) -> None:
+        self._cipher.decrypt_into(self._nonce(), sealed, None, frame.data)
 
 
 class Link:
-    """A channel's own socket, and what ZeroMQ tells about its connection."""
+    """A channel's own socket, its two seals, and what ZeroMQ tells about its connection."""
 
-    def __init__(self, silence_s: float):
-        self.peer_fd: int | None = None
+    def __init__(self, peer: str, options: TcpOptions, *, seal: bytes, unseal: bytes):
+        """`seal` and `unseal` are the keys for frames to the peer and from it."""
+        silence_s, slot_bytes = options.get("silence_s", SILENCE_S), options.get("slot_bytes")
+        self.peer, self._seal, self._unseal = peer, Seal(seal), Seal(unseal)
+        self._peer_fd: int | None = None
         self.lost = False
+        _finish_at_exit()
         self.socket = context_of_process().socket(zmq.PAIR)
         for option, value in (
             (zmq.SNDHWM, 0),  # the credit is the bound; ZeroMQ's own would block where nobody looks
@@ -76,48 +117,84 @@ class Link:
             (zmq.HEARTBEAT_IVL, int(1000 * min(1.0, silence_s / 3))),
             (zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s)),
             (zmq.LINGER, int(1000 * LINGER_S)),
+            (zmq.MAXMSGSIZE, -1 if slot_bytes is None else slot_bytes + _HEADER.size + ALIGNMENT + TAG_BYTES),
         ):
             self.socket.set(option, value)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._connections = Connections(self.socket)
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._connections.monitor, zmq.POLLIN)
 
     def wait(self, milliseconds: int) -> bool:
         """Until a message is there or the connection is gone; False if neither comes in time."""
         for socket, _ in self._poller.poll(None if milliseconds < 0 else milliseconds):
-            if socket is self._monitor:
+            if socket is not self.socket:
                 self._hear()
             return True
         return False
 
     def _hear(self) -> None:
-        event, fd = struct.unpack("=Hi", self._monitor.recv_multipart()[0])
-        if event == zmq.EVENT_DISCONNECTED and self.peer_fd in (None, fd) and not self.lost:
-            self._poller.unregister(self._monitor)
+        """Is the peer's connection gone? Strangers may knock at this port, and leave; that does not concern us."""
+        self._connections.hear()
+        still = self._connections.open
+        if self._peer_fd not in still if self._peer_fd is not None else self._connections.connected and not still:
+            self._poller.unregister(self._connections.monitor)
             self.lost = True
 
     def next(self) -> bytes | None:
         """The first frame of the next message, if it is there."""
         try:
-            return self.socket.recv(zmq.NOBLOCK)
+            sealed = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-
-    def say(self, frame: bytes) -> bool:
-        """Send a short word; False if there is nobody to send it to."""
+        if self._peer_fd is None:
+            self._peer_fd = fd_of(sealed)
         try:
-            self.socket.send(frame, zmq.NOBLOCK)
+            return self._unseal.open(sealed.bytes)
+        except InvalidTag as error:
+            raise _forged(self.peer) from error
+
+    def rest(self) -> list[zmq.Frame]:
+        """The other frames of that message, sealed."""
+        return self.socket.recv_multipart(copy=False) if self.socket.get(zmq.RCVMORE) else []
+
+    def open_into(self, array: np.ndarray, sealed: zmq.Frame) -> None:
+        """Unseal a large frame into an array of its size."""
+        whole = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
+        try:
+            self._unseal.open_into(whole.reshape(-1).view(np.uint8), sealed.buffer)
+        except (InvalidTag, ValueError) as error:  # ValueError: it is of another size
+            raise _forged(self.peer) from error
+        if whole is not array:
+            array[...] = whole
+
+    def say(self, frame: "bytes | bytearray", *, more: bool = False) -> bool:
+        """Send a short frame; False if there is nobody to send it to."""
+        # Sealed once, even if it is not sent: a nonce must never be used for two frames.
+        try:
+            self.socket.send(self._seal.close(frame), zmq.NOBLOCK | (zmq.SNDMORE if more else 0))
         except zmq.Again:
             return False
         return True
 
+    def send_large(self, array: np.ndarray, buffer: np.ndarray, *, more: bool) -> None:
+        """Send a large frame after a short one; `buffer` holds it while it is sealed."""
+        self._seal.close_into(buffer, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        self.socket.send(buffer, zmq.SNDMORE if more else 0)
+
     def close(self, *, linger_s: float = LINGER_S) -> None:
-        while not self.lost and self._monitor.poll(0):
+        if not self.lost:
             self._hear()
-        self.socket.disable_monitor()
-        self._monitor.close(0)
+        self._connections.close()
         self.socket.close(0 if self.lost else int(1000 * linger_s))
+
+
+def _forged(peer: str) -> FrameForged:
+    return FrameForged(
+        f"A frame that came as from `{peer}` was not sealed by it: it was changed on its way, or somebody else sent it.",
+        peer=peer,
+        fix="Nothing of it was used. Somebody in the network between the two hosts interferes; find out who.",
+    )
 
 
 _E = TypeVar("_E", bound="_TcpEnd")
@@ -207,13 +284,11 @@ class TcpSender(_TcpEnd):
         _HEADER.pack_into(layout.buffer, 0, number, layout.payload_bytes)
         for i, view in layout.small:
             view[...] = arrays[i]
-        try:
-            self._link.socket.send(layout.buffer, zmq.NOBLOCK | (zmq.SNDMORE if layout.large else 0))
-        except zmq.Again:  # nobody is connected any more; perhaps it said goodbye
-            while True:
+        if not self._link.say(layout.buffer, more=bool(layout.large)):
+            while True:  # nobody is connected any more; perhaps it said goodbye
                 self._hear(self._next())
         for i in layout.large:
-            self._link.socket.send(_as_bytes(arrays[i]), zmq.SNDMORE if i != layout.large[-1] else 0)
+            self._link.send_large(arrays[i], layout.sealed[i], more=i != layout.large[-1])
         self._number, self._bytes = number + 1, self._bytes + layout.payload_bytes
 
     def _hear(self, frame: bytes | None) -> None:
@@ -247,7 +322,7 @@ class TcpReceiver(_TcpEnd):
 
     def receive(self, into: Sequence[np.ndarray]) -> None:
         """Copy the next message into these arrays; blocks until there is one."""
-        layout, number, socket = self._layout(into), self._number, self._link.socket
+        layout, number = self._layout(into), self._number
         if self._ended:
             raise end_of_channel(self.peer, number)
         frame = self._next()
@@ -257,14 +332,14 @@ class TcpReceiver(_TcpEnd):
             self._link.say(_COUNT.pack(number + 1))
             self._ended = True
             raise end_of_channel(self.peer, number)
-        rest = socket.recv_multipart(copy=False) if socket.get(zmq.RCVMORE) else []
+        rest = self._link.rest()
         found = _HEADER.unpack_from(frame)
         if found != (number, layout.payload_bytes) or len(rest) != len(layout.large):
             raise mismatch(self.peer, (number, layout.payload_bytes), found)
         for i, view in layout.small:
             into[i][...] = np.ndarray(view.shape, view.dtype, frame, layout.offsets[i])
         for i, part in zip(layout.large, rest, strict=True):
-            into[i][...] = np.ndarray(into[i].shape, into[i].dtype, part.buffer)
+            self._link.open_into(into[i], part)
         self._number, self._bytes = number + 1, self._bytes + layout.payload_bytes
         self._link.say(_COUNT.pack(self._number))  # a sender that is gone may have left more messages to read
 
@@ -288,6 +363,8 @@ class _Layout:
     """The same places, in bytes."""
     large: tuple[int, ...]
     """Indices of the arrays with a frame of their own."""
+    sealed: dict[int, np.ndarray]
+    """Where each of these is sealed before it is sent."""
     payload_bytes: int
     """All arrays together."""
 
@@ -303,12 +380,9 @@ def _layout_of(arrays: Sequence[np.ndarray]) -> _Layout:
         small=tuple((i, np.ndarray(arrays[i].shape, arrays[i].dtype, buffer, offsets[i])) for i in small),
         offsets=offsets,
         large=large,
+        sealed={i: np.empty(arrays[i].nbytes + TAG_BYTES, np.uint8) for i in large},
         payload_bytes=pack(arrays).payload_bytes,
     )
-
-
-def _as_bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _or_never(timeout_s: float | None) -> int:
@@ -335,23 +409,18 @@ def close_finished(wait_s: float = 0.0) -> None:
                 _finished[0][0].wait(50)
 
 
+@functools.cache
+def _finish_at_exit() -> None:
+    context_of_process()  # it ends at exit, too; what is registered last runs first
+    atexit.register(close_finished, LINGER_S)
+
+
 def _is_read(link: Link, last: int) -> bool:
     link.wait(0)
-    while (frame := link.next()) is not None:
-        if frame == _CLOSED or _COUNT.unpack(frame)[0] == last:
-            return True
+    try:
+        while (frame := link.next()) is not None:
+            if frame == _CLOSED or _COUNT.unpack(frame)[0] == last:
+                return True
+    except FrameForged:
+        return True  # of this connection nothing more can be believed; this end has said all it had to say
     return link.lost
-
-
-@functools.cache
-def context_of_process() -> zmq.Context:
-    """The one context of this process. At exit it lets the last messages go, but not for ever."""
-    context = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, 16384)
-    atexit.register(_finish, context)
-    return context
-
-
-def _finish(context: zmq.Context) -> None:
-    close_finished(LINGER_S)
-    context.destroy(int(1000 * LINGER_S))

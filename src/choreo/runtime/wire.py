@@ -6,19 +6,33 @@ A worker is told what to run by cloudpickle, which it opens by itself; nothing t
 """
 
 import json
-import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from choreo.dtypes import dtype_named, name_of
+from choreo.errors import RunError
 
 Frame = tuple[dict[str, Any], list[np.ndarray]]
+MAX_HEADER_BYTES = 2**26
+"""More is nonsense: nothing is allocated for it."""
 
 
-def send_frame(sock: socket.socket, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+class WireError(RunError):
+    """Bytes that are no frame."""
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """What frames are sent over: a stream socket, or a tunnel."""
+
+    def sendall(self, data: Any, /) -> None: ...
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+
+
+def send_frame(sock: Stream, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
     """Send one frame."""
     arrays = [np.asarray(a, a.dtype.newbyteorder("="), order="C") for a in arrays]
     text = json.dumps(header | {"arrays": [[list(a.shape), name_of(a.dtype)] for a in arrays]}).encode()
@@ -28,30 +42,42 @@ def send_frame(sock: socket.socket, header: dict[str, Any], arrays: Sequence[np.
             sock.sendall(array.reshape(-1).view(np.uint8).data)
 
 
-def receive_frame(sock: socket.socket) -> Frame | None:
-    """The next frame; None if the other end is gone."""
+def receive_frame(sock: Stream) -> Frame | None:
+    """The next frame; None if the other end is gone. Raises WireError for what is none."""
     size = _receive(sock, 8)
     if size is None:
         return None
-    text = _receive(sock, struct.unpack("!Q", size)[0])
+    (header_bytes,) = struct.unpack("!Q", size)
+    if header_bytes > MAX_HEADER_BYTES:
+        raise WireError(f"A frame announces a header of {header_bytes:,} bytes.")
+    text = _receive(sock, header_bytes)
     if text is None:
         return None
-    header = json.loads(bytes(text))
-    arrays = []
-    for shape, name in header.pop("arrays"):
-        array = np.empty(shape, dtype_named(name))
+    header, arrays = _parse(text)
+    for array in arrays:
         if array.nbytes and not _receive_into(sock, array.reshape(-1).view(np.uint8).data):
             return None
-        arrays.append(array)
     return header, arrays
 
 
-def _receive(sock: socket.socket, size: int) -> bytearray | None:
+def _parse(text: bytearray) -> Frame:
+    """The header, and room for the arrays that it announces."""
+    try:
+        header = json.loads(bytes(text))
+        arrays = [np.empty(shape, dtype_named(name)) for shape, name in header.pop("arrays")]
+        if not isinstance(header["kind"], str):
+            raise TypeError(f"a {type(header['kind']).__name__} as its kind")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
+        raise WireError(f"A frame's header makes no sense: {error!r}.") from error
+    return header, arrays
+
+
+def _receive(sock: Stream, size: int) -> bytearray | None:
     data = bytearray(size)
     return data if _receive_into(sock, memoryview(data)) else None
 
 
-def _receive_into(sock: socket.socket, view: memoryview) -> bool:
+def _receive_into(sock: Stream, view: memoryview) -> bool:
     done = 0
     while done < len(view):
         try:

@@ -1,0 +1,157 @@
+"""A worker on another host, as its coordinator sees it: asked for at the agent there, then talked to directly.
+
+    coordinator ══ agent        lifetime: "spawn", "started", "output", "ended"; closing it ends the worker
+                ══ worker       control, through a tunnel
+
+`RemoteProcess` stands where a `Popen` would.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+
+import zmq
+
+from choreo.cluster import Host
+from choreo.errors import RunError
+from choreo.runtime.agent import AGENT, COORDINATOR
+from choreo.runtime.keys import KeyPair, show_key
+from choreo.runtime.sockets import Connections, connect, context_of_process, milliseconds_to
+from choreo.runtime.tunnel import Tunnel
+
+HELLO_S = 10.0
+"""How long an agent may take to answer."""
+SILENCE_S = 6.0
+"""After how long without a heartbeat an agent counts as lost."""
+
+
+class RemoteProcess:
+    """A worker on another host."""
+
+    stdout = None
+
+    def __init__(self, host: Host, token: bytes):
+        """Connect to the agent there. Raises RunError if there is none, or none with this token."""
+        self.host, self.pid, self.returncode = host, -1, None
+        self._started: tuple[int, bytes] | None = None
+        self._output = b""
+        self.agent = context_of_process().socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, 1000),
+            (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # an agent that was lost is lost
+            (zmq.HEARTBEAT_IVL, 1000),
+            (zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S)),
+        ):
+            self.agent.set(option, value)
+        show_key(self.agent, KeyPair.from_token(token, COORDINATOR), KeyPair.from_token(token, AGENT).public)
+        self._connections = Connections(self.agent)
+        try:
+            self._reach_agent()
+        except BaseException:
+            self.close()
+            raise
+
+    def _reach_agent(self) -> None:
+        where, fix = (
+            f"{self.host.address}:{self.host.port}",
+            f"Run there: choreo agent --address {self.host.address} --port {self.host.port} --token-file token",
+        )
+        try:
+            # ZeroMQ does not say why it reaches nobody; the system does.
+            socket.create_connection((self.host.address, self.host.port), timeout=HELLO_S).close()
+            connect(self.agent, self.host.address, self.host.port)
+        except OSError as error:
+            raise RunError(f"There is no agent at {where}: {error}.", fix=fix) from error
+        if self._connections.await_welcome(time.monotonic() + HELLO_S):
+            return
+        if self._connections.refused:
+            raise RunError(
+                f"Whoever is at {where} is no agent with the token of this cluster.",
+                fix=f"Use the same token file on every host. {fix}",
+            )
+        raise RunError(f"Whoever is at {where} does not answer as an agent does.", fix=fix)
+
+    def spawn(self, name: str, variables: Mapping[str, str], *, run: str, key: bytes) -> None:
+        """Ask for a worker that talks to the owner of the public key `key`."""
+        order = {
+            "run": run,
+            "name": name,
+            "host": self.host.address,
+            "key": key.decode(),
+            "environment": dict(variables),
+        }
+        self.agent.send(json.dumps(order).encode())
+
+    def reach_worker(self, name: str, keys: KeyPair, deadline: float) -> Tunnel:
+        """Control of the worker, as soon as it has started. Raises RunError, with its last output, if it does not."""
+        while self._started is None and self.returncode is None and self.is_connected:
+            if not self._wait(deadline):
+                break
+            self.hear()
+        printed = "".join(f"\n  {line}" for line in self._output.decode(errors="replace").splitlines()[-60:])
+        where = f"`{name}` on {self.host.address}"
+        if self._started is None:
+            ended = "its agent is gone" if self.returncode is None else f"it ended with exit code {self.returncode}"
+            raise RunError(f"{where} did not start: {ended}.{' Its output:' if printed else ''}{printed}",
+                           fix="Run the command there by hand: python -m choreo.worker")  # fmt: skip
+        port, key = self._started
+        try:
+            return Tunnel.reach(self.host.address, port, keys, key, deadline)
+        except OSError as error:
+            raise RunError(f"{where} has started, but {error}.",
+                           fix=f"May this machine reach all ports of {self.host.address}?") from error  # fmt: skip
+
+    @property
+    def pollable(self) -> list[zmq.Socket]:
+        """What to wait for before `hear`."""
+        return [self.agent, self._connections.monitor]
+
+    @property
+    def is_connected(self) -> bool:
+        """Can its agent still be heard?"""
+        return bool(self._connections.open)
+
+    def hear(self) -> bytes:
+        """Take what the agent has told; returns what the worker printed since."""
+        self._connections.hear()
+        while self.agent.poll(0):
+            text, data = self.agent.recv_multipart()
+            header = json.loads(text)
+            match header["kind"]:
+                case "started":
+                    listening = json.loads(data)
+                    self.pid, self._started = header["pid"], (listening["port"], listening["key"].encode())
+                case "output":
+                    self._output += data
+                case "ended":
+                    self.returncode = header["code"]
+                case "refused":
+                    raise RunError(f"The agent at {self.host.address}:{self.host.port} refused: {header['why']}.")
+        if self._started is None:
+            return b""  # kept for the error, if it does not start
+        output, self._output = self._output, b""
+        return output
+
+    def poll(self) -> int | None:
+        """The exit code, once the agent has told it."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the exit code as long as the agent can be heard."""
+        deadline = time.monotonic() + (timeout or 0.0)
+        while self.returncode is None and self.is_connected and self._wait(deadline):
+            self._output += self.hear()
+        return self.returncode
+
+    def close(self) -> None:
+        """The agent ends the worker when this connection ends."""
+        self._connections.close()
+        self.agent.close()
+
+    def _wait(self, deadline: float) -> bool:
+        poller = zmq.Poller()
+        for each in self.pollable:
+            poller.register(each, zmq.POLLIN)
+        return bool(poller.poll(milliseconds_to(deadline)))

@@ -1,0 +1,176 @@
+"""A stream of bytes through an encrypted connection: how a coordinator talks with a worker on another host.
+
+    coordinator                                    host of the worker
+      Tunnel.reach ═══ CURVE ═══ Tunnel.dig ── relay, a thread ── socket pair ── Worker
+
+A `Tunnel` has the methods of a stream socket that `wire.py` needs. A worker on another host is thus the same program as one
+on this host: its control socket is one end of a socket pair, and a thread moves the bytes between the other end and the
+tunnel. A peer whose process ended is noticed at once, one that falls silent after SILENCE_S.
+"""
+
+import contextlib
+import socket
+import threading
+
+import zmq
+
+from choreo.runtime.keys import KeyPair, doorkeeper, show_key
+from choreo.runtime.sockets import Connections, bind, connect, context_of_process, fd_of
+
+CHUNK_BYTES = 256 * 1024
+"""A longer stream of bytes goes in several messages: a stranger cannot announce more, either."""
+WAITING = 64
+"""Messages that may wait to be transmitted, and to be read."""
+SILENCE_S = 6.0
+"""After how long without a heartbeat a peer counts as lost."""
+
+
+class Tunnel:
+    """One end of it. Belongs to one thread."""
+
+    def __init__(self):
+        self.socket = context_of_process().socket(zmq.PAIR)
+        for option, value in (
+            (zmq.MAXMSGSIZE, CHUNK_BYTES),
+            (zmq.SNDHWM, WAITING),
+            (zmq.RCVHWM, WAITING),
+            (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # a connection that was cut is over
+            (zmq.HEARTBEAT_IVL, 1000),
+            (zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S)),
+            (zmq.LINGER, 1000),
+        ):
+            self.socket.set(option, value)
+        self._connections = Connections(self.socket)
+        self._peer_fd: int | None = None
+        self._left = memoryview(b"")
+        """Bytes of the last message that nobody has asked for yet."""
+        self._timeout_s: float | None = None
+        self.lost = False
+        """Is the connection to the peer gone?"""
+
+    @classmethod
+    def dig(cls, host: str, keys: KeyPair, coordinator: bytes) -> "tuple[Tunnel, int]":
+        """The worker's end and its port, where only the owner of the public key `coordinator` gets in."""
+        tunnel = cls()
+        doorkeeper().admit_keys(tunnel.socket, keys, {coordinator: "coordinator"})
+        return tunnel, bind(tunnel.socket, host)
+
+    def await_peer(self, deadline: float) -> bool:
+        """Until the coordinator has said something; False if it does not come in time."""
+        came = doorkeeper().wait(self.socket, deadline)
+        doorkeeper().forget(self.socket)
+        if came:
+            self._left = self._receive()
+        return came
+
+    @classmethod
+    def reach(cls, host: str, port: int, keys: KeyPair, worker: bytes, deadline: float) -> "Tunnel":
+        """The coordinator's end. Raises ConnectionRefusedError if nobody with the key `worker` answers in time."""
+        tunnel = cls()
+        show_key(tunnel.socket, keys, worker)
+        connect(tunnel.socket, host, port)
+        if not tunnel._connections.await_welcome(deadline):
+            tunnel.close()
+            raise ConnectionRefusedError(f"nobody with the worker's key answers at {host}:{port}")
+        return tunnel
+
+    @property
+    def pollable(self) -> list[zmq.Socket]:
+        """What to wait for, unless there is something `pending`; when the second is ready, `hear_of_the_end`."""
+        return [self.socket] if self.lost else [self.socket, self._connections.monitor]
+
+    @property
+    def pending(self) -> bool:
+        """Are there bytes here already?"""
+        return bool(self._left)
+
+    def hear_of_the_end(self) -> None:
+        """Look whether the peer's connection is gone."""
+        self._connections.hear()
+        still = self._connections.open
+        self.lost = self._peer_fd not in still if self._peer_fd is not None else not still
+
+    def settimeout(self, seconds: float | None) -> None:
+        """How long `sendall` and `recv_into` may wait."""
+        self._timeout_s = seconds
+
+    def sendall(self, data: "bytes | memoryview") -> None:
+        """Raises ConnectionResetError if the peer is gone."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):
+            while not self._try_to_send(view[start : start + CHUNK_BYTES]):
+                self._wait(zmq.POLLOUT)
+                if self.lost:
+                    raise ConnectionResetError("the connection to it ended")
+
+    def recv_into(self, view: memoryview) -> int:
+        """Take what has come, at least a byte; 0 if the peer is gone and nothing more will come."""
+        while not self._left:
+            try:
+                self._left = self._receive()
+            except zmq.Again:
+                if self.lost:
+                    return 0
+                self._wait(zmq.POLLIN)
+        size = min(len(view), len(self._left))
+        view[:size], self._left = self._left[:size], self._left[size:]
+        return size
+
+    def close(self) -> None:
+        self._connections.close()
+        self.socket.close(0 if self.lost else None)
+
+    def _try_to_send(self, part: memoryview) -> bool:
+        try:
+            self.socket.send(part, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _receive(self) -> memoryview:
+        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        self._peer_fd = fd_of(frame)
+        return memoryview(frame.bytes)
+
+    def _wait(self, for_what: int) -> None:
+        """Until it may go on, or the peer is gone."""
+        poller = zmq.Poller()
+        poller.register(self.socket, for_what)
+        poller.register(self._connections.monitor, zmq.POLLIN)
+        ready = dict(poller.poll(None if self._timeout_s is None else int(1000 * self._timeout_s)))
+        if not ready:
+            raise TimeoutError
+        if self._connections.monitor in ready:
+            self.hear_of_the_end()
+
+
+def start_relay(tunnel: Tunnel) -> socket.socket:
+    """A socket that stands for the tunnel, for any thread; it closes when the tunnel ends."""
+    ours, theirs = socket.socketpair()
+    threading.Thread(target=_relay, args=(tunnel, ours), name="choreo-tunnel", daemon=True).start()
+    return theirs
+
+
+def _relay(tunnel: Tunnel, plain: socket.socket) -> None:
+    """Move bytes both ways until either end is gone."""
+    poller, buffer = zmq.Poller(), memoryview(bytearray(CHUNK_BYTES))
+    for each in (*tunnel.pollable, plain.fileno()):
+        poller.register(each, zmq.POLLIN)
+    with contextlib.closing(tunnel), plain:
+        while True:
+            ready = {} if tunnel.pending else dict(poller.poll())
+            if any(each in ready for each in tunnel.pollable[1:]):
+                tunnel.hear_of_the_end()
+            try:
+                if tunnel.pending or tunnel.lost or tunnel.socket in ready:
+                    size = tunnel.recv_into(buffer)
+                    if not size:
+                        return
+                    plain.sendall(buffer[:size])
+                elif plain.fileno() in ready:
+                    size = plain.recv_into(buffer)
+                    if not size:
+                        return
+                    tunnel.sendall(buffer[:size])
+            except ConnectionError:
+                return
