@@ -53,7 +53,7 @@ def serve(address: str, port: int, token: bytes) -> int:
 
 
 class Agent:
-    """Its one thread waits for coordinators, for the doorkeeper's questions, and for workers."""
+    """One thread, which waits for coordinators and workers alike."""
 
     def __init__(self, address: str, port: int, token: bytes):
         self._socket = context_of_process().socket(zmq.ROUTER)
@@ -77,14 +77,12 @@ class Agent:
             raise RunError(f"Cannot listen at {address}:{port}: {error.strerror}.",
                            fix="Choose another --port, or end what uses this one.") from error  # fmt: skip
         self._poller = zmq.Poller()
-        for each in (self._socket, self._connections.monitor, doorkeeper().socket):
+        for each in (self._socket, self._connections.monitor):
             self._poller.register(each, zmq.POLLIN)
 
     def run(self) -> None:
         while True:
             ready = dict(self._poller.poll(int(1000 * LOOK_S)))
-            if doorkeeper().socket in ready:
-                doorkeeper().answer()
             # Before messages: a coordinator that is gone may have left its descriptor to the one that asks now.
             for fd in self._connections.hear():
                 self._forget(fd)
@@ -206,8 +204,8 @@ class Order:
         for text in (*texts, *environment, *environment.values()):
             if not isinstance(text, str) or not text.isprintable():
                 raise ValueError("an order with something other than printable text")
-        if len(order["key"]) != 40 or order["key"].startswith("-") or order["host"].startswith("-"):
-            raise ValueError("an order with a key or a host that is none")
+        if len(order["key"]) != 40 or not order["key"].isascii():
+            raise ValueError("an order with a key that is none")
         if any(not name or "=" in name for name in environment):
             raise ValueError("an order with a variable that has no name")
         return cls(**order)

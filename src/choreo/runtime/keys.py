@@ -7,13 +7,15 @@ Connections are encrypted by CURVE, ZeroMQ's own protocol: a client must know th
 asks, by ZeroMQ's authentication protocol (ZAP), whether a client's public key is welcome. `Doorkeeper` answers. A socket
 that it guards lets in nobody whom it was not told of; a socket that nobody guards is never bound.
 
-zmq.auth has a ZAP server, too. It needs a thread with an asyncio loop, and it lets in whoever it was not told about if
-the mechanism is NULL. This one is asked by whoever waits for a connection, and knows only what it was told.
+zmq.auth has a ZAP server, too; it brings an asyncio loop into every worker, and lets in strangers of some kinds unless it
+is told not to. This one refuses whatever it was not told of.
 """
 
+import atexit
 import functools
 import hmac
 import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -23,7 +25,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.utils import z85
 
-from choreo.runtime.sockets import context_of_process, milliseconds_to
+from choreo.runtime.sockets import context_of_process
 
 HANDSHAKE_S = 10.0
 """How long a stranger may take to prove who it is."""
@@ -54,15 +56,19 @@ class KeyPair(NamedTuple):
 
 
 class Doorkeeper:
-    """Answers ZeroMQ's questions who may connect to the sockets of this process.
-
-    It runs no thread: `wait` answers while it waits for something else. One thread of a process may use it at a time.
-    """
+    """Answers ZeroMQ's questions who may connect to the sockets of this process, in a thread of its own."""
 
     def __init__(self, context: zmq.Context):
-        self.socket = context.socket(zmq.REP)
-        self.socket.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks
         self._doors: dict[bytes, _Door] = {}
+        # ZeroMQ's threads wait for this socket when a connection ends, too: somebody must look after it all the time.
+        self._questions = context.socket(zmq.REP)
+        self._questions.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks
+        self._stop, stopped = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._stop.bind("inproc://choreo-doorkeeper")
+        stopped.connect("inproc://choreo-doorkeeper")
+        self._thread = threading.Thread(target=self._answer, args=(stopped,), name="choreo-doorkeeper", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def admit_keys(self, sock: zmq.Socket, mine: KeyPair, names: Mapping[bytes, str]) -> None:
         """Let in only clients with one of these public keys, which may still change. Messages carry the name: `name_of`."""
@@ -90,27 +96,26 @@ class Doorkeeper:
         """The addresses of the last few who were not let in."""
         return sorted(set(self._doors[_domain(sock)].refused))
 
-    def wait(self, sock: zmq.Socket, deadline: float) -> bool:
-        """Until there is a message, answering who may connect; False if none comes in time."""
-        poller = zmq.Poller()
-        poller.register(sock, zmq.POLLIN)
-        poller.register(self.socket, zmq.POLLIN)
-        while events := dict(poller.poll(milliseconds_to(deadline))):
-            if self.socket in events:
-                self.answer()
-            if sock in events:
-                return True
-        return False
+    def close(self) -> None:
+        """Nobody gets in any more."""
+        self._stop.send(b"")
+        self._thread.join()
+        self._stop.close(0)
 
-    def answer(self) -> None:
-        """Answer one question."""
-        version, request, domain, address, _, mechanism, *shown = self.socket.recv_multipart()
-        door = self._doors.get(domain)
-        name = door and door.credentials(mechanism, shown)
-        if door is not None and name is None:
-            door.refused.append(address.decode(errors="replace"))
-        status = [b"400", b"No stranger gets in", b""] if name is None else [b"200", b"OK", name.encode()]
-        self.socket.send_multipart([version, request, *status, b""])
+    def _answer(self, stopped: zmq.Socket) -> None:
+        poller = zmq.Poller()
+        poller.register(self._questions, zmq.POLLIN)
+        poller.register(stopped, zmq.POLLIN)
+        while stopped not in dict(poller.poll()):
+            version, request, domain, address, _, mechanism, *shown = self._questions.recv_multipart()
+            door = self._doors.get(domain)
+            name = door and door.credentials(mechanism, shown)
+            if door is not None and name is None:
+                door.refused.append(address.decode(errors="replace"))
+            status = [b"400", b"No stranger gets in", b""] if name is None else [b"200", b"OK", name.encode()]
+            self._questions.send_multipart([version, request, *status, b""])
+        self._questions.close(0)
+        stopped.close(0)
 
 
 class _Door(NamedTuple):

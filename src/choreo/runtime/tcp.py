@@ -79,7 +79,7 @@ class TcpListener:
         hello_timeout_s = options.get("hello_timeout_s", HELLO_TIMEOUT_S)
         deadline = time.monotonic() + hello_timeout_s
         while (peer, name) not in self._callers:
-            if not doorkeeper().wait(self._socket, deadline):
+            if not self._socket.poll(milliseconds_to(deadline)):
                 raise self._nobody_came(name, peer, hello_timeout_s)
             self._note(self._socket.recv_multipart(copy=False))
         caller = self._callers.pop((peer, name))
@@ -122,7 +122,7 @@ class TcpListener:
         port = bind(link.socket, self._host)
         self._socket.send_multipart([caller.identity, str(port).encode(), ticket, unseal, seal])
         try:
-            if not doorkeeper().wait(link.socket, deadline) or link.next() != _HELLO:
+            if not link.socket.poll(milliseconds_to(deadline)) or link.next() != _HELLO:
                 raise peer_lost(peer, 0, f"it said hello from {caller.address}, and then nothing.")
         except ChannelError:
             link.close(linger_s=0.0)

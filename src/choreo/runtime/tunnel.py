@@ -15,7 +15,7 @@ import threading
 import zmq
 
 from choreo.runtime.keys import KeyPair, doorkeeper, show_key
-from choreo.runtime.sockets import Connections, bind, connect, context_of_process, fd_of
+from choreo.runtime.sockets import Connections, bind, connect, context_of_process, fd_of, milliseconds_to
 
 CHUNK_BYTES = 256 * 1024
 """A longer stream of bytes goes in several messages: a stranger cannot announce more, either."""
@@ -57,7 +57,7 @@ class Tunnel:
 
     def await_peer(self, deadline: float) -> bool:
         """Until the coordinator has said something; False if it does not come in time."""
-        came = doorkeeper().wait(self.socket, deadline)
+        came = bool(self.socket.poll(milliseconds_to(deadline)))
         doorkeeper().forget(self.socket)
         if came:
             self._left = self._receive()
