@@ -129,11 +129,12 @@ class Worker:
                 "meet_at": _free_address(together["address"]) if together and together["number"] == 0 else None,
             }
             self._send({"kind": "listening", "card": self.links.card, **here})
-            book, _ = self.commands.get()
-            assert book["kind"] == "cards", book
+            book = self._next("cards")
             meet_at = book["meet_at"]
-            if self.links.card:
-                self.links.connect(book["cards"])
+            self.links.meet(book["cards"])
+            self._send({"kind": "met"})
+            self._next("connect")
+            self.links.connect(book["cards"])
         from choreo.runtime.arrivals import Arrivals
         from choreo.runtime.backend import PythonOnly
         from choreo.runtime.execution import Execution
@@ -153,6 +154,12 @@ class Worker:
         backend = _device(header, watch) if header["compiled"] else PythonOnly()
         self.execution = (Arrivals if orders.copies > 1 else Execution)(orders, hood, backend, watch)
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
+
+    def _next(self, kind: str) -> dict[str, Any]:
+        """The next command, which must be this one."""
+        header, _ = self.commands.get()
+        assert header["kind"] == kind, header
+        return header
 
     def _start(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         self._expect_a_sign_of_life()

@@ -1,24 +1,18 @@
 """Law level 1: the same plan in two runtimes gives the same bits, whatever carries the messages."""
 
 import functools
-import os
-import shutil
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import pytest
 
 from choreo import networks
 from choreo.algos.ppo import PPO
-from choreo.cluster import Cluster, Host
 from choreo.envs import make
 from choreo.layouts import Group, Layout, coarse, fine, fused
 from choreo.plans import plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
+from hosts import two_hosts as two_hosts  # a fixture
 from laws.reference import assert_same_bits, run_of
 
 KEY = jax.random.key(3)
@@ -127,54 +121,3 @@ class TestTwoHosts:
     )
     def test_the_same_bits(self, env, layout, two_hosts):
         assert_same_bits(run_of(Local(planned(env, layout), cluster=two_hosts), KEY), serial(env, layout))
-
-
-@pytest.fixture
-def two_hosts(tmp_path):
-    token = tmp_path / "token"
-    token.write_text(os.urandom(16).hex())
-    token.chmod(0o600)
-    with Namespace() as there:
-        command = [*there.enter, sys.executable, "-m", "choreo", "agent", "--address", there.address]
-        agent = subprocess.Popen(
-            [*command, "--port", str(there.port), "--token-file", str(token)], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert agent.stdout is not None and "Waiting" in agent.stdout.readline()
-            here = Host(address=there.gateway, cpus=1)
-            yield Cluster(hosts=(here, Host(address=there.address, port=there.port, cpus=1)), token_file=token)
-        finally:
-            agent.terminate()
-            agent.communicate()
-
-
-class Namespace:
-    """A network namespace joined to this one by a pair of virtual cables."""
-
-    def __init__(self):
-        self.name, number = f"choreo{os.getpid()}", os.getpid() % 250 + 1
-        self.gateway, self.address, self.port = f"10.77.{number}.1", f"10.77.{number}.2", 7000
-        self.enter = ["ip", "netns", "exec", self.name]
-
-    def __enter__(self) -> "Namespace":
-        cable = f"ch{os.getpid()}"
-        steps = [
-            f"netns add {self.name}",
-            f"link add {cable} type veth peer name inside netns {self.name}",
-            f"addr add {self.gateway}/24 dev {cable}",
-            f"link set {cable} up",
-            f"-n {self.name} addr add {self.address}/24 dev inside",
-            f"-n {self.name} link set inside up",
-            f"-n {self.name} link set lo up",
-        ]
-        able = shutil.which("ip") and os.geteuid() == 0
-        if not able or any(subprocess.run(["ip", *step.split()], capture_output=True).returncode for step in steps):
-            self.__exit__()
-            self.gateway = self.address = "127.0.0.1"
-            self.port, self.enter = 20_000 + os.getpid() % 20_000, []
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if Path(f"/var/run/netns/{self.name}").exists():
-            subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=True)
-            time.sleep(0.1)  # the cable goes with it

@@ -17,10 +17,8 @@ from choreo.errors import RunError
 from choreo.plans import plan
 from choreo.runtime.homes import check_collectives, collective_address, hosts_of
 from choreo.runtime.local import Local
-from laws import test_runtimes
+from hosts import two_hosts as two_hosts  # a fixture
 from tiny import Tiny
-
-two_hosts = test_runtimes.two_hosts  # a fixture
 
 LISTENS = "0A"
 """The state of a listening socket in /proc/net/tcp."""

@@ -3,7 +3,6 @@
 import gc
 import importlib.metadata
 import os
-import socket
 import subprocess
 import sys
 import tomllib
@@ -15,10 +14,10 @@ import pytest
 
 import choreo
 from choreo import cli
-from choreo.cluster import Cluster, Host
 from choreo.errors import RunError
 from choreo.host.packages import packages_of
 from choreo.runtime.versions import Differences, Versions, compare, cpu_of, this_machine
+from hosts import Agent, make_token
 from tiny import Tiny
 
 HERE = Versions(packages={"jax": "0.10.2", "python": "3.11.4"}, cpu="Xeon", cpu_features="abc", xla_flags="")
@@ -28,22 +27,8 @@ OTHER_FLAGS = "--xla_cpu_enable_fast_min_max=true"
 @contextmanager
 def agent(tmp_path, **variables):
     """Another "host": an agent whose environment variables differ, here on loopback."""
-    token = tmp_path / "token"
-    token.write_text(os.urandom(16).hex())
-    token.chmod(0o600)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "choreo", "agent", "--address", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(
-        [*command, "--token-file", str(token)], stdout=subprocess.PIPE, text=True, env=os.environ | variables
-    )
-    try:
-        assert process.stdout is not None and "Waiting" in process.stdout.readline()
-        yield Cluster(hosts=(Host(address="127.0.0.1", port=port, cpus=2),), token_file=token)
-    finally:
-        process.terminate()
-        process.communicate()
+    with Agent(make_token(tmp_path), **variables) as started:
+        yield started.cluster
 
 
 @pytest.fixture

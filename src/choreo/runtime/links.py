@@ -53,11 +53,17 @@ class Links:
         """Address and public key for others, if this worker has channels over TCP."""
         return self.listener and [self.listener.address, self.listener.keys.public.decode()]
 
+    def meet(self, cards: dict[str, list[str]]) -> None:
+        """Let the others in. Nobody may connect before all have done this."""
+        if self.listener is not None:
+            self.listener.admit({key.encode(): name for name, (_, key) in cards.items()})
+
     def connect(self, cards: dict[str, list[str]]) -> None:
         """Open the channels over TCP: in the same order everywhere, since both ends wait for each other."""
+        if self.listener is None:
+            return
         from choreo.runtime.tcp import connect
 
-        self.listener.admit({key.encode(): name for name, (_, key) in cards.items()})
         for sender, receiver, kind, _, slot_bytes, slots in self.remote:
             name, sizes = f"{sender} -> {receiver}{kind}", {"slot_bytes": slot_bytes, "slots": slots}
             if sender == self.me:

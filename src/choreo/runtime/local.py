@@ -214,6 +214,8 @@ class Local:
             cards = {name: header["card"] for name, header in heard.items() if header["card"]}
             meet_at = {header["group"]: header["meet_at"] for header in heard.values() if header["meet_at"]}
             self._tell({"kind": "cards", "cards": cards, "meet_at": meet_at})
+            self._await("met", doing="starting", timeout_s=START_S)
+            self._tell({"kind": "connect"})
         self._await("ready", doing="starting", timeout_s=START_S)
 
     def _greet(self, *, allow_versions: bool, same_bits: bool) -> None:

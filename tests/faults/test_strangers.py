@@ -1,0 +1,508 @@
+"""What may knock at the ports of a run and of an agent: strangers, peers with the key and nonsense, men in the middle."""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import gymnasium
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+import choreo
+from choreo import envs
+from choreo.cluster import Cluster, Host
+from choreo.errors import RunError
+from choreo.runtime.agent import AGENT, COORDINATOR, Order
+from choreo.runtime.keys import KeyPair, show_key
+from choreo.runtime.local import Local
+from choreo.runtime.member import WorkerError
+from choreo.runtime.remote import RemoteProcess
+from choreo.runtime.sockets import Connections, context_of_process
+from choreo.runtime.wire import WireError, receive_frame, send_frame
+from faults.scenes import KEY, alone, assert_same_bits, cartpole, marked, play
+from hosts import Agent, Namespace, make_token
+from tiny import Carry, Tiny, Train
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""How ZeroMQ's clients begin."""
+TOO_MUCH = GREETING + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
+"""Then a command that announces to be of 2^63 bytes."""
+
+
+context_of_process().socket(zmq.PAIR).close()  # opens the files that ZeroMQ keeps, before a test looks for what it left
+
+
+@pytest.fixture
+def agent(tmp_path):
+    with Agent(make_token(tmp_path)) as started:
+        yield started
+
+
+def knock(stack: ExitStack, address: str, port: int, said: bytes) -> socket.socket:
+    stranger = stack.enter_context(socket.create_connection((address, port)))
+    with contextlib.suppress(OSError):  # it may have hung up already
+        stranger.sendall(said)
+    return stranger
+
+
+def run_there(agent: Agent, **options):
+    """A whole run whose environments and learner are workers of the agent."""
+    return play(Local(cartpole("fine x1"), cluster=agent.cluster, **options))
+
+
+class TestStrangers:
+    """They do not know the token."""
+
+    def test_a_thousand_at_once_keep_nobody_out(self, agent):
+        with ExitStack() as stack:
+            chance = random.Random(0)
+            for i in range(1000):
+                knock(stack, agent.address, agent.port, (b"", chance.randbytes(200), GREETING, TOO_MUCH)[i % 4])
+            assert_same_bits(run_there(agent), alone("fine x1"))
+        assert agent.process.poll() is None
+
+    def test_they_do_not_disturb_a_run(self, agent):
+        """At all ports of all its processes, while it goes on."""
+        with ExitStack() as stack:
+
+            def bother():
+                for process in psutil.Process(agent.process.pid).children():
+                    for port in {c.laddr.port for c in process.net_connections() if c.status == psutil.CONN_LISTEN}:
+                        ports.append(port)
+                        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(500), GREETING, TOO_MUCH, b"x" * 10**6):
+                            knock(stack, "127.0.0.1", port, said)
+
+            ports: list[int] = []
+            run = play(Local(cartpole("fine x1"), cluster=agent.cluster), halfway=bother)
+        assert_same_bits(run, alone("fine x1"))
+        assert len(ports) >= 2, "each of the two workers has a port for its coordinator"
+
+    def test_one_with_another_token_is_refused_and_told(self, agent, tmp_path):
+        (tmp_path / "other").mkdir()
+        cluster = Cluster(hosts=agent.cluster.hosts, token_file=make_token(tmp_path / "other"))
+        with pytest.raises(RunError) as caught:
+            Local(cartpole("fine x1"), cluster=cluster)
+        assert str(caught.value).startswith(
+            f"Whoever is at 127.0.0.1:{agent.port} is no agent with the token of this cluster.\n"
+            "Use the same token file on every host. Run there: choreo agent"
+        )
+
+    def test_an_address_without_an_agent(self, tmp_path):
+        agent = Agent(make_token(tmp_path))
+        agent.end()
+        with pytest.raises(RunError, match=rf"There is no agent at 127.0.0.1:{agent.port}: .*refused"):
+            Local(cartpole("fine x1"), cluster=agent.cluster)
+
+    def test_something_else_than_an_agent(self, tmp_path):
+        """It takes connections, and says nothing."""
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            host = Host(address="127.0.0.1", port=silent.getsockname()[1])
+            cluster = Cluster(hosts=(host,), token_file=make_token(tmp_path))
+            with pytest.raises(RunError, match="does not answer as an agent does"):
+                Local(cartpole("fine x1"), cluster=cluster)
+
+
+class TestPeersWithTheKey:
+    """They know the token, and talk nonsense: to the agent and to workers of their own run."""
+
+    def test_nonsense_does_not_end_an_agent(self, agent):
+        chance = random.Random(1)
+        order = {"run": "0", "name": "w", "host": "127.0.0.1", "key": KeyPair.new().public.decode(), "environment": {}}
+        good = json.dumps(order).encode()
+        wrong = [
+            b"", b"null", b"[]", b"{}", b"[" * 60_000, b"\xff\xfe", b"1" * 60_000, good[:-1], good + b"x",
+            *(json.dumps(order | {name: value}).encode() for name in order for value in (None, 7, [], "\0", "\n", "x" * 50_000)),
+            json.dumps(order | {"host": "no-such-host.invalid"}).encode(),
+            json.dumps(order | {"environment": {"A=B": "1"}}).encode(),
+            json.dumps(order | {"environment": {"": "1"}}).encode(),
+            *(mutated(good, chance) for _ in range(200)),
+        ]  # fmt: skip
+        with friend(agent) as dealer:
+            for data in wrong:
+                dealer.send(data)
+            dealer.send_multipart([b"two", b"parts"])
+            dealer.send(b"x" * (1 << 20))  # too long: this connection is closed
+        assert_same_bits(run_there(agent), alone("fine x1"))
+        assert agent.process.poll() is None
+        logged = agent.end()
+        assert "Refused 127.0.0.1: ValueError('an order with other parts')" in logged
+        assert "Traceback" not in logged
+
+    def test_nonsense_to_its_own_worker_ends_that_one_only(self, agent):
+        """Another run of the same agent goes on."""
+        local = Local(cartpole("fine x1"), cluster=agent.cluster)
+
+        def halfway():
+            for nonsense in (b"\xff" * 8 + b"{}", len(b"{}").to_bytes(8, "big") + b"{}", os.urandom(5000)):
+                process = RemoteProcess(agent.host, agent.token.read_bytes())
+                keys = KeyPair.new()
+                with contextlib.closing(process):
+                    process.spawn("mine", {}, run="0", key=keys.public)
+                    tunnel = process.reach_worker("mine", keys, time.monotonic() + 60)
+                    with contextlib.closing(tunnel):
+                        tunnel.sendall(nonsense)
+                        assert process.wait(30) is not None, "the worker has ended"
+
+        assert_same_bits(play(local, halfway=halfway), alone("fine x1"))
+        assert agent.process.poll() is None
+
+    def test_nonsense_from_a_worker_ends_its_run_with_its_name(self):
+        local = Local(cartpole("fine x1"))
+        with contextlib.closing(local):
+            local.start(KEY)
+            there, here = socket.socketpair()
+            member = local.members["env-0"]
+            with there, member.control:
+                local._stop_listening(member)
+                member.control, member.talks = here, True
+                local._watch(here.fileno(), member, "control")
+                there.sendall(b"\xff" * 16)
+                with pytest.raises(RunError, match="announces a header of 18,446,744,073,709,551,615 bytes") as caught:
+                    local.run(0, 1)
+            assert caught.value.places["worker"] == "env-0"
+
+
+def mutated(data: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        changed[chance.randrange(len(changed))] = chance.randrange(256)
+    try:
+        Order.read(bytes(changed))
+    except ValueError:
+        return bytes(changed)
+    return b""  # still an order; workers for nobody would be started
+
+
+@contextlib.contextmanager
+def friend(agent: Agent):
+    """A connection of somebody who knows the token."""
+    token = agent.token.read_bytes()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.set(zmq.LINGER, 1000)
+        show_key(dealer, KeyPair.from_token(token, COORDINATOR), KeyPair.from_token(token, AGENT).public)
+        connections = Connections(dealer)
+        dealer.connect(f"tcp://{agent.address}:{agent.port}")
+        assert connections.await_welcome(time.monotonic() + 10)
+        connections.close()
+        yield dealer
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 8, b"\0" * 7 + b"\2{]", b"\0" * 7 + b"\2{}", b"\0" * 7 + b"\1" + b"7"])
+def test_what_is_no_frame_is_refused(data):
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(data)
+        with pytest.raises(WireError):
+            receive_frame(here)
+
+
+@pytest.mark.parametrize(
+    "arrays", [[[[2**60], "float32"]], [[[-1], "float32"]], [["x", "float32"]], [[[1], "object"]], 3]
+)
+def test_a_header_with_impossible_arrays_is_refused(arrays):
+    here, there = socket.socketpair()
+    with here, there:
+        text = json.dumps({"kind": "ran", "arrays": arrays}).encode()
+        there.sendall(len(text).to_bytes(8, "big") + text)
+        with pytest.raises(WireError, match="header makes no sense"):
+            receive_frame(here)
+        send_frame(there, {"kind": "ran"}, [np.ones(3)])
+        assert receive_frame(here)[1][0].tolist() == [1, 1, 1]
+
+
+class TestManInTheMiddle:
+    """Relays what passes between a coordinator and an agent, and adds to it."""
+
+    def test_who_injects_is_refused(self, agent):
+        """His bytes end the connection: before the handshake the run is refused, later it is lost. They are never read."""
+        with Relay(agent.port) as relay:
+            host = Host(address="127.0.0.1", port=relay.port)
+            local = Local(cartpole("fine x1"), cluster=Cluster(hosts=(host,), token_file=agent.token))
+            with contextlib.closing(local):
+                local.start(KEY)
+                relay.inject(b"\x04\x20" + b"\x07MESSAGE" + bytes(24))  # a frame as CURVE has it, with a seal of zeros
+                relay.inject(b"\x00\x05spawn")  # one that is not encrypted
+                with pytest.raises(WorkerError):
+                    for i in itertools.count():
+                        local.run(i, i + 1)
+        assert_same_bits(run_there(agent), alone("fine x1"))
+        assert "started" in agent.end()
+
+    def test_who_pretends_to_be_the_agent_gets_nothing(self, tmp_path):
+        """He lets everybody in, and has a key; but not the agent's."""
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+            impostor.set(zmq.CURVE_SERVER, 1)
+            impostor.set(zmq.CURVE_SECRETKEY, KeyPair.new().secret)
+            host = Host(address="127.0.0.1", port=impostor.bind_to_random_port("tcp://127.0.0.1"))
+            cluster = Cluster(hosts=(host,), token_file=make_token(tmp_path))
+            with pytest.raises(RunError, match="is no agent with the token of this cluster"):
+                Local(cartpole("fine x1"), cluster=cluster)
+            assert not impostor.poll(100)
+
+
+class Relay:
+    """All connections to a port, passed on to another one."""
+
+    def __init__(self, to: int):
+        self.to, self.listener = to, socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.threads = [threading.Thread(target=self._accept)]
+        self.threads[0].start()
+
+    def inject(self, data: bytes) -> None:
+        """Into every connection, both ways."""
+        for each in itertools.chain(*self.pairs):
+            with contextlib.suppress(OSError):
+                each.sendall(data)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self.listener.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self.to))
+                self.pairs.append((near, far))
+                for ends in ((near, far), (far, near)):
+                    self.threads.append(threading.Thread(target=self._pass_on, args=ends))
+                    self.threads[-1].start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> "Relay":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self.listener, *itertools.chain(*self.pairs)):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self.threads:
+            thread.join()
+
+
+CANARIES = {
+    name: f"canary-of-{name}-".encode().ljust(28, b"z")
+    for name in ("closure", "observations", "parameters", "variable")
+}
+IN_CLEAR = b"this canary flies in the open"
+
+
+def secretive(canary: str, seen: np.ndarray):
+    """Environments with a secret in the closure of their factory, and one in each observation."""
+
+    class Secretive(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-np.inf, np.inf, seen.shape, np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+        secret = canary
+
+        def reset(self, *, seed=None, options=None):
+            return seen, {}
+
+        def step(self, action):
+            return seen, 1.0, False, False, {}
+
+    return Secretive
+
+
+def pattern(canary: bytes) -> np.ndarray:
+    """Its bytes as numbers; all are finite."""
+    return np.frombuffer(canary, np.float32)
+
+
+class Marked(Tiny):
+    """Its weights are a canary, and stay it."""
+
+    def init(self, env, key):
+        carry = super().init(env, key)
+        weights = jnp.asarray(np.tile(pattern(CANARIES["parameters"]), 2).reshape(7, 2))
+        return Carry(Train(weights, carry.train.iterations), carry.position)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to record what crosses a network needs root")
+def test_nothing_readable_crosses_between_hosts(tmp_path, monkeypatch):
+    """A run between two hosts is recorded, and searched for canaries: token, variables, closure, observations, weights."""
+    environment = Local._environment
+    monkeypatch.setattr(
+        Local, "_environment", lambda self, name: environment(self, name) | {"CANARY": CANARIES["variable"].decode()}
+    )
+    factory = secretive(CANARIES["closure"].decode(), pattern(CANARIES["observations"]))
+    algo = Marked(unroll=4, learning_rate=0.0)
+    the_plan = choreo.plan(algo, envs.from_factory(factory, 4), choreo.coarse(2))
+    with Namespace() as there, Recorder(there.cable) as recorder:
+        token = make_token(tmp_path)
+        with Agent(token, address=there.address, port=there.port, enter=there.enter) as agent:
+            hosts = (
+                Host(address=there.gateway, cpus=1),
+                Host(address=there.address, port=agent.port, cpus=1),
+            )
+            local = Local(the_plan, cluster=Cluster(hosts=hosts, token_file=token))
+            with contextlib.closing(local):
+                local.start(KEY)
+                local.run(0, 3)
+                weights = np.asarray(local.carry().train.weights)
+                assert {member.process.poll() for member in local.members.values()} == {None}
+            send_in_clear(there)
+            key_there = KeyPair.from_token(token.read_bytes(), AGENT)
+        recorded = recorder.stop()
+    assert weights.tobytes() == 2 * CANARIES["parameters"], "the canary was a weight all the time"
+    assert len(recorded) > 20_000
+    assert IN_CLEAR in recorded, "the recorder hears what crosses"
+    secrets = CANARIES | {
+        "token": token.read_bytes(),
+        "half a token": token.read_bytes()[8:24],
+        "key": key_there.secret,
+    }
+    assert not [name for name, canary in secrets.items() if canary in recorded or canary[4:20] in recorded]
+    assert b"cloudpickle" not in recorded and b"stablehlo" not in recorded
+
+
+def send_in_clear(there: Namespace) -> None:
+    with socket.create_server((there.gateway, 0)) as server:
+        code = f"import socket; s = socket.create_connection(('{there.gateway}', {server.getsockname()[1]})); s.sendall({IN_CLEAR!r})"
+        subprocess.run([*there.enter, sys.executable, "-c", code], check=True)
+        server.accept()[0].close()
+
+
+class Recorder:
+    """Everything that passes through a network device, as one run of bytes for each direction of each connection."""
+
+    def __init__(self, device: str):
+        self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+        self.socket.setsockopt(socket.SOL_SOCKET, 33, 1 << 28)  # SO_RCVBUFFORCE: lose nothing
+        self.socket.bind((device, 0))
+        self.socket.settimeout(0.2)
+        self.streams: dict[bytes, bytearray] = {}
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=self._record)
+
+    def __enter__(self) -> "Recorder":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.socket.close()
+
+    def stop(self) -> bytes:
+        self.stopping.set()
+        self.thread.join()
+        return b"\n".join(self.streams.values())
+
+    def _record(self) -> None:
+        while not self.stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                packet = self.socket.recv(1 << 20)
+                ip = packet[14:]
+                if packet[12:14] == b"\x08\x00" and ip[9] == socket.IPPROTO_TCP:
+                    tcp = ip[4 * (ip[0] & 15) : int.from_bytes(ip[2:4], "big") or None]
+                    self.streams.setdefault(ip[12:20] + tcp[:4], bytearray()).extend(tcp[4 * (tcp[12] >> 4) :])
+
+
+class TestWhatWentWrongElsewhere:
+    """is said here."""
+
+    def test_a_worker_that_cannot_start(self, tmp_path):
+        """Its traceback comes here, not to a console over there."""
+        broken = tmp_path / "site" / "ml_dtypes"
+        broken.mkdir(parents=True)
+        (broken / "__init__.py").write_text("raise ImportError('this installation is broken')")
+        (tmp_path / "site" / "zmq").mkdir()
+        (tmp_path / "site" / "sitecustomize.py").write_text(
+            "import sys\nif 'choreo.worker' in sys.orig_argv: raise SystemExit('this installation is broken')"
+        )
+        with Agent(make_token(tmp_path), PYTHONPATH=str(tmp_path / "site")) as agent:
+            with pytest.raises(RunError) as caught:
+                Local(cartpole("fine x1"), cluster=agent.cluster)
+        assert re.match(
+            r"`env-0` on 127\.0\.0\.1 did not start: it ended with exit code 1\. Its output:\n", str(caught.value)
+        )
+        assert "this installation is broken" in str(caught.value)
+
+    def test_a_worker_that_is_killed(self, agent):
+        said = []
+        local = Local(cartpole("fine x1"), cluster=agent.cluster, on_output=lambda *line: said.append(line))
+        with contextlib.closing(local):
+            local.start(KEY)
+            os.kill(local.members["env-0"].process.pid, signal.SIGKILL)
+            with pytest.raises(
+                WorkerError, match=r"Worker `env-0` \(process \d+ on 127\.0\.0\.1\) was killed by SIGKILL"
+            ):
+                local.run(0, 100)
+
+    @pytest.mark.parametrize("who", ["env-0", "actor+buffer+learner"])
+    def test_a_worker_that_is_frozen(self, agent, who):
+        local = Local(cartpole("fine x1"), cluster=agent.cluster)
+        with contextlib.closing(local):
+            local.start(KEY)
+            os.kill(local.members[who].process.pid, signal.SIGSTOP)
+            with pytest.raises(WorkerError) as caught:
+                local.run(0, 100)
+        assert str(caught.value).startswith(f"Nothing heard from `{who}` (process "), str(caught.value)
+        assert "It is stopped, its machine is overloaded or asleep, or the network between them is cut." in str(
+            caught.value
+        )
+
+    def test_a_frozen_worker_of_this_machine_over_tcp(self):
+        local = Local(cartpole("fine x1"), carrier="tcp")
+        with contextlib.closing(local):
+            local.start(KEY)
+            os.kill(local.members["env-0"].process.pid, signal.SIGSTOP)
+            with pytest.raises(WorkerError, match="Nothing heard from `env-0` .* for 5 s, said `actor"):
+                local.run(0, 100)
+
+    def test_a_coordinator_that_is_killed_takes_its_workers_with_it(self, agent, mark, tmp_path):
+        """Also one that is stopped, and cannot hear of it."""
+        file = tmp_path / "cluster.toml"
+        file.write_text(f'token_file = "token"\n[[hosts]]\naddress = "127.0.0.1"\nport = {agent.port}\ncpus = 2\n')
+        coordinator = subprocess.Popen(
+            [sys.executable, "-m", "choreo", "train", "a2c", "CartPole-v1", "--layout", "fine", "--cluster", str(file),
+             "--steps", "100000000", "--out", str(tmp_path / "run"), "--quiet"],
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+        with coordinator:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            workers = psutil.Process(agent.process.pid).children()
+            assert len(workers) == 2
+            workers[0].suspend()
+            coordinator.kill()
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert not alive
+        logged = agent.end()
+        assert re.search(
+            r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  run [0-9a-f]{8} of 127.0.0.1, `env-0`: started, process \d+\.",
+            logged,
+            re.M,
+        )
+        assert re.search(r"`env-0`: its coordinator is gone\.", logged)
+        assert re.search(r"`env-0`: ended with exit code -9 after \d+ s\.", logged)
+        assert [line for line in marked(mark) if "choreo.worker" in line] == []
+
+
+def test_an_agent_listens_on_loopback_unless_told_otherwise(tmp_path):
+    port = 20_000 + os.getpid() % 20_000
+    command = [sys.executable, "-m", "choreo", "agent", "--port", str(port), "--token-file", str(make_token(tmp_path))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith(f"Waiting for coordinators at 127.0.0.1:{port}.")
+        (listening,) = [c for c in psutil.Process(process.pid).net_connections() if c.status == psutil.CONN_LISTEN]
+        process.terminate()
+    assert listening.laddr.ip == "127.0.0.1"
