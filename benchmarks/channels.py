@@ -17,11 +17,12 @@ import time
 import numpy as np
 
 from choreo.runtime.channel import ChannelError, EndOfChannel
+from choreo.runtime.keys import KeyPair
 from choreo.runtime.shm import ShmReceiver, ShmSender, make_shm_channel
 from choreo.runtime.tcp import TcpListener, connect
 
 SIZES = {"128B": 128, "4KB": 4096, "1MB": 1 << 20}
-TOKEN = b"a benchmark has no secrets"
+DRIVER, ECHO = (KeyPair.from_token(b"a benchmark has no secrets", label) for label in ("driver", "echo"))
 CASES = [
     *((way, size, pairs) for way in ("sleep", "spin") for size in SIZES for pairs in (1, 2)),
     *(("bell", size, 1) for size in ("128B", "4KB")),
@@ -116,9 +117,11 @@ def open_shm(way, ends):
 
 def open_tcp(address):
     if address:
-        receiver = connect(address, "out", TOKEN, end="receiver", peer="driver")
-        return connect(address, "back", TOKEN, peer="driver"), receiver
-    with TcpListener.open("127.0.0.1", token=TOKEN) as listener:
+        known = {"keys": ECHO, "peer": "driver", "peer_key": DRIVER.public}
+        receiver = connect(address, "out", end="receiver", **known)
+        return connect(address, "back", **known), receiver
+    with TcpListener.open("127.0.0.1", keys=DRIVER) as listener:
+        listener.admit({ECHO.public: "echo"})
         print(listener.address, flush=True)
         sender = listener.accept_channel("out", end="sender", peer="echo")
         return sender, listener.accept_channel("back", peer="echo")
