@@ -23,7 +23,7 @@ import zmq
 
 import choreo
 from choreo import envs
-from choreo.cluster import Cluster, Host
+from choreo.cluster import Cluster, ClusterError, Host
 from choreo.errors import RunError
 from choreo.runtime.agent import AGENT, COORDINATOR, Order
 from choreo.runtime.keys import KeyPair, show_key
@@ -421,10 +421,7 @@ class TestWhatWentWrongElsewhere:
 
     def test_a_worker_that_cannot_start(self, tmp_path):
         """Its traceback comes here, not to a console over there."""
-        broken = tmp_path / "site" / "ml_dtypes"
-        broken.mkdir(parents=True)
-        (broken / "__init__.py").write_text("raise ImportError('this installation is broken')")
-        (tmp_path / "site" / "zmq").mkdir()
+        (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(
             "import sys\nif 'choreo.worker' in sys.orig_argv: raise SystemExit('this installation is broken')"
         )
@@ -435,6 +432,27 @@ class TestWhatWentWrongElsewhere:
             r"`env-0` on 127\.0\.0\.1 did not start: it ended with exit code 1\. Its output:\n", str(caught.value)
         )
         assert "this installation is broken" in str(caught.value)
+
+    def test_one_of_two_workers_cannot_be_reached(self, agent, monkeypatch):
+        """The other one, which was reached, does not stay behind."""
+        reach = RemoteProcess.reach_worker
+
+        def reach_one(process, name, keys, deadline):
+            return reach(process, name, keys if name == "env-0" else KeyPair.new(), time.monotonic() + 2)
+
+        monkeypatch.setattr(RemoteProcess, "reach_worker", reach_one)
+        with pytest.raises(
+            RunError, match="`actor.buffer.learner` on 127.0.0.1 has started, but nobody with the worker's key"
+        ):
+            Local(cartpole("fine x1"), cluster=agent.cluster)
+        gone = time.monotonic() + 10
+        while (left := psutil.Process(agent.process.pid).children()) and time.monotonic() < gone:
+            time.sleep(0.05)
+        assert not left
+
+    def test_a_cluster_with_agents_and_no_token(self, agent):
+        with pytest.raises(ClusterError, match="hosts with an agent, which asks for a token, and no token_file"):
+            Local(cartpole("fine x1"), cluster=Cluster(hosts=agent.cluster.hosts))
 
     def test_a_worker_that_is_killed(self, agent):
         said = []

@@ -25,7 +25,7 @@ import zmq
 
 from choreo.errors import RunError
 from choreo.runtime.keys import KeyPair, doorkeeper
-from choreo.runtime.sockets import Connections, bind, context_of_process, fd_of
+from choreo.runtime.sockets import Connections, bind, context_of_process, fd_of, keep_alive
 
 AGENT, COORDINATOR = "agent", "coordinator"
 """The labels of the two pairs of keys that come from the token."""
@@ -35,8 +35,6 @@ OUTPUT_BYTES = 16 * 1024
 """Of a worker's output, sent at once."""
 LOOK_S = 0.5
 """How often an agent looks for workers that ended without closing their output."""
-SILENCE_S = 6.0
-"""After how long without a heartbeat a coordinator counts as gone."""
 
 
 def serve(address: str, port: int, token: bytes) -> int:
@@ -61,11 +59,10 @@ class Agent:
             (zmq.MAXMSGSIZE, MAX_BYTES),
             (zmq.RCVHWM, 16),
             (zmq.ROUTER_MANDATORY, 1),
-            (zmq.HEARTBEAT_IVL, 1000),
-            (zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S)),
             (zmq.LINGER, 0),
         ):
             self._socket.set(option, value)
+        keep_alive(self._socket)
         coordinator = KeyPair.from_token(token, COORDINATOR)
         doorkeeper().admit_keys(self._socket, KeyPair.from_token(token, AGENT), {coordinator.public: COORDINATOR})
         self._connections = Connections(self._socket)

@@ -32,7 +32,7 @@ import numpy as np
 import zmq
 
 from choreo._compat import is_key, key_impl
-from choreo.cluster import Cluster
+from choreo.cluster import Cluster, ClusterError
 from choreo.errors import ChoreoError, PartitionError
 from choreo.partition.program import HostCall, Segment, Transfer, walk
 from choreo.plans import Plan, array_type, exported
@@ -234,23 +234,30 @@ class Local:
 
     def _start_workers(self, fds: dict[str, list[int]]) -> None:
         """Start all, then wait for those on other hosts; `fds` are the descriptors that each inherits."""
-        remote = {name: RemoteProcess(host, self._token()) for name, host in self.hosts.items() if host.port}
-        with contextlib.ExitStack() as stack:
-            for process in remote.values():
-                stack.callback(process.close)
-            keys, run, deadline = KeyPair.new(), secrets.token_hex(4), time.monotonic() + START_S
-            for name, process in remote.items():
-                process.spawn(name, self._environment(name), run=run, key=keys.public)
+        keys, run, deadline = KeyPair.new(), secrets.token_hex(4), time.monotonic() + START_S
+        asked: dict[str, RemoteProcess] = {}
+        try:
+            for name, host in self.hosts.items():
+                if host.port:
+                    asked[name] = RemoteProcess(host, self._token())
+                    asked[name].spawn(name, self._environment(name), run=run, key=keys.public)
             for name in self.workers:
-                if name not in remote:
+                if name not in asked:
                     self._add(self._local_worker(name, fds[name]))
-            for name, process in remote.items():
-                self._add(Member(name, process, process.reach_worker(name, keys, deadline)))
-            stack.pop_all()  # they are members now
+            for name in list(asked):
+                self._add(Member(name, asked[name], asked[name].reach_worker(name, keys, deadline)))
+                del asked[name]
+        finally:
+            for process in asked.values():  # those that are not members
+                process.close()
         self.members = {name: self.members[name] for name in self.workers}
 
     def _token(self) -> bytes:
-        assert self.token is not None, "a cluster with agents has a token"
+        if self.token is None:
+            raise ClusterError(
+                "The cluster has hosts with an agent, which asks for a token, and no token_file.",
+                fix='Give it one: Cluster(hosts=..., token_file="token").',
+            )
         return self.token
 
     def _local_worker(self, name: str, fds: list[int]) -> Member:

@@ -10,7 +10,8 @@ from typing import Any
 from choreo import errors
 from choreo.errors import ChoreoError, RunError
 from choreo.runtime.remote import RemoteProcess
-from choreo.runtime.tunnel import SILENCE_S, Tunnel
+from choreo.runtime.sockets import SILENCE_S
+from choreo.runtime.tunnel import Tunnel
 
 LAST_LINES = 60
 """Of a worker's output, shown when it dies without a word: a traceback of every thread fits."""

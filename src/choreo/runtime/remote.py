@@ -17,13 +17,11 @@ from choreo.cluster import Host
 from choreo.errors import RunError
 from choreo.runtime.agent import AGENT, COORDINATOR
 from choreo.runtime.keys import KeyPair, show_key
-from choreo.runtime.sockets import Connections, connect, context_of_process, milliseconds_to
+from choreo.runtime.sockets import Connections, connect, context_of_process, keep_alive, milliseconds_to
 from choreo.runtime.tunnel import Tunnel
 
 HELLO_S = 10.0
 """How long an agent may take to answer."""
-SILENCE_S = 6.0
-"""After how long without a heartbeat an agent counts as lost."""
 
 
 class RemoteProcess:
@@ -41,10 +39,9 @@ class RemoteProcess:
             (zmq.LINGER, 0),
             (zmq.RCVHWM, 1000),
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # an agent that was lost is lost
-            (zmq.HEARTBEAT_IVL, 1000),
-            (zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S)),
         ):
             self.agent.set(option, value)
+        keep_alive(self.agent)
         show_key(self.agent, KeyPair.from_token(token, COORDINATOR), KeyPair.from_token(token, AGENT).public)
         self._connections = Connections(self.agent)
         try:
@@ -95,7 +92,7 @@ class RemoteProcess:
         if self._started is None:
             ended = "its agent is gone" if self.returncode is None else f"it ended with exit code {self.returncode}"
             raise RunError(f"{where} did not start: {ended}.{' Its output:' if printed else ''}{printed}",
-                           fix="Run the command there by hand: python -m choreo.worker")  # fmt: skip
+                           fix="Is Choreo installed there as it is here?")  # fmt: skip
         port, key = self._started
         try:
             return Tunnel.reach(self.host.address, port, keys, key, deadline)

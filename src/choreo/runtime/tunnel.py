@@ -15,14 +15,12 @@ import threading
 import zmq
 
 from choreo.runtime.keys import KeyPair, doorkeeper, show_key
-from choreo.runtime.sockets import Connections, bind, connect, context_of_process, fd_of, milliseconds_to
+from choreo.runtime.sockets import SILENCE_S, Connections, bind, connect, context_of_process, fd_of, milliseconds_to
 
 CHUNK_BYTES = 256 * 1024
 """A longer stream of bytes goes in several messages: a stranger cannot announce more, either."""
 WAITING = 64
-"""Messages that may wait to be transmitted, and to be read."""
-SILENCE_S = 6.0
-"""After how long without a heartbeat a peer counts as lost."""
+"""Messages that may wait to be transmitted."""
 
 
 class Tunnel:
@@ -33,10 +31,10 @@ class Tunnel:
         for option, value in (
             (zmq.MAXMSGSIZE, CHUNK_BYTES),
             (zmq.SNDHWM, WAITING),
-            (zmq.RCVHWM, WAITING),
+            (zmq.RCVHWM, 0),  # as heartbeats need it, see `keep_alive`
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # a connection that was cut is over
             (zmq.HEARTBEAT_IVL, 1000),
-            (zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_S)),
+            (zmq.HEARTBEAT_TIMEOUT, 1000 * SILENCE_S),
             (zmq.LINGER, 1000),
         ):
             self.socket.set(option, value)
