@@ -575,7 +575,7 @@ def test_what_is_described_is_rebuilt():
     network = functools.partial(networks.mlp, hidden=(8, 8))
     value = Nested(inner=Nested(widths=(), scale=float("inf")), network=network)
     text = tomli_w.dumps(registry.describe(value))
-    back = registry.rebuild(tomllib.loads(text), at="value")
+    back = registry.rebuild(tomllib.loads(text), at="value", trust=True)
     assert dataclasses.replace(back, network=None) == dataclasses.replace(value, network=None)
     assert (back.network.func, back.network.keywords) == (network.func, network.keywords)
 
@@ -589,7 +589,7 @@ def test_every_layout_is_rebuilt():
 
 def test_a_name_that_is_gone_says_so():
     with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which is gone"):
-        registry.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm")
+        registry.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
 
 
 def test_a_plan_by_names():

@@ -136,7 +136,7 @@ def test_check_env_shows_what_an_environment_raised():
 def test_what_a_run_writes_down_makes_an_equal_environment(make, kwargs):
     described = registry.describe_environment(make())
     assert described == described | kwargs
-    assert registry.rebuild_environment(described) == make()
+    assert registry.rebuild_environment(described, trust=True) == make()
 
 
 def test_a_lambda_cannot_be_written_down():
@@ -153,11 +153,11 @@ def test_a_file_of_the_users(tmp_path):
     env = registry.environment(f"{file}:make_env", 2, length=4)
     described = registry.describe_environment(env)
     assert described == {"name": f"{file}:make_env", "num_envs": 2, "kwargs": {"length": 4}}
-    assert registry.rebuild_environment(described) == env and env.name == "make_env"
+    assert registry.rebuild_environment(described, trust=True) == env and env.name == "make_env"
     with pytest.raises(UnknownNameError, match="no name in .*my_env.py `make_evn`"):
         registry.environment(f"{file}:make_evn")
     with pytest.raises(RunError, match="`environment` of this run is `.*gone.py:make_env`, which is gone"):
-        registry.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2})
+        registry.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2}, trust=True)
 
 
 def test_what_a_factory_may_also_make():
