@@ -249,7 +249,11 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
             "`environment` of this run needs a text `name`, and `kwargs` that are a table",
         ),
         ('name = "coarse"', "nam = 3", "`layout` of this run cannot be made again: there is no `nam` in `Layout`.\n"),
-        ('class = "Layout"', 'class = "Layuot"', "`layout.class` of this run is `Layuot`. There is no public name `Layuot`.\n"),
+        (
+            'class = "Layout"',
+            'class = "Layuot"',
+            "`layout.class` of this run is `Layuot`. There is no public name `Layuot`.\n",
+        ),
     ],
 )
 def test_a_broken_file_says_where(capsys, old, new, message):

@@ -72,9 +72,10 @@ class TensorBoard:
 
     @staticmethod
     def check(folder: Path) -> None:
-        if (folder / "tensorboard").is_symlink():
+        place = folder / "tensorboard"
+        if place.is_symlink() or (place.exists() and not place.is_dir()):
             raise RunError(
-                f"{folder / 'tensorboard'} is not touched: it is a symbolic link.",
+                f"{place} is not touched: it is {'a symbolic link' if place.is_symlink() else 'no folder'}.",
                 fix="Remove it, if you do not know what it is for.",
             )
         try:
