@@ -223,7 +223,7 @@ def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, An
     return options
 
 
-def _init_from(*, path: str, params_hash: str) -> InitFrom:
+def _init_from(*, path: Any, params_hash: Any) -> InitFrom:
     if not isinstance(path, str) or not isinstance(params_hash, str):
         raise TypeError("`path` and `params_hash` are texts")
     return InitFrom(path=path, params_hash=params_hash)
@@ -232,9 +232,10 @@ def _init_from(*, path: str, params_hash: str) -> InitFrom:
 def _check_fields(described: Mapping[str, Any], file: str | Path, trust: bool) -> None:
     """Refuse hyper-parameters that the algorithm does not have, and numbers that are none."""
     fields = described.get("fields", {})
-    if "class" not in described or not isinstance(fields, dict):
+    target = described.get("class")
+    if not isinstance(target, str) or not isinstance(fields, dict):
         return  # `rebuild` says what it was
-    cls: Any = registry.rebuild({"name": described["class"]}, at="algorithm", trust=trust)
+    cls: Any = registry.finder(target, "algorithm.class", trust)()
     if not dataclasses.is_dataclass(cls):
         return  # `registry.algorithm` refuses it
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}

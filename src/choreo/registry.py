@@ -328,11 +328,11 @@ def maker(data: Any, *, at: str, trust: bool = False) -> Make:
         case {"dict": dict(items)}:
             return _mapping(items, at, trust)
         case {"name": str(target)}:
-            return _finder(target, f"{at}.name", trust)
+            return finder(target, f"{at}.name", trust)
         case {"class": str(target)}:
             if not isinstance(data.get("fields", {}), dict):
                 return _refuser(f"`{at}.fields` is no table.")
-            make, fields = _finder(target, f"{at}.class", trust), _mapping(data.get("fields", {}), at, trust)
+            make, fields = finder(target, f"{at}.class", trust), _mapping(data.get("fields", {}), at, trust)
             return lambda: _made(make(), fields(), at)
         case {"partial": func, "args": list(args), "kwargs": dict(kwargs)}:
             if not trust and (args or not _is_public_function(func)):
@@ -358,7 +358,7 @@ def _mapping(items: dict[str, Any], at: str, trust: bool) -> Make:
     return lambda: {name: make() for name, make in makers.items()}
 
 
-def _finder(target: str, at: str, trust: bool) -> Make:
+def finder(target: str, at: str, trust: bool) -> Make:
     """What finds a class or function by its public name or, with `trust`, by where it is."""
     if target in public_names.table():
         return lambda: public_names.table()[target]

@@ -92,7 +92,7 @@ def payloads(scratch: Path) -> list[Any]:
     return [
         # Code, as text.
         "subprocess:Popen", "os:system", "evil.py:x", "./evil.py:x", f"{scratch}/evil.py:x", "evil_module:Id-v0",
-        "evil_module:make", "gymnasium:evil_module:Id-v0", "gymnax:evil.py:x", "GymV26Environment-v0", touch,
+        "evil_module:make", "gymnasium:evil_module:Id-v0", "gymnax:evil.py:x", "GymV26Environment-v0", "this:s", touch,
         # Code, as tables.
         popen, {"name": "os:system"}, {"class": "evil_module:Algo"}, {"name": f"{scratch}/evil.py:x"},
         {"name": "evil_module:make", "num_envs": 2}, {"name": "evil_module:Id-v0", "num_envs": 2},
@@ -271,16 +271,17 @@ def main() -> None:
     for command, step in commands.items():
         cases = every if command in ("load", "compare") else [case for case in every if not case[1].startswith(IGNORED)]
         for folder, what, change in cases[::step]:
-            watch.case, watch.seen = f"{command} {folder}: {what}", []
+            watch.case, watch.seen, known = f"{command} {folder}: {what}", [], set(sys.modules)
             said = _open_copy(scratch, folder, command, change, watch)
             watch.case, count = None, count + 1
             said += [f"{file} was made" for file in ("CANARY", "elsewhere/gone") if (scratch / file).exists()]
             if (scratch / "elsewhere" / "victim").read_bytes() != b"precious":
                 said.append("the victim was changed")
+            said += [f"{module} was imported" for module in set(sys.modules) - known]
             if watch.seen or said:
                 wrong.append([f"{command} {folder}: {what}", *watch.seen, *said])
             (scratch / "CANARY").unlink(missing_ok=True)
-            for module in [name for name in sys.modules if "evil" in name]:
+            for module in [name for name in sys.modules if name == "this" or "evil" in name]:
                 del sys.modules[module]
     print(json.dumps({"count": count, "wrong": wrong}))
 
