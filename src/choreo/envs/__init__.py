@@ -46,12 +46,13 @@ def settings_of(env: Any) -> dict[str, Any] | None:
     """The settings with which `make(env.name, env.num_envs, **settings)` makes this environment; None if none do."""
     if not isinstance(env, VmapEnv):
         return None
-    if type(env.env) is BUILT_IN.get(env.name):
-        fields = {field.name: (getattr(env.env, field.name), field.default) for field in dataclasses.fields(env.env)}
+    one: Any = env.env
+    if type(one) is BUILT_IN.get(env.name):
+        fields = {field.name: (getattr(one, field.name), field.default) for field in dataclasses.fields(one)}
         return {name: value for name, (value, default) in fields.items() if value != default}
     from choreo.envs.gymnax import GymnaxEnv
 
-    return dict(env.env.params) if isinstance(env.env, GymnaxEnv) else None
+    return dict(one.params) if isinstance(one, GymnaxEnv) else None
 
 
 def names() -> list[str]:
