@@ -22,7 +22,7 @@ def opened(scratch: Any, *commands: str) -> dict[str, Any]:
     """What opening changed copies of the folders did, in a process of its own."""
     environ = os.environ | {"CHOREO_CACHE": "off", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, opening.__file__, str(scratch), *commands]
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3600, check=False)
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return json.loads(ran.stdout.splitlines()[-1])
 
