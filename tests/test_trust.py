@@ -18,7 +18,7 @@ import pytest
 import tomli_w
 
 import choreo
-from choreo import algos, envs, networks, public_names, registry
+from choreo import algos, descriptions, envs, networks, public_names, registry
 from choreo.cli import main
 from choreo.control_networks import deterministic
 from choreo.errors import RunError, UntrustedError
@@ -51,9 +51,9 @@ def test_a_public_name_has_no_colon_and_stands_for_one_thing():
     {"text": "x", "numbers": [1, 2.5, None, (True,)]},
 ], ids=str)  # fmt: skip
 def test_what_is_ours_is_data(value):
-    described = registry.describe(value)
+    described = descriptions.describe(value)
     assert ":" not in tomli_w.dumps({"x": described}).replace("::", "")
-    back = registry.rebuild(tomllib.loads(tomli_w.dumps({"x": described}))["x"], at="x")
+    back = descriptions.rebuild(tomllib.loads(tomli_w.dumps({"x": described}))["x"], at="x")
     assert repr(back) == repr(value)
 
 
@@ -64,9 +64,9 @@ def test_what_is_ours_is_data(value):
 ])  # fmt: skip
 def test_an_environment_that_is_data(name, kwargs):
     env = envs.make(name, 3, **kwargs)
-    described = tomllib.loads(tomli_w.dumps(registry.describe_environment(env)))
+    described = tomllib.loads(tomli_w.dumps(descriptions.describe_environment(env)))
     assert described["name"] == name.removeprefix("gymnasium:") and described["num_envs"] == 3
-    assert registry.rebuild_environment(described) == env
+    assert descriptions.rebuild_environment(described) == env
 
 
 def test_an_environment_of_the_users_within_ours_is_code():
@@ -75,11 +75,11 @@ def test_an_environment_of_the_users_within_ours_is_code():
         pass
 
     Long.__qualname__, globals()["Long"] = "Long", Long
-    described = registry.describe_environment(envs.VmapEnv(env=Long(), num_envs=2))
+    described = descriptions.describe_environment(envs.VmapEnv(env=Long(), num_envs=2))
     assert described["class"] == "VmapEnv"
     with pytest.raises(UntrustedError, match=r"`environment.env.class = .*test_trust.*:Long\"`"):
-        registry.rebuild_environment(described)
-    assert registry.rebuild_environment(described, trust=True) == envs.VmapEnv(env=Long(), num_envs=2)
+        descriptions.rebuild_environment(described)
+    assert descriptions.rebuild_environment(described, trust=True) == envs.VmapEnv(env=Long(), num_envs=2)
 
 
 @pytest.mark.parametrize("name", [
@@ -93,7 +93,7 @@ def test_an_environment_that_is_code(name):
                        additional_wrappers=(gymnasium.wrappers.TimeAwareObservation.wrapper_spec(),))  # fmt: skip
     try:
         with pytest.raises(UntrustedError, match=f'`environment.name = "{name}"`'):
-            registry.rebuild_environment({"name": name, "num_envs": 2})
+            descriptions.rebuild_environment({"name": name, "num_envs": 2})
     finally:
         del gymnasium.registry["Registered-v0"], gymnasium.registry["Wrapped-v0"]
 
@@ -101,7 +101,7 @@ def test_an_environment_that_is_code(name):
 def test_an_environment_that_nobody_knows_is_no_code():
     for name in ("CartPol-v1", "gymnax:CartPol-v1", "CartPole-v99"):
         with pytest.raises(RunError, match=f"`environment` of this run is `{name}`, which is gone"):
-            registry.rebuild_environment({"name": name, "num_envs": 2})
+            descriptions.rebuild_environment({"name": name, "num_envs": 2})
 
 
 @pytest.mark.parametrize("argument, value", [
@@ -110,7 +110,7 @@ def test_an_environment_that_nobody_knows_is_no_code():
 ])  # fmt: skip
 def test_an_argument_that_is_no_plain_data_is_code(argument, value):
     with pytest.raises(UntrustedError, match=f"`environment.kwargs.{argument} = "):
-        registry.rebuild_environment({"name": "CartPole-v1", "num_envs": 2, "kwargs": {argument: value}})
+        descriptions.rebuild_environment({"name": "CartPole-v1", "num_envs": 2, "kwargs": {argument: value}})
 
 
 @pytest.mark.parametrize("data, message", [
@@ -124,7 +124,7 @@ def test_an_argument_that_is_no_plain_data_is_code(argument, value):
 ])  # fmt: skip
 def test_an_environment_of_the_wrong_form(data, message):
     with pytest.raises(RunError, match=message):
-        registry.rebuild_environment(data)
+        descriptions.rebuild_environment(data)
 
 
 @pytest.mark.parametrize("data, message", [
@@ -144,7 +144,7 @@ def test_an_environment_of_the_wrong_form(data, message):
 ])  # fmt: skip
 def test_data_of_the_wrong_form(data, message):
     with pytest.raises(RunError, match=message):
-        registry.rebuild(data, at="x")
+        descriptions.rebuild(data, at="x")
 
 
 @pytest.mark.parametrize("data, entry", [
@@ -159,7 +159,7 @@ def test_data_of_the_wrong_form(data, message):
 ])  # fmt: skip
 def test_code_is_refused_by_its_entry(data, entry):
     with pytest.raises(UntrustedError) as error:
-        registry.maker(data, at="x")
+        descriptions.maker(data, at="x")
     assert entry in str(error.value) and "--trust" in str(error.value)
 
 

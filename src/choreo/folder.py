@@ -25,7 +25,7 @@ from typing import IO, Any
 import numpy as np
 import tomli_w
 
-from choreo import files, own_runs, registry
+from choreo import descriptions, files, own_runs
 from choreo.errors import RunError, printable
 
 Row = dict[str, float | int]
@@ -118,7 +118,7 @@ class RunFolder:
         """Write run.toml; one that names the user's code is put on the list of this account's own runs."""
         text = ("# Written by Choreo: everything needed to run this again.\n" + tomli_w.dumps(data)).encode()
         files.write_atomic(self.recipe, text)
-        if registry.names_code(data):
+        if descriptions.names_code(data):
             own_runs.remember(self.recipe, text)
 
     def read_recipe(self) -> dict[str, Any]:

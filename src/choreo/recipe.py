@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from choreo import own_runs, parts, public_names, registry
+from choreo import descriptions, own_runs, parts, public_names, registry
 from choreo.envs.base import Env
 from choreo.errors import RunError, UntrustedError, unknown_name
 from choreo.evaluate import check_act
@@ -147,9 +147,9 @@ class Recipe:
         versions = {name: importlib.metadata.version(name) for name in ("choreo", "jax", "jaxlib", "equinox", "optax")}
         return {
             "run": {name: value for name, value in options.items() if value is not None},
-            "algorithm": registry.describe(algo),
-            "environment": registry.describe_environment(env),
-            "layout": registry.describe(layout),
+            "algorithm": descriptions.describe(algo),
+            "environment": descriptions.describe_environment(env),
+            "layout": descriptions.describe(layout),
             "versions": versions | {"python": platform.python_version()} | ({"hosts": hosts} if hosts else {}),
         }
 
@@ -182,9 +182,9 @@ class Recipe:
                 )
         options = _checked_options(data["run"], file)
         try:
-            make_env = None if env is not None else registry.environment_maker(data["environment"], trust=trust)
-            make_algo = None if algo is not None else registry.maker(data["algorithm"], at="algorithm", trust=trust)
-            make_layout = registry.maker(data["layout"], at="layout", trust=trust)
+            make_env = None if env is not None else descriptions.environment_maker(data["environment"], trust=trust)
+            make_algo = None if algo is not None else descriptions.maker(data["algorithm"], at="algorithm", trust=trust)
+            make_layout = descriptions.maker(data["layout"], at="layout", trust=trust)
         except UntrustedError as error:
             raise UntrustedError(error.what, fix=error.fix, at=str(file)) from None
         if make_env is not None:
@@ -235,7 +235,7 @@ def _check_fields(described: Mapping[str, Any], file: str | Path, trust: bool) -
     target = described.get("class")
     if not isinstance(target, str) or not isinstance(fields, dict):
         return  # `rebuild` says what it was
-    cls: Any = registry.finder(target, "algorithm.class", trust)()
+    cls: Any = descriptions.finder(target, "algorithm.class", trust)()
     if not dataclasses.is_dataclass(cls):
         return  # `registry.algorithm` refuses it
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
