@@ -19,6 +19,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "CHOREO_TEST_RUN" not in os.environ:  # pytest itself; its workers inherit the folder
     # One new cache for the whole run: a program found in a user's cache is a program these tests did not compile.
     os.environ["CHOREO_TEST_RUN"] = os.environ["CHOREO_CACHE"] = tempfile.mkdtemp(prefix="choreo-tests-")
+    os.environ["XDG_STATE_HOME"] = os.path.join(
+        os.environ["CHOREO_CACHE"], "state"
+    )  # not the list of the user's own runs
     atexit.register(shutil.rmtree, os.environ["CHOREO_CACHE"], ignore_errors=True)
 os.environ["MPLBACKEND"] = "agg"
 

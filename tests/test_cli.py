@@ -246,16 +246,21 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
         (
             'name = "jax:CartPole-v1"',
             'nam = "jax:CartPole-v1"',
-            "`environment` cannot be made again from x/run.toml: 'name'.\n",
+            "`environment` of this run needs a text `name`, and `kwargs` that are a table",
         ),
-        ('name = "coarse"', "nam = 3", "`layout` cannot be made again from x/run.toml: "),
+        ('name = "coarse"', "nam = 3", "`layout` of this run cannot be made again: there is no `nam` in `Layout`.\n"),
+        (
+            'class = "Layout"',
+            'class = "Layuot"',
+            "`layout.class` of this run is `Layuot`. There is no public name `Layuot`.\n",
+        ),
     ],
 )
 def test_a_broken_file_says_where(capsys, old, new, message):
     file = Path(write_recipe("x"))
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new, 1))
-    err = fails(capsys, "train", str(file), code=1)
+    err = fails(capsys, "train", str(file), "--trust", code=1)
     assert err.startswith(f"RunError: {message}")
     assert os.listdir() == ["x"] and os.listdir("x") == ["run.toml"]
 

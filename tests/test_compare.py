@@ -17,7 +17,7 @@ from choreo.training import train as train_for_real
 STEPS = 1000
 ENV = {"name": "jax:CartPole-v1", "num_envs": 8}
 COARSE = {
-    "class": "choreo.layouts.base:Layout",
+    "class": "Layout",
     "fields": {
         "name": "coarse",
         "groups": {"tuple": [{"fields": {"replicas": 2}}, {"fields": {"replicas": {"none": True}}}]},
@@ -239,6 +239,26 @@ def test_what_is_refused(capsys):
 
 def test_a_line_that_is_no_row_is_named():
     folder = write_run("a", [10], [1])
-    folder.metrics.write_text('{"iteration": 0}\noops\n')
+    folder.metrics.write_text(f"{folder.metrics.read_text()}oops\n")
     with pytest.raises(RunError, match="Line 2 of a/metrics.jsonl is no row of metrics: 'oops'"):
         Record.read("a")
+
+
+@pytest.mark.parametrize("table", ["algorithm", "environment", "layout"])
+@pytest.mark.parametrize(
+    "value", ["text", [1], {"class": [1]}, {"fields": "x"}, {"fields": {"groups": {"tuple": [3, {}]}}}, {"kwargs": 3}]
+)
+def test_a_recipe_of_another_form_is_compared_all_the_same(table, value):
+    folder = write_run("a", [10], [1])
+    recipe = folder.read_recipe() | {table: value}
+    assert Comparison(
+        records=(Record(path=folder.path, recipe=recipe, rows=folder.read_metrics(), summary={}),), at_return=0.0
+    ).to_dict()
+
+
+def test_names_are_drawn_as_they_are_and_escaped(capsys):
+    folder = write_run("a$b$", [10], [1], env={"name": "$\\x", "num_envs": 2, "kwargs": {"x": "[red]$"}})
+    folder.path.rename("\x1b[2J$")
+    assert main(["compare", "\x1b[2J$", "\x1b[2J$", "-o", "compare.png"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\\x1b[2J$" in out and "$\\x (x=[red]$)" in out

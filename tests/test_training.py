@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import choreo
-from choreo import checkpoint, envs, loops, registry
+from choreo import checkpoint, descriptions, envs, loops, registry
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
 from choreo.folder import RunFolder
 from choreo.layouts import coarse, fused
@@ -574,8 +574,8 @@ def test_what_is_described_is_rebuilt():
 
     network = functools.partial(networks.mlp, hidden=(8, 8))
     value = Nested(inner=Nested(widths=(), scale=float("inf")), network=network)
-    text = tomli_w.dumps(registry.describe(value))
-    back = registry.rebuild(tomllib.loads(text), at="value")
+    text = tomli_w.dumps(descriptions.describe(value))
+    back = descriptions.rebuild(tomllib.loads(text), at="value", trust=True)
     assert dataclasses.replace(back, network=None) == dataclasses.replace(value, network=None)
     assert (back.network.func, back.network.keywords) == (network.func, network.keywords)
 
@@ -584,12 +584,12 @@ def test_every_layout_is_rebuilt():
     from choreo.layouts import PRESETS
 
     for preset in PRESETS.values():
-        assert registry.rebuild(registry.describe(preset()), at="layout") == preset()
+        assert descriptions.rebuild(descriptions.describe(preset()), at="layout") == preset()
 
 
 def test_a_name_that_is_gone_says_so():
     with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which is gone"):
-        registry.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm")
+        descriptions.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
 
 
 def test_a_plan_by_names():

@@ -41,6 +41,10 @@ def add_layout(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     add("--exact", action=argparse.BooleanOptionalAction, default=None, help=exact)
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trust", action="store_true", help="run the code that a run.toml of somebody else names")
+
+
 def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="last line of stdout: one JSON object; the rest to stderr")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -64,7 +68,7 @@ def parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argpa
     names = []
     while args and len(names) < 2 and not args[0].startswith("-"):
         names.append(args.pop(0))
-    recipe = _recipe(names, parser)
+    recipe = _recipe(names, parser, trust="--trust" in args)
     if "-h" in args or "--help" in args:
         parser.print_help()
         if names:
@@ -108,9 +112,13 @@ def env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, settings
 
 
-def _recipe(names: list[str], parser: argparse.ArgumentParser) -> Any:
+def _recipe(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -> Any:
     """The recipe in the run.toml that is named, if one is; its options become the defaults of the command."""
     if not names or not (names[0].endswith(".toml") or Path(names[0], "run.toml").is_file()):
+        if trust:
+            raise UsageError(
+                "--trust is for the run.toml of a run; what you name yourself is run.", fix="Leave it out."
+            )
         return None
     if not names[0].endswith(".toml"):
         raise UsageError(f"`{names[0]}` is a run folder.", fix=f"Name its file: {parser.prog} {names[0]}/run.toml")
@@ -120,11 +128,9 @@ def _recipe(names: list[str], parser: argparse.ArgumentParser) -> Any:
             fix="Give the algorithm and the environment by name, or only the file.",
         )
 
-    from choreo.folder import read_toml
     from choreo.recipe import Recipe
 
-    file = Path(names[0])
-    recipe = Recipe.from_toml(read_toml(file), file=file)
+    recipe = Recipe.read(Path(names[0]), trust=trust)
     options = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     parser.set_defaults(**options, num_envs=None)
     return recipe

@@ -10,7 +10,6 @@ arrays (an activation function) are not stored; they come from the structure tha
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import safetensors.numpy
 
 from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named, name_of
 from choreo.errors import RunError
+from choreo.files import write_atomic
 from choreo.partition.carry import typed_as
 from choreo.static_key import is_array
 from choreo.types import PyTree
@@ -109,19 +109,6 @@ def sha256(tree: PyTree) -> str:
         if is_array(leaf):
             digest.update(np.ascontiguousarray(leaf).tobytes())
     return digest.hexdigest()
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Whoever opens `path` finds all of the old content or all of the new."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _named(tree: PyTree) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from choreo.arguments import (
     UsageError,
     add_layout,
     add_output,
+    add_trust,
     as_flag,
     count,
     layout_given,
@@ -27,7 +28,7 @@ from choreo.arguments import (
     parse,
     parse_named,
 )
-from choreo.errors import ChoreoError, EnvError, LayoutError, UnknownNameError
+from choreo.errors import ChoreoError, EnvError, LayoutError, UnknownNameError, printable
 
 HELP = """\
 An RL algorithm is written once, as plain JAX; a layout decides where it runs.
@@ -49,6 +50,7 @@ a name (coarse, seed_rl) or a layout in a file (my_layouts.py:two_stage). For ex
   choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/x
 
 The run.toml of a run stands for ALGORITHM ENVIRONMENT and all its options: choreo train runs/x/run.toml --seed 1
+A run of somebody else is data; code that it names is run with --trust only.
 
 `choreo train --help` lists the options of a run, `choreo train ppo --help` also those of the algorithm.
 CHOREO_TRACEBACK=1 shows where in Choreo an error was raised; CHOREO_CACHE=off keeps no compiled programs.
@@ -97,7 +99,7 @@ def _run(args: list[str]) -> int:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         for note in _traceback_of_the_user(error):
-            print(note, file=sys.stderr)
+            print(printable(note), file=sys.stderr)
         return 2 if isinstance(error, UsageError | UnknownNameError | LayoutError) else 1
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
@@ -138,6 +140,7 @@ def train(args: list[str]) -> int:
     add("--checkpoint-every", type=count, help="iterations between checkpoints (ten per run)")
     add("--init-from", type=Path, help="a run folder: begin with its weights (optimiser and counters start anew)")
     add("--logger", action="append", default=[], help="also log to: tensorboard")
+    add_trust(parser)
     add_output(parser)
     typed = list(args)
     options, algo, env = parse_named(parser, args)
@@ -200,13 +203,14 @@ def resume(args: list[str]) -> int:
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--steps", type=count, help="environment steps in all (those the run was started with)")
     parser.add_argument("--logger", action="append", default=[], help="also log to: tensorboard")
+    add_trust(parser)
     add_output(parser)
     options = parse(parser, args)
 
     from choreo.training import resume as go_on
 
-    run = lambda: go_on(options.run, steps=options.steps, loggers=options.logger, progress=not options.quiet)  # noqa: E731
-    return _report(options.run, options, run)
+    settings = {"steps": options.steps, "trust": options.trust, "loggers": options.logger}
+    return _report(options.run, options, lambda: go_on(options.run, **settings, progress=not options.quiet))
 
 
 def replay(args: list[str]) -> int:
@@ -214,13 +218,15 @@ def replay(args: list[str]) -> int:
     parser = make_parser("replay", "choreo replay RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--quiet", action="store_true", help="no progress")
+    add_trust(parser)
     options = parse(parser, args)
 
     from choreo.errors import RunError
     from choreo.training import load
     from choreo.training import replay as run_again
 
-    before, again = load(options.run), run_again(options.run, progress=not options.quiet)
+    before = load(options.run, trust=options.trust)
+    again = run_again(options.run, trust=options.trust, progress=not options.quiet)
     hashes = [run.training_summary["params_hash"] for run in (before, again)]
     if hashes[0] != hashes[1]:
         raise RunError(
@@ -238,18 +244,19 @@ def evaluate(args: list[str]) -> int:
     parser.add_argument("--episodes", type=count, default=100, help="complete episodes to play (100)")
     parser.add_argument("--seed", type=count, default=0, help="other episodes for another seed (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_trust(parser)
     options = parse(parser, args)
 
     from choreo.folder import to_json
     from choreo.training import load
 
-    run = load(options.run)
+    run = load(options.run, trust=options.trust)
     result = run.evaluate(options.episodes, seed=options.seed)
     if options.json:
         length = float(result.lengths.mean())
         print(to_json({"return": result.mean, "std": result.std, "episodes": len(result.returns), "length": length}))
     else:
-        print(f"{run.recipe.title}  {result}")
+        print(printable(f"{run.recipe.title}  {result}"))
     return 0
 
 
@@ -259,21 +266,22 @@ def graph(args: list[str]) -> int:
     add_layout(parser, default=None)
     parser.add_argument("--num-envs", type=count, default=8, help="environments stepped together (8)")
     parser.add_argument("-o", "--out", type=Path, help="write a picture (SVG) instead of printing")
+    add_trust(parser)
     options, algo, env = parse_named(parser, args)
     if options.layout is None and (given := layout_given(options)):
         raise UsageError(f"{as_flag(next(iter(given)))} belongs to a layout.", fix="Add --layout coarse.")
     _check_out(options.out)
 
-    from choreo.checkpoint import write_atomic
+    from choreo.files import write_atomic
     from choreo.plans import graph as make_graph
     from choreo.plans import plan
 
     shown = make_graph(algo, env) if options.layout is None else plan(algo, env, layout_of(options))
     if options.out is None:
-        print(shown)
+        print(printable(str(shown)))
     else:
         write_atomic(options.out, shown.draw().encode())
-        print(f"Wrote {options.out}.")
+        print(printable(f"Wrote {options.out}."))
     return 0
 
 
@@ -287,6 +295,7 @@ def check(args: list[str]) -> int:
     add("--tolerance", type=float, help="the largest difference allowed (0 or 1e-5, as the law has it for the layout)")
     add("--seed", type=count, default=0, help="other random numbers for another seed (0)")
     add("--json", action="store_true", help="print one JSON object instead of the table")
+    add_trust(parser)
     options, algo, env = parse_named(parser, args)
     if options.iterations < 1:
         raise UsageError(f"--iterations {options.iterations} compares nothing.", fix="Give 1 or more.")
@@ -310,12 +319,12 @@ def check(args: list[str]) -> int:
     if options.json:
         print(to_json(verdict.to_dict()))
     else:
-        print(verdict.title)
+        print(printable(verdict.title))
         Console(highlight=False).print(verdict.table())
     for warning in verdict.warnings:
-        print(f"Warning: {warning}", file=sys.stderr)
+        print(printable(f"Warning: {warning}"), file=sys.stderr)
     if verdict.error is not None:
-        print(f"PartitionError: {verdict.error}", file=sys.stderr)
+        print(printable(f"PartitionError: {verdict.error}"), file=sys.stderr)
         return 1
     if not options.json:
         print(verdict.conclusion)
@@ -347,7 +356,7 @@ def compare(args: list[str]) -> int:
         Console(highlight=False).print(comparison.table())
     if options.out is not None:
         report.save_png(comparison.figure(), options.out)
-        print(f"Wrote {options.out}.", file=sys.stderr if options.json else sys.stdout)
+        print(printable(f"Wrote {options.out}."), file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
@@ -430,8 +439,8 @@ def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], A
 
         file = RunFolder(out).checkpoint
         if file.is_file():
-            print(f"Interrupted. Last checkpoint: {file} (iteration {iteration(file)}).", file=sys.stderr)
-            print(f"Go on with `choreo resume {out}`.", file=sys.stderr)
+            print(printable(f"Interrupted. Last checkpoint: {file} (iteration {iteration(file)})."), file=sys.stderr)
+            print(printable(f"Go on with `choreo resume {out}`."), file=sys.stderr)
         else:
             print("Interrupted before the first checkpoint.", file=sys.stderr)
         return 130

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from choreo import report
-from choreo.errors import RunError
+from choreo.errors import RunError, printable
 from choreo.folder import Row, RunFolder
 
 EPISODES_PER_RETURN = 100
@@ -53,21 +53,22 @@ class Record:
 
     @property
     def algorithm(self) -> str:
-        return _name(self.recipe.get("algorithm", {}))
+        return _name(_table(self.recipe, "algorithm"))
 
     @property
     def environment(self) -> str:
         """Its name, with its arguments: other arguments make another environment."""
-        described = self.recipe.get("environment", {})
-        kwargs = ", ".join(f"{name}={value}" for name, value in described.get("kwargs", {}).items())
+        described = _table(self.recipe, "environment")
+        kwargs = ", ".join(f"{name}={value}" for name, value in _table(described, "kwargs").items())
         return _name(described) + (f" ({kwargs})" if kwargs else "")
 
     @property
     def layout(self) -> str:
         """`coarse x2`: its name, and how often its replicated groups are there."""
-        fields = self.recipe.get("layout", {}).get("fields", {})
-        groups = fields.get("groups", {}).get("tuple", [])
-        replicas = [group.get("fields", {}).get("replicas") for group in groups]
+        fields = _table(_table(self.recipe, "layout"), "fields")
+        groups = _table(fields, "groups").get("tuple")
+        found = groups if isinstance(groups, list) else []
+        replicas = [_table(group, "fields").get("replicas") for group in found if isinstance(group, dict)]
         return " ".join([str(fields.get("name", "?")), *(f"x{n}" for n in replicas if isinstance(n, int))])
 
     @property
@@ -98,8 +99,9 @@ class Record:
     @property
     def steps_per_second(self) -> float:
         """Of running: as measured, without compiling and evaluating; of an unfinished run, after its first boundary."""
-        if self.is_finished and self.summary.get("steps_per_second"):
-            return float(self.summary["steps_per_second"])
+        measured = self.summary.get("steps_per_second")
+        if self.is_finished and measured and isinstance(measured, int | float):
+            return float(measured)
         if len(self.boundaries) < 2:
             return math.nan
         first, last = self.boundaries[0], self.boundaries[-1]
@@ -116,7 +118,7 @@ class Record:
         for count in self._column("episodes")[::-1]:
             if counted >= EPISODES_PER_RETURN:
                 break
-            counted += int(count)
+            counted += int(np.nan_to_num(count))
         return counted
 
     @property
@@ -203,14 +205,14 @@ class Comparison:
     def table(self) -> Table:
         """The numbers for a terminal: one column per run."""
         # As Text: in a string, rich would take brackets for markup.
-        table = Table(title=Text(self.title), box=box.SIMPLE, title_justify="left", header_style="")
+        table = Table(title=Text(printable(self.title)), box=box.SIMPLE, title_justify="left", header_style="")
         table.add_column()
         for record in self.records:
-            table.add_column(Text(str(record.path)), justify="right", overflow="fold")
+            table.add_column(Text(printable(str(record.path))), justify="right", overflow="fold")
         numbers = [self._numbers(record) for record in self.records]
         for label, texts in self._lines(numbers):
             if any(text != "-" for text in texts):
-                table.add_row(label, *map(Text, texts))
+                table.add_row(label, *(Text(printable(text)) for text in texts))
         return table
 
     def figure(self) -> Figure:
@@ -275,8 +277,14 @@ def _points(end: float) -> list[float]:
     return [part * end for part in POINTS]
 
 
+def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A table within a table; empty if there is none."""
+    found = data.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def _name(described: Mapping[str, Any]) -> str:
-    """`PPO` of `choreo.algos.ppo:PPO`, `my_env.py:make_env` of `/some/where/my_env.py:make_env`, others as they are."""
+    """`MyPPO` of `package.my_ppo:MyPPO`, `my_env.py:make_env` of `/some/where/my_env.py:make_env`, others as they are."""
     if "class" in described:
         return str(described["class"]).rpartition(":")[2]
     name = str(described.get("name", described.get("unknown", "?")))

@@ -22,7 +22,8 @@ class ChoreoError(Exception):
     def __str__(self) -> str:
         width = max((len(label) for label in self.places), default=0)
         lines = [f"  {label.replace('_', ' '):<{width}}  {place}" for label, place in self.places.items()]
-        return "\n".join([self.what, *lines, *([self.fix] if self.fix else [])])
+        # Names of files, tensors and entries come from folders of strangers, and may hold what changes a terminal.
+        return printable("\n".join([self.what, *lines, *([self.fix] if self.fix else [])]))
 
     def __reduce__(self):
         return _rebuild, (type(self), self.what, self.fix, self.places)
@@ -56,12 +57,27 @@ class RunError(ChoreoError):
     """A run cannot start, go on, or be read back."""
 
 
+class UntrustedError(RunError):
+    """A run folder names code, and nobody said that it may be run."""
+
+
 class DivergedError(RunError):
     """A metric is no longer a finite number."""
 
 
 class ChoreoWarning(UserWarning):
     """Something runs, and rightly, but probably not as it was meant."""
+
+
+def printable(text: str) -> str:
+    r"""`text` with every character that is not printed as itself escaped; new lines and tabs stay.
+
+    Escape sequences of terminals are such characters, and marks that reverse the order of letters.
+
+    >>> print(printable("runs/\x1b[2Jx"))
+    runs/\x1b[2Jx
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], *, fix: str | None = None) -> UnknownNameError:

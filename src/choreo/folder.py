@@ -8,11 +8,15 @@
 
 One process writes at a time: it holds a lock, which the system drops when the process ends, however it ends. Every file
 is replaced whole; `metrics.jsonl` grows by whole lines. A run that never reached its first boundary leaves no folder.
+
+A folder may come from anybody. What is read is checked here: it has the form that a run writes, and no characters that
+change a terminal. Nothing is written through a link (`choreo.files`).
 """
 
 import fcntl
 import json
 import math
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +25,8 @@ from typing import IO, Any
 import numpy as np
 import tomli_w
 
-from choreo import checkpoint
-from choreo.errors import RunError
+from choreo import descriptions, files, own_runs
+from choreo.errors import RunError, printable
 
 Row = dict[str, float | int]
 """The metrics of one iteration."""
@@ -85,7 +89,7 @@ class RunFolder:
         missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         self._made = missing
-        self._lock = open(self._lock_file, "w")
+        self._lock = os.fdopen(files.open_to_write(self._lock_file), "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -111,62 +115,67 @@ class RunFolder:
         self._lock = None
 
     def write_recipe(self, data: Mapping[str, Any]) -> None:
-        text = "# Written by Choreo: everything needed to run this again.\n" + tomli_w.dumps(data)
-        checkpoint.write_atomic(self.recipe, text.encode())
+        """Write run.toml; one that names the user's code is put on the list of this account's own runs."""
+        text = ("# Written by Choreo: everything needed to run this again.\n" + tomli_w.dumps(data)).encode()
+        files.write_atomic(self.recipe, text)
+        if descriptions.names_code(data):
+            own_runs.remember(self.recipe, text)
 
     def read_recipe(self) -> dict[str, Any]:
+        """What run.toml says, as data."""
         self.check_run()
-        return read_toml(self.recipe)
+        return parse_toml(read_file(self.recipe), self.recipe)
 
     def append_metrics(self, rows: Sequence[Row]) -> None:
         """Add whole lines, in one write."""
-        with open(self.metrics, "ab", buffering=0) as file:
-            file.write("".join(to_json(row) + "\n" for row in rows).encode())
+        self._append(self.metrics, "".join(to_json(row) + "\n" for row in rows))
 
     def read_metrics(self, *, before: int | None = None) -> list[Row]:
         """All rows, or those of iterations below `before`; a last line cut off by a crash is left out."""
-        if not self.metrics.is_file():
-            return []
-        lines = self.metrics.read_text().split("\n")[:-1]
-        rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
+        rows = [_row(self.metrics, number, line) for number, line in enumerate(self._lines(self.metrics), 1)]
         return [row for row in rows if before is None or row["iteration"] < before]
 
     def rewrite_metrics(self, rows: Sequence[Row]) -> None:
-        checkpoint.write_atomic(self.metrics, "".join(to_json(row) + "\n" for row in rows).encode())
+        files.write_atomic(self.metrics, "".join(to_json(row) + "\n" for row in rows).encode())
 
     def append_log(self, reads: Sequence[Sequence[Any]]) -> None:
         """What was read out of date, for `choreo replay`."""
-        with open(self.log, "ab", buffering=0) as file:
-            file.write("".join(json.dumps(list(read)) + "\n" for read in reads).encode())
+        self._append(self.log, "".join(json.dumps(list(read)) + "\n" for read in reads))
 
     def read_log(self) -> list[list[Any]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.is_file() else []
+        return [_read_of(self.log, number, line) for number, line in enumerate(self._lines(self.log), 1)]
 
     def write_text(self, name: str, text: str) -> None:
-        checkpoint.write_atomic(self.path / name, text.encode())
+        files.write_atomic(self.path / name, text.encode())
 
     def read_summary(self) -> dict[str, Any]:
         """The numbers of the last training that reached its end here; empty if none did."""
         file = self.path / "summary.json"
-        return json.loads(file.read_text()) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        what = f"{file} is no summary of a run."
+        summary = _parse_json(_text(read_file(file), file), file, what)
+        if not isinstance(summary, dict) or not all(
+            isinstance(v, str | None) or _is_number(v) for v in summary.values()
+        ):
+            raise RunError(what, fix="Remove it: the run is read without it.")
+        return summary
 
-    def _row(self, number: int, line: str) -> Row:
-        try:
-            return {name: math.nan if value is None else value for name, value in json.loads(line).items()}
-        except (json.JSONDecodeError, AttributeError) as error:
-            raise RunError(
-                f"Line {number} of {self.metrics} is no row of metrics: {line[:60]!r}.",
-                fix="Undo the last edit, or remove the line.",
-            ) from error
+    def _append(self, file: Path, lines: str) -> None:
+        with os.fdopen(files.open_to_write(file, os.O_APPEND), "ab", buffering=0) as opened:
+            opened.write(lines.encode())
+
+    def _lines(self, file: Path) -> list[str]:
+        return _text(read_file(file), file).split("\n")[:-1] if file.is_file() else []
 
     @property
     def _lock_file(self) -> Path:
         return self.path / ".lock"
 
     def _in_use(self) -> bool:
-        if not self._lock_file.exists():
+        if not os.path.lexists(self._lock_file):
             return False
-        with open(self._lock_file) as file:
+        with os.fdopen(files.open_to_read(self._lock_file)) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -179,14 +188,87 @@ class RunFolder:
         )
 
 
-def read_toml(file: Path) -> dict[str, Any]:
-    """A TOML file as data."""
+WRITTEN = ("iteration", "env_steps", "seconds", "train_return", "episodes", "episode_return")
+"""What every row of metrics has."""
+COUNTS = ("iteration", "env_steps")
+"""Of these, whole numbers."""
+
+
+def read_file(file: Path) -> bytes:
+    """The content of a file of a run."""
     try:
-        return tomllib.loads(file.read_text())
+        return files.read_bytes(file)
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error.strerror}.", fix="Name a file that is there.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+
+
+def parse_toml(text: bytes, file: Path) -> dict[str, Any]:
+    """A TOML file as data."""
+    try:
+        data = tomllib.loads(_text(text, file))
+        _check_texts(data, file)
+        return data
+    except RecursionError as error:
+        raise RunError(f"{file} is nested too deeply.", fix="Undo the last edit.") from error
+    except ValueError as error:  # bad TOML, or a number with thousands of digits
         raise RunError(f"{file} is no valid TOML: {error}.", fix="Undo the last edit.") from error
+
+
+def _row(file: Path, number: int, line: str) -> Row:
+    row = _parse_json(line, file, f"Line {number} of {file} is no row of metrics: {line[:60]!r}.")
+    fits = isinstance(row, dict) and all(value is None or _is_number(value) for value in row.values())
+    if not fits or not all(name in row for name in WRITTEN) or not all(isinstance(row[name], int) for name in COUNTS):
+        raise RunError(
+            f"Line {number} of {file} is no row of metrics: {line[:60]!r}.", fix="Undo the last edit, or remove it."
+        )
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def _read_of(file: Path, number: int, line: str) -> list[Any]:
+    what = f"Line {number} of {file} is no entry of the log: {line[:60]!r}."
+    read = _parse_json(line, file, what)
+    match read:
+        case [str(reader), int(update), int(version)]:
+            return [reader, update, version]
+    raise RunError(what, fix="Undo the last edit.")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that fits into an array."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+def _text(data: bytes, file: Path) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RunError(f"{file} is no text: {error}.", fix="Undo the last edit.") from error
+
+
+def _parse_json(text: str, file: Path, what: str) -> Any:
+    """JSON as data; `what` is said if it is none."""
+    try:
+        data = json.loads(text)
+        _check_texts(data, file)
+        return data
+    except (ValueError, RecursionError) as error:
+        raise RunError(what, fix="Undo the last edit, or remove it.") from error
+
+
+def _check_texts(data: Any, file: Path) -> None:
+    """Refuse text that would change what a terminal shows, keys included: titles, tables and errors print it."""
+    match data:
+        case str() if printable(data) != data:
+            raise RunError(
+                f'{file} has characters that are not printed: "{printable(data)[:100]}".', fix="Open no such folder."
+            )
+        case dict():
+            for name, value in data.items():
+                _check_texts(name, file)
+                _check_texts(value, file)
+        case list():
+            for value in data:
+                _check_texts(value, file)
 
 
 def to_json(row: Mapping[str, Any]) -> str:

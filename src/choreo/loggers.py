@@ -4,6 +4,7 @@ A logger is any object with `log(row)` and `close()`; `row` maps names to number
 `env_steps`. Loggers known by name: "tensorboard".
 """
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -42,7 +43,7 @@ def check_loggers(loggers: Sequence[Any], folder: Path | None) -> None:
                 raise unknown_name("logger", logger, NAMED, fix="Or pass an object with `log(row)` and `close()`.")
             if folder is None:
                 raise RunError(f'loggers=["{logger}"] needs a run folder to write into.', fix='Pass out="runs/x".')
-            NAMED[logger].check()
+            NAMED[logger].check(folder)
             continue
         missing = [name for name in ("log", "close") if not callable(getattr(logger, name, None))]
         if missing:
@@ -65,10 +66,18 @@ class TensorBoard:
     def __init__(self, folder: Path):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self.check(folder)
+        # A name that nobody could know beforehand: no link can wait there.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), filename_suffix=f".{secrets.token_hex(8)}")
 
     @staticmethod
-    def check() -> None:
+    def check(folder: Path) -> None:
+        place = folder / "tensorboard"
+        if place.is_symlink() or (place.exists() and not place.is_dir()):
+            raise RunError(
+                f"{place} is not touched: it is {'a symbolic link' if place.is_symlink() else 'no folder'}.",
+                fix="Remove it, if you do not know what it is for.",
+            )
         try:
             import tensorboardX  # noqa: F401
         except ImportError as error:

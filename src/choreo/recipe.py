@@ -14,9 +14,12 @@ from typing import Any
 
 import jax
 
-from choreo import parts, registry
-from choreo.errors import RunError, unknown_name
+from choreo import descriptions, own_runs, parts, public_names, registry
+from choreo.envs.base import Env
+from choreo.errors import RunError, UntrustedError, unknown_name
 from choreo.evaluate import check_act
+from choreo.folder import parse_toml, read_file
+from choreo.layouts import Layout
 from choreo.partition.carry import form_of, may_change
 from choreo.partition.trace import trace
 from choreo.types import Key, PyTree
@@ -144,29 +147,56 @@ class Recipe:
         versions = {name: importlib.metadata.version(name) for name in ("choreo", "jax", "jaxlib", "equinox", "optax")}
         return {
             "run": {name: value for name, value in options.items() if value is not None},
-            "algorithm": registry.describe(algo),
-            "environment": registry.describe_environment(env),
-            "layout": registry.describe(layout),
+            "algorithm": descriptions.describe(algo),
+            "environment": descriptions.describe_environment(env),
+            "layout": descriptions.describe(layout),
             "versions": versions | {"python": platform.python_version()} | ({"hosts": hosts} if hosts else {}),
         }
 
     @classmethod
+    def read(cls, file: Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> "Recipe":
+        """The recipe in a run.toml. Code that it names is run if `trust`, or if this account wrote just this file."""
+        text = read_file(file)
+        trust = trust or own_runs.is_own(file, text)
+        return cls.from_toml(parse_toml(text, file), algo=algo, env=env, file=file, trust=trust)
+
+    @classmethod
     def from_toml(
-        cls, data: Mapping[str, Any], *, algo: Any = None, env: Any = None, file: str | Path = "run.toml"
+        cls,
+        data: Mapping[str, Any],
+        *,
+        algo: Any = None,
+        env: Any = None,
+        file: str | Path = "run.toml",
+        trust: bool = False,
     ) -> "Recipe":
-        """The recipe of a run; `algo` and `env` stand in for what the file cannot name. `file` is named in errors."""
+        """The recipe of a run; `algo` and `env` stand in for what the file cannot name. `file` is named in errors.
+
+        Every way to open a run passes here. Without `trust`, a file that names code is refused (UntrustedError) before
+        anything is imported or made.
+        """
         for table in ("run", "algorithm", "environment", "layout"):
             if not isinstance(data.get(table), dict):
                 raise RunError(
                     f"{file} has no table [{table}].", fix="Take the run.toml of a run; `choreo train` writes one."
                 )
         options = _checked_options(data["run"], file)
-        if env is None:
-            env = _rebuilt(lambda: registry.rebuild_environment(data["environment"]), "environment", file)
-        if algo is None:
-            _check_fields(data["algorithm"], file)
-            algo = _rebuilt(lambda: registry.rebuild(data["algorithm"], at="algorithm"), "algorithm", file)
-        layout = _rebuilt(lambda: registry.rebuild(data["layout"], at="layout"), "layout", file)
+        try:
+            make_env = None if env is not None else descriptions.environment_maker(data["environment"], trust=trust)
+            make_algo = None if algo is not None else descriptions.maker(data["algorithm"], at="algorithm", trust=trust)
+            make_layout = descriptions.maker(data["layout"], at="layout", trust=trust)
+        except UntrustedError as error:
+            raise UntrustedError(error.what, fix=error.fix, at=str(file)) from None
+        if make_env is not None:
+            env = _rebuilt(make_env, "environment", file)
+            _check_is(env, Env, "environment", file)
+        if make_algo is not None:
+            _check_fields(data["algorithm"], file, trust)
+            algo = _rebuilt(make_algo, "algorithm", file)
+            if not dataclasses.is_dataclass(algo) or public_names.kind_of(type(algo)) not in (None, "algorithm"):
+                raise RunError(f"`algorithm` in {file} is no algorithm.", fix="Undo the last edit.")
+        layout = _rebuilt(make_layout, "layout", file)
+        _check_is(layout, Layout, "layout", file)
         return cls(algo=registry.algorithm(algo), env=env, layout=layout, **options)
 
 
@@ -180,7 +210,7 @@ def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, An
         if name not in kinds:
             raise RunError(f"{file} has an option `{name}` in [run], which no run has.", fix=_near(name, kinds))
         if name == "init_from":
-            value = _rebuilt(lambda value=value: InitFrom(**value), "run.init_from", file)
+            value = _rebuilt(lambda value=value: _init_from(**value), "run.init_from", file)
         if isinstance(value, bool) or not isinstance(value, kinds[name]):
             raise RunError(
                 f"{file} says `{name} = {value!r}` in [run]; that is no {_kind_name(kinds[name])}.",
@@ -193,26 +223,42 @@ def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, An
     return options
 
 
-def _check_fields(described: Mapping[str, Any], file: str | Path) -> None:
+def _init_from(*, path: Any, params_hash: Any) -> InitFrom:
+    if not isinstance(path, str) or not isinstance(params_hash, str):
+        raise TypeError("`path` and `params_hash` are texts")
+    return InitFrom(path=path, params_hash=params_hash)
+
+
+def _check_fields(described: Mapping[str, Any], file: str | Path, trust: bool) -> None:
     """Refuse hyper-parameters that the algorithm does not have, and numbers that are none."""
-    if "class" not in described:
+    fields = described.get("fields", {})
+    target = described.get("class")
+    if not isinstance(target, str) or not isinstance(fields, dict):
         return  # `rebuild` says what it was
-    cls: type = registry.rebuild({"name": described["class"]}, at="algorithm")
+    cls: Any = descriptions.finder(target, "algorithm.class", trust)()
     if not dataclasses.is_dataclass(cls):
         return  # `registry.algorithm` refuses it
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    for name, value in described.get("fields", {}).items():
+    name_of_class = getattr(cls, "__name__", "?")
+    for name, value in fields.items():
         if name not in defaults:
             raise RunError(
-                f"{file} gives `{cls.__name__}` a hyper-parameter `{name}`, which it does not have.",
+                f"{file} gives `{name_of_class}` a hyper-parameter `{name}`, which it does not have.",
                 fix=_near(name, defaults),
             )
         kind = type(defaults[name])
         if kind in (bool, int, float, str) and not isinstance(value, dict) and not _is_a(value, kind):
             raise RunError(
                 f"{file} says `{name} = {value!r}` in [algorithm.fields]; that is no {kind.__name__}.",
-                fix=f"Correct it; the default of `{cls.__name__}.{name}` is {defaults[name]!r}.",
+                fix=f"Correct it; the default of `{name_of_class}.{name}` is {defaults[name]!r}.",
             )
+
+
+def _check_is(value: Any, kind: type, what: str, file: str | Path) -> None:
+    if not isinstance(value, kind):
+        raise RunError(
+            f"`{what}` in {file} is no {what}, but of type {type(value).__name__}.", fix="Undo the last edit."
+        )
 
 
 def _is_a(value: Any, kind: type) -> bool:
@@ -224,7 +270,8 @@ def _is_a(value: Any, kind: type) -> bool:
 def _rebuilt(make: Callable[[], Any], what: str, file: str | Path) -> Any:
     try:
         return make()
-    except (KeyError, TypeError) as error:  # a part is missing, or one too many is given
+    # A part is missing, one too many is given, or one has a value that makes no sense.
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RunError(f"`{what}` cannot be made again from {file}: {error}.", fix="Undo the last edit.") from error
 
 

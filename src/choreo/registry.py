@@ -1,15 +1,13 @@
-"""From what a user names to what it is, and back.
+"""From what a user names to what it is.
 
     "ppo", "my_ppo.py:MyPPO", PPO, PPO(...)     -> an algorithm
     "CartPole-v1", "my_env.py:make_env", MyEnv  -> an environment
     "coarse", "my_layouts.py:pods", coarse(2)   -> a layout
 
-`describe` goes the other way: a value as TOML data from which `rebuild` makes an equal one. Numbers, strings, lists,
-frozen dataclasses, and functions that can be imported are described; a lambda is not, and `rebuild` says so.
+`choreo.descriptions` goes the other way, for run.toml. What is named here is the user's own word, and is run.
 """
 
 import dataclasses
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -20,9 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
-from choreo.errors import AlgorithmError, ChoreoError, EnvError, LayoutError, RunError, UnknownNameError, unknown_name
+from choreo.errors import AlgorithmError, EnvError, LayoutError, UnknownNameError, unknown_name
 
 PARTS = {
     "unroll": "the number of steps per environment and iteration",
@@ -166,7 +163,7 @@ def _layout_in_file(target: str, options: dict[str, Any]) -> Any:
         _check_arguments(found, target, options)
         made = _checked_layout(found(**options), f"What `{target}` returns", Layout)
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(Layout)}
-    return _construct(Layout, fields | {"name": name}) if made.name == "custom" else made
+    return construct(Layout, fields | {"name": name}) if made.name == "custom" else made
 
 
 def _check_arguments(make: Any, target: str, options: dict[str, Any]) -> None:
@@ -265,127 +262,11 @@ def _load_file(path: Path, target: str) -> ModuleType:
     return module
 
 
-def describe(value: Any) -> Any:
-    """`value` as TOML data; what cannot be described becomes a note that `rebuild` refuses."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return {"tuple": [describe(v) for v in value]} if isinstance(value, tuple) else [describe(v) for v in value]
-    if value is None:
-        return {"none": True}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_importable(type(value)):
-        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return {"class": _target(type(value)), **({"fields": fields} if fields else {})}
-    if isinstance(value, functools.partial):
-        args, kwargs = [describe(v) for v in value.args], {k: describe(v) for k, v in value.keywords.items()}
-        return {"partial": describe(value.func), "args": args, "kwargs": kwargs}
-    if _is_importable(value):
-        return {"name": _target(value)}
-    return {"unknown": repr(value)}
-
-
-def rebuild(data: Any, *, at: str) -> Any:
-    """The value `describe` described; `at` names it in errors."""
-    if isinstance(data, list):
-        return [rebuild(v, at=f"{at}[{i}]") for i, v in enumerate(data)]
-    if not isinstance(data, dict):
-        return data
-    match data:
-        case {"none": True}:
-            return None
-        case {"tuple": list(items)}:
-            return tuple(rebuild(v, at=f"{at}[{i}]") for i, v in enumerate(items))
-        case {"name": str(target)}:
-            return _reload(target, at)
-        case {"class": str(target)}:
-            fields = {k: rebuild(v, at=f"{at}.{k}") for k, v in data.get("fields", {}).items()}
-            return _construct(_reload(target, at), fields)
-        case {"partial": func, "args": args, "kwargs": kwargs}:
-            positional = [rebuild(v, at=f"{at}.args[{i}]") for i, v in enumerate(args)]
-            return functools.partial(
-                rebuild(func, at=at), *positional, **{k: rebuild(v, at=f"{at}.{k}") for k, v in kwargs.items()}
-            )
-        case _:
-            raise RunError(
-                f"`{at}` of this run cannot be made again from its run.toml: it was {data.get('unknown', data)}.",
-                fix="Pass it yourself, as in choreo.load(path, algo=...) or choreo.load(path, env=...); or give the "
-                "run a function that can be imported instead of a lambda.",
-            )
-
-
-def describe_environment(env: Any) -> dict[str, Any]:
-    """An environment as TOML data: its name, its count and its arguments, if these are all there is to it."""
-    from choreo import envs
-
-    if isinstance(env, envs.HostEnv):
-        return _describe_host(env)
-    try:
-        named = envs.make(env.name, env.num_envs)
-    except ChoreoError:
-        named = None  # not one of ours: described field by field
-    return {"name": env.name, "num_envs": env.num_envs} if named == env else describe(env)
-
-
-def _describe_host(env: Any) -> dict[str, Any]:
-    target, kwargs = env.name if env.is_envpool else env.source.recipe.target, env.arguments
-    if not isinstance(target, str):
-        if not _is_importable(target):
-            return {"unknown": repr(target)}
-        target = _target(target)
-    described = {"name": target, "num_envs": env.num_envs}
-    return described | ({"kwargs": {k: describe(v) for k, v in kwargs.items()}} if kwargs else {})
-
-
-def rebuild_environment(data: dict[str, Any]) -> Any:
-    """The environment `describe_environment` described."""
-    if "num_envs" not in data:
-        return rebuild(data, at="environment")
-    kwargs = {k: rebuild(v, at=f"environment.{k}") for k, v in data.get("kwargs", {}).items()}
-    try:
-        return environment(data["name"], data["num_envs"], **kwargs)
-    except UnknownNameError as error:
-        raise RunError(
-            f"`environment` of this run is `{data['name']}`, which is gone. {error.what}",
-            fix="Put the file back or install the package, or pass the environment yourself: choreo.load(path, env=...).",
-        ) from error
-
-
-def _construct(cls: type, fields: dict[str, Any]) -> Any:
+def construct(cls: type, fields: dict[str, Any]) -> Any:
+    """A value of a dataclass, from its fields; also of one whose constructor takes some of them as `*groups`."""
     parameters = inspect.signature(cls).parameters.values()
     star = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
     return cls(*fields.pop(star, ()), **fields) if star else cls(**fields)
-
-
-def _reload(target: str, at: str) -> Any:
-    try:
-        return load(target)
-    except UnknownNameError as error:
-        raise RunError(
-            f"`{at}` of this run is `{target}`, which is gone. {error.what}",
-            fix="Put the file back, or pass the value yourself: choreo.load(path, algo=...).",
-        ) from error
-
-
-def _target(value: Any) -> str:
-    """`package.module:Name`, or `/path/file.py:Name` for a file that belongs to no package."""
-    module = sys.modules[value.__module__]
-    if module.__package__ or value.__module__ in sys.stdlib_module_names:
-        return f"{value.__module__}:{value.__qualname__}"
-    return f"{Path(module.__file__ or '').resolve()}:{value.__qualname__}"
-
-
-def _is_importable(value: Any) -> bool:
-    """Whether the module a function or class says it is from holds it under its name, and can be loaded again."""
-    module = sys.modules.get(getattr(value, "__module__", None) or "")
-    qualname = getattr(value, "__qualname__", None)
-    if module is None or qualname is None or not getattr(module, "__file__", None):
-        return False
-    found: Any = module
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found is value
 
 
 def summary_line(value: Any) -> str:

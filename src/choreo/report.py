@@ -10,7 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
+from choreo.errors import printable
 from choreo.progress import short
 from choreo.runtime.profile import Profile
 
@@ -30,7 +32,7 @@ def learning_curve(metrics: Mapping[str, np.ndarray], *, title: str) -> Figure:
     # Not pyplot: it keeps figures alive and picks a backend by what display there is.
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(title=title, xlabel="environment steps", ylabel="episode return")
+    axes = figure.add_subplot(title=_literal(title), xlabel="environment steps", ylabel="episode return")
     steps, returns = metrics["env_steps"], metrics["episode_return"]
     axes.plot(steps, returns, color="C0", alpha=0.3, linewidth=1)
     axes.plot(steps, metrics["train_return"], color="C0", label="training (last 100 episodes)")
@@ -60,12 +62,12 @@ def comparison(curves: Sequence[Curve], *, title: str) -> Figure:
     """Return over environment steps, and over seconds, one line per run."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title)
+    figure.suptitle(_literal(title))
     over_steps = figure.add_subplot(1, 2, 1, xlabel="environment steps", ylabel="return (last 100 training episodes)")
     over_seconds = figure.add_subplot(1, 2, 2, xlabel="seconds, compiling included", sharey=over_steps)
     for curve in curves:
-        over_steps.plot(curve.env_steps, curve.returns, label=curve.label)
-        over_seconds.plot(curve.seconds, curve.returns_then, marker="o", markersize=3, label=curve.label)
+        over_steps.plot(curve.env_steps, curve.returns, label=_literal(curve.label))
+        over_seconds.plot(curve.seconds, curve.returns_then, marker="o", markersize=3, label=_literal(curve.label))
     over_steps.xaxis.set_major_formatter(lambda x, _: short(x))
     for axes in (over_steps, over_seconds):
         axes.set_xlim(left=0)
@@ -74,11 +76,16 @@ def comparison(curves: Sequence[Curve], *, title: str) -> Figure:
     return figure
 
 
+def _literal(text: str) -> str:
+    """Text as Matplotlib draws it as it is: between two `$` it would read a formula."""
+    return printable(text).replace("$", r"\$")
+
+
 def save_png(figure: Figure, path: Path) -> None:
     """Write a figure whole, or not at all."""
     import io
 
-    from choreo.checkpoint import write_atomic
+    from choreo.files import write_atomic
 
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=120)
@@ -87,14 +94,15 @@ def save_png(figure: Figure, path: Path) -> None:
 
 def summary_table(summary: Mapping[str, Any], *, title: str, folder: Path | None) -> Table:
     """The numbers of a run, for a terminal."""
-    table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left")
+    # As Text: in a string, rich would take brackets for markup.
+    table = Table(title=Text(printable(title)), box=box.SIMPLE, show_header=False, title_justify="left")
     table.add_column()
     table.add_column(justify="right")
     for name, value in summary.items():
         if name in LABELS:
             table.add_row(LABELS[name], _shown(name, value))
     if folder is not None:
-        table.add_row("run folder", str(folder))
+        table.add_row("run folder", Text(printable(str(folder))))
     return table
 
 

@@ -11,7 +11,6 @@ resumed run does the same as one that was never interrupted, bit for bit.
 import collections
 import contextlib
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -151,6 +150,7 @@ def resume(
     steps: int | None = None,
     algo: Any = None,
     env: Any = None,
+    trust: bool = False,
     loggers: Sequence[str | Logger] = (),
     on_iteration: OnIteration | None = None,
     progress: bool | None = None,
@@ -159,12 +159,13 @@ def resume(
 
     The result is that of a run that was never interrupted, bit for bit. With other `steps` than the run began with,
     schedules stretch to the new end, unless the algorithm was given its `total_steps` at the start. Only for layouts
-    with one site.
+    with one site. `trust`: as of `load`.
     """
     with jax_settings.put_back():
         folder = RunFolder(path)
+        folder.check_run()
         folder.check_not_in_use()
-        recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+        recipe = Recipe.read(folder.recipe, algo=algo, env=env, trust=trust)
         jax_settings.prepare(recipe.layout, recipe.env)
         if isinstance(recipe.env, HostEnv):
             raise RunError(
@@ -189,14 +190,17 @@ def resume(
         return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
-def replay(path: str | Path, *, algo: Any = None, env: Any = None, progress: bool | None = None) -> "Run":
+def replay(
+    path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = False, progress: bool | None = None
+) -> "Run":
     """Run again what is in a folder, in this process; what was read out of date is read so again, by the run's log.
 
-    The result is that of the run in the folder, bit for bit, whatever the timing of its workers was.
+    The result is that of the run in the folder, bit for bit, whatever the timing of its workers was. `trust`: as of `load`.
     """
     with jax_settings.put_back():
         folder = RunFolder(path)
-        recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+        folder.check_run()
+        recipe = Recipe.read(folder.recipe, algo=algo, env=env, trust=trust)
         jax_settings.prepare(recipe.layout, recipe.env)
         log = [Read(*read) for read in folder.read_log()]
         if recipe.layout.is_relaxed and not log:
@@ -208,12 +212,17 @@ def replay(path: str | Path, *, algo: Any = None, env: Any = None, progress: boo
         return _drive(recipe, None, start, watching, loggers=(), on_iteration=is_done, progress=progress)
 
 
-def load(path: str | Path, *, algo: Any = None, env: Any = None) -> "Run":
-    """The run in a folder, as of its last checkpoint. `algo` or `env` are needed only if run.toml cannot name them."""
+def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> "Run":
+    """The run in a folder, as of its last checkpoint. `algo` or `env` are needed only if run.toml cannot name them.
+
+    A folder is data. If its run.toml names code (`my_ppo.py:MyPPO`), that is run only if this account wrote the file, or with
+    `trust=True`; an `algo` or `env` that is passed is used in place of the file's.
+    """
     with jax_settings.put_back():
         use_compilation_cache()
         folder = RunFolder(path)
-        recipe = Recipe.from_toml(folder.read_recipe(), algo=algo, env=env)
+        folder.check_run()
+        recipe = Recipe.read(folder.recipe, algo=algo, env=env, trust=trust)
         done = checkpoint.iteration(folder.checkpoint)
         carry = checkpoint.load(folder.checkpoint, recipe.carry_structure())
         rows = folder.read_metrics(before=done)
@@ -440,6 +449,6 @@ def _good_enough(recipe: Recipe, row: Row) -> bool:
 
 def _read_timing(folder: RunFolder) -> Timing:
     """What the last finished training of this folder took; nothing is known if it was interrupted."""
-    file = folder.path / "summary.json"
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    return Timing(**{f.name: known[f.name] for f in dataclasses.fields(Timing) if known.get(f.name) is not None})
+    known = folder.read_summary()
+    numbers = {f.name: known.get(f.name) for f in dataclasses.fields(Timing)}
+    return Timing(**{name: float(value) for name, value in numbers.items() if isinstance(value, int | float)})

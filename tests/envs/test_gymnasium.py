@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from choreo import arguments, cli, envs, registry
+from choreo import arguments, cli, descriptions, envs, registry
 from choreo.errors import EnvError, RunError, UnknownNameError
 from choreo.testing import check_env
 from host.toys import Count, Faulty, Masked, Nested
@@ -134,30 +134,30 @@ def test_check_env_shows_what_an_environment_raised():
     (lambda: envs.from_factory(Count, 3), {}),
 ])  # fmt: skip
 def test_what_a_run_writes_down_makes_an_equal_environment(make, kwargs):
-    described = registry.describe_environment(make())
+    described = descriptions.describe_environment(make())
     assert described == described | kwargs
-    assert registry.rebuild_environment(described) == make()
+    assert descriptions.rebuild_environment(described, trust=True) == make()
 
 
 def test_a_lambda_cannot_be_written_down():
-    described = registry.describe_environment(envs.from_factory(lambda: Count(), 2))
+    described = descriptions.describe_environment(envs.from_factory(lambda: Count(), 2))
     with pytest.raises(
         RunError, match="`environment` of this run cannot be made again from its run.toml: it was <function"
     ):
-        registry.rebuild_environment(described)
+        descriptions.rebuild_environment(described)
 
 
 def test_a_file_of_the_users(tmp_path):
     file = tmp_path / "my_env.py"
     file.write_text("from host.toys import Count\n\ndef make_env(length=3):\n    return Count(length)\n")
     env = registry.environment(f"{file}:make_env", 2, length=4)
-    described = registry.describe_environment(env)
+    described = descriptions.describe_environment(env)
     assert described == {"name": f"{file}:make_env", "num_envs": 2, "kwargs": {"length": 4}}
-    assert registry.rebuild_environment(described) == env and env.name == "make_env"
+    assert descriptions.rebuild_environment(described, trust=True) == env and env.name == "make_env"
     with pytest.raises(UnknownNameError, match="no name in .*my_env.py `make_evn`"):
         registry.environment(f"{file}:make_evn")
     with pytest.raises(RunError, match="`environment` of this run is `.*gone.py:make_env`, which is gone"):
-        registry.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2})
+        descriptions.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2}, trust=True)
 
 
 def test_what_a_factory_may_also_make():
@@ -187,9 +187,9 @@ def test_envpool():
     pytest.importorskip("envpool", reason="the extra choreo[envpool] is not installed")
     env = envs.make("envpool:CartPole-v1", 3, num_threads=1)
     check_env(env, steps=40)
-    described = registry.describe_environment(env)
+    described = descriptions.describe_environment(env)
     assert described == {"name": "envpool:CartPole-v1", "num_envs": 3, "kwargs": {"num_threads": 1}}
-    assert registry.rebuild_environment(described) == env
+    assert descriptions.rebuild_environment(described) == env
     with pytest.raises(UnknownNameError, match="no environment `envpool:CartPol-v1`"):
         envs.make("envpool:CartPol-v1", 2)
 

@@ -42,6 +42,19 @@ def make(name: str, num_envs: int, **kwargs: Any) -> Env:
     return VmapEnv(env=BUILT_IN[name](**kwargs), num_envs=num_envs)
 
 
+def settings_of(env: Any) -> dict[str, Any] | None:
+    """The settings with which `make(env.name, env.num_envs, **settings)` makes this environment; None if none do."""
+    if not isinstance(env, VmapEnv):
+        return None
+    one: Any = env.env
+    if type(one) is BUILT_IN.get(env.name):
+        fields = {field.name: (getattr(one, field.name), field.default) for field in dataclasses.fields(one)}
+        return {name: value for name, (value, default) in fields.items() if value != default}
+    from choreo.envs.gymnax import GymnaxEnv
+
+    return dict(one.params) if isinstance(one, GymnaxEnv) else None
+
+
 def names() -> list[str]:
     """The names of what is built in."""
     return sorted(BUILT_IN)

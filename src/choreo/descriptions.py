@@ -1,0 +1,261 @@
+"""Values as TOML data, for run.toml, and back.
+
+    PPO(network=lstm)   describe ->   {"class": "ppo", "fields": {"network": {"name": "lstm"}, ...}}   rebuild ->   an equal one
+
+Numbers, texts, lists, frozen dataclasses, and functions that can be imported are described; a lambda is not, and `rebuild`
+says so. What has a name in `choreo.public_names` is written by that name, and is data. Everything else is written as
+`module:Name` or `/path/file.py:name`: the user's code, which `rebuild` runs only with `trust`.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from choreo import public_names, registry
+from choreo.errors import RunError, UnknownNameError, UntrustedError, unknown_name
+
+
+def describe(value: Any) -> Any:
+    """`value` as TOML data; what cannot be described becomes a note that `rebuild` refuses."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return {"tuple": [describe(v) for v in value]} if isinstance(value, tuple) else [describe(v) for v in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: describe(v) for key, v in value.items()}}
+    if value is None:
+        return {"none": True}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and (name := _written_name(type(value))):
+        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"class": name, **({"fields": fields} if fields else {})}
+    if isinstance(value, functools.partial):
+        args, kwargs = [describe(v) for v in value.args], {k: describe(v) for k, v in value.keywords.items()}
+        return {"partial": describe(value.func), "args": args, "kwargs": kwargs}
+    if name := _written_name(value):
+        return {"name": name}
+    return {"unknown": repr(value)}
+
+
+Make = Callable[[], Any]
+"""Makes a value that was described."""
+
+
+def rebuild(data: Any, *, at: str, trust: bool = False) -> Any:
+    """The value `describe` described; `at` names it in errors. Without `trust`, code is refused."""
+    return maker(data, at=at, trust=trust)()
+
+
+def maker(data: Any, *, at: str, trust: bool = False) -> Make:
+    """What makes the value `describe` described.
+
+    Without `trust`, code is refused here (UntrustedError), before anything is imported or made. All else that is wrong is
+    refused by what is returned.
+    """
+    match data:
+        case bool() | int() | float() | str():
+            return lambda: data
+        case list(items):
+            return _each(items, at, trust, list)
+        case {"none": True}:
+            return lambda: None
+        case {"tuple": list(items)}:
+            return _each(items, at, trust, tuple)
+        case {"dict": dict(items)}:
+            return _mapping(items, at, trust)
+        case {"name": str(target)}:
+            return finder(target, f"{at}.name", trust)
+        case {"class": str(target)}:
+            if not isinstance(data.get("fields", {}), dict):
+                return _refuser(f"`{at}.fields` is no table.")
+            make, fields = finder(target, f"{at}.class", trust), _mapping(data.get("fields", {}), at, trust)
+            return lambda: _made(make(), fields(), at)
+        case {"partial": func, "args": list(args), "kwargs": dict(kwargs)}:
+            if not trust and (args or not _is_public_function(func)):
+                raise untrusted(f"{at}.partial", func)
+            make, positional = maker(func, at=f"{at}.partial", trust=trust), _each(args, at, trust, list)
+            named = _mapping(kwargs, at, trust)
+            return lambda: _partial(make(), positional(), named(), at)
+    return _refuser(
+        f"`{at}` of this run cannot be made again from its run.toml: it was "
+        f"{data['unknown'] if isinstance(data, dict) and 'unknown' in data else data}.",
+        fix="Pass it yourself, as in choreo.load(path, algo=...) or choreo.load(path, env=...); or give the run a function "
+        "that can be imported instead of a lambda.",
+    )
+
+
+def _each(items: list[Any], at: str, trust: bool, kind: type) -> Make:
+    makers = [maker(item, at=f"{at}[{i}]", trust=trust) for i, item in enumerate(items)]
+    return lambda: kind(make() for make in makers)
+
+
+def _mapping(items: dict[str, Any], at: str, trust: bool) -> Make:
+    makers = {name: maker(item, at=f"{at}.{name}", trust=trust) for name, item in items.items()}
+    return lambda: {name: make() for name, make in makers.items()}
+
+
+def finder(target: str, at: str, trust: bool) -> Make:
+    """What finds a class or function by its public name or, with `trust`, by where it is."""
+    if target in public_names.table():
+        return lambda: public_names.table()[target]
+    if ":" not in target:
+        known = unknown_name("public name", target, public_names.table())
+        return _refuser(f"`{at}` of this run is `{target}`. {known.what}", fix=f"{known.fix} Or undo the last edit.")
+    if not trust:
+        raise untrusted(at, target)
+    return lambda: _reload(target, at.rpartition(".")[0])
+
+
+def _is_public_function(func: Any) -> bool:
+    name = func.get("name") if isinstance(func, dict) and len(func) == 1 else None
+    known = public_names.table().get(name) if isinstance(name, str) else None
+    return known is not None and not isinstance(known, type)
+
+
+def untrusted(entry: str, value: Any) -> UntrustedError:
+    """The refusal to run what an entry of run.toml names."""
+    shown = f'"{value}"' if isinstance(value, str) else str(value)
+    return UntrustedError(
+        f"The run names code of its author's, which was not run: `{entry} = {shown[:100]}`.",
+        fix="If you trust whoever wrote the file, add --trust (trust=True); or pass the value yourself: "
+        "choreo.load(path, algo=..., env=...).",
+    )
+
+
+def _refuser(what: str, *, fix: str = "Undo the last edit.") -> Make:
+    def refuse() -> Any:
+        raise RunError(what, fix=fix)
+
+    return refuse
+
+
+def names_code(data: Mapping[str, Any]) -> bool:
+    """Whether a run.toml needs trust: whether it names anything that is not in the table."""
+    try:
+        for table in ("algorithm", "layout"):
+            maker(data[table], at=table)
+        environment_maker(data["environment"])
+    except UntrustedError:
+        return True
+    return False
+
+
+def _made(cls: Any, fields: dict[str, Any], at: str) -> Any:
+    if not isinstance(cls, type):
+        raise RunError(f"`{at}.class` of this run is no class, but {cls!r}.", fix="Undo the last edit.")
+    _check_arguments_of(cls, fields, at)
+    return registry.construct(cls, fields)
+
+
+def _partial(func: Any, args: list[Any], kwargs: dict[str, Any], at: str) -> Any:
+    _check_arguments_of(func, kwargs, at)
+    return functools.partial(func, *args, **kwargs)
+
+
+def _check_arguments_of(make: Any, arguments: dict[str, Any], at: str) -> None:
+    """Of what has a public name, every argument has a known type: a wrong one is an error of the file, said here."""
+    name = public_names.name_of(make)
+    wrong = public_names.misfit(make, arguments) if name is not None else None
+    if wrong is not None:
+        raise RunError(f"`{at}` of this run cannot be made again: {wrong} in `{name}`.", fix="Undo the last edit.")
+
+
+def describe_environment(env: Any) -> dict[str, Any]:
+    """An environment as TOML data: its name, its count and its arguments, if these are all there is to it."""
+    from choreo import envs
+
+    if isinstance(env, envs.HostEnv):
+        target, kwargs = env.name if env.is_envpool else env.source.recipe.target, env.arguments
+    else:
+        target, kwargs = env.name, envs.settings_of(env)
+        if kwargs is None:
+            return describe(env)
+    name = target if isinstance(target, str) else _written_name(target)
+    if name is None:
+        return {"unknown": repr(target)}
+    described = {"name": name, "num_envs": env.num_envs}
+    return described | ({"kwargs": {k: describe(v) for k, v in kwargs.items()}} if kwargs else {})
+
+
+NOT_ARGUMENTS = ("name", "id", "env", "env_id", "num_envs")
+"""What no environment is given by its `kwargs`: it has a place of its own, or would stand for another environment."""
+
+
+def rebuild_environment(data: Any, *, trust: bool = False) -> Any:
+    """The environment `describe_environment` described. Without `trust`, code is refused."""
+    return environment_maker(data, trust=trust)()
+
+
+def environment_maker(data: Any, *, trust: bool = False) -> Make:
+    """What makes the environment `describe_environment` described; code is refused here, as by `maker`."""
+    if not isinstance(data, dict) or "num_envs" not in data:
+        return maker(data, at="environment", trust=trust)
+    name, count, kwargs = data.get("name"), data["num_envs"], data.get("kwargs", {})
+    if not isinstance(name, str) or not isinstance(kwargs, dict):
+        return _refuser(
+            "`environment` of this run needs a text `name`, and `kwargs` that are a table, if there are any."
+        )
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        return _refuser(f"`environment.num_envs = {count!r}` of this run is no number of environments.")
+    if not trust and not public_names.is_environment(name) and not public_names.is_no_environment(name):
+        raise untrusted("environment.name", name)
+    for argument, value in kwargs.items():
+        if argument in NOT_ARGUMENTS:
+            return _refuser(f"`environment.kwargs.{argument}` of this run is no argument of an environment.")
+        if not trust and not public_names.is_plain(value, argument):
+            raise untrusted(f"environment.kwargs.{argument}", value)
+    arguments = _mapping(kwargs, "environment.kwargs", trust)
+    return lambda: _named_environment(name, count, arguments(), trust)
+
+
+def _named_environment(name: str, count: int, kwargs: dict[str, Any], trust: bool) -> Any:
+    from choreo import envs
+
+    try:
+        return registry.environment(name, count, **kwargs) if trust else envs.make(name, count, **kwargs)
+    except UnknownNameError as error:
+        raise RunError(
+            f"`environment` of this run is `{name}`, which is gone. {error.what}",
+            fix="Put the file back or install the package, or pass the environment yourself: choreo.load(path, env=...).",
+        ) from error
+
+
+def _reload(target: str, at: str) -> Any:
+    try:
+        return registry.load(target)
+    except UnknownNameError as error:
+        raise RunError(
+            f"`{at}` of this run is `{target}`, which is gone. {error.what}",
+            fix="Put the file back, or pass the value yourself: choreo.load(path, algo=...).",
+        ) from error
+
+
+def _written_name(value: Any) -> str | None:
+    """How run.toml names a class or function: its public name, or where it is; None if it cannot be found again."""
+    return public_names.name_of(value) or (_target(value) if _is_importable(value) else None)
+
+
+def _target(value: Any) -> str:
+    """`package.module:Name`, or `/path/file.py:Name` for a file that belongs to no package."""
+    module = sys.modules[value.__module__]
+    if module.__package__ or value.__module__ in sys.stdlib_module_names:
+        return f"{value.__module__}:{value.__qualname__}"
+    return f"{Path(module.__file__ or '').resolve()}:{value.__qualname__}"
+
+
+def _is_importable(value: Any) -> bool:
+    """Whether the module a function or class says it is from holds it under its name, and can be loaded again."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    qualname = getattr(value, "__qualname__", None)
+    if module is None or qualname is None or not getattr(module, "__file__", None):
+        return False
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found is value

@@ -1,0 +1,99 @@
+"""This account's own list of the runs whose run.toml names the user's code: these are opened without `--trust`.
+
+    ~/.local/state/choreo/runs          (under $XDG_STATE_HOME, if that is set)
+    <SHA-256 of run.toml>  /home/me/runs/x/run.toml          one line per run, in the form of `sha256sum`
+
+A run.toml is this account's own if the list has its path with the hash of its bytes: a file that was changed since, or that
+was copied here from elsewhere, is not. The list is believed only if nobody else can write to it or to its folder.
+"""
+
+import fcntl
+import hashlib
+import os
+import stat
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from choreo import files
+from choreo.errors import ChoreoWarning, RunError, printable
+
+
+def is_own(file: Path, text: bytes) -> bool:
+    """Whether this account wrote this run.toml: this path, with these bytes."""
+    folder = _folder()
+    listed = {} if folder is None else _read(folder / "runs")
+    return listed.get(str(file.resolve())) == hashlib.sha256(text).hexdigest()
+
+
+def remember(file: Path, text: bytes) -> None:
+    """Put a run.toml that was just written on the list. If that cannot be done, warn: the run goes on."""
+    path, folder = str(file.resolve()), _folder()
+    if not path.isprintable():
+        _warn("its path has characters that are not printed", file)
+        return
+    if folder is None:
+        _warn("this account has no home folder", file)
+        return
+    try:
+        with _locked(folder):
+            listed = _read(folder / "runs") | {path: hashlib.sha256(text).hexdigest()}
+            lines = [f"{digest}  {path}\n" for path, digest in listed.items() if os.path.lexists(path)]
+            files.write_atomic(folder / "runs", "".join(lines).encode(), mode=0o600)
+    except (OSError, RunError) as error:
+        _warn(str(error).rstrip("."), file)
+
+
+def _folder() -> Path | None:
+    """The state folder of Choreo; a relative $XDG_STATE_HOME is ignored, as its specification asks."""
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        state = Path(os.path.expanduser("~")) / ".local" / "state"
+    return state / "choreo" if state.is_absolute() else None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder if it is missing; nobody else changes the list meanwhile."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(folder.stat()):
+        raise RunError(f"others can write to {folder}")
+    lock = files.open_to_write(folder / "runs.lock", mode=0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _read(file: Path) -> dict[str, str]:
+    """Hashes by path; none if there is no list, or if it is not believed."""
+    try:
+        descriptor = files.open_to_read(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, RunError) as error:
+        warnings.warn(f"The list of your own runs cannot be read: {printable(str(error))}", ChoreoWarning, stacklevel=4)
+        return {}
+    with os.fdopen(descriptor, "rb") as opened:
+        if not (_is_private(os.fstat(descriptor)) and _is_private(file.parent.stat())):
+            warnings.warn(
+                f"{file} is not believed, because others can write to it. Remove it, and make {file.parent} your own: "
+                f"chmod 700 {file.parent}",
+                ChoreoWarning,
+                stacklevel=4,
+            )
+            return {}
+        lines = opened.read().decode(errors="replace").split("\n")
+    return {path: digest for digest, _, path in (line.partition("  ") for line in lines) if path}
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _warn(why: str, file: Path) -> None:
+    text = f"{file} cannot be put on the list of your own runs: {why}. To open it later, give --trust (trust=True)."
+    warnings.warn(printable(text), ChoreoWarning, stacklevel=4)

@@ -1,0 +1,177 @@
+"""The closed table: what `run.toml` may name without naming code.
+
+    "ppo"  "Layout"  "mlp"  "optax.adam"  "CartPole"      a class or a function, under a name that has no ":"
+    "jax:CartPole-v1"  "gymnax:Catch-bsuite"  "CartPole-v1"      an environment
+
+A run folder may come from anybody, and opening one must not run what its author chose. So a file of a run is read against
+this table; whatever the table does not hold is the user's code (`module:Name`, `file.py:name`), and `choreo.descriptions` asks
+whether it may be run. The names are independent of where in Choreo a thing lives. Everything in the table can be called
+with any numbers and texts: it computes, and imports, opens and starts nothing.
+"""
+
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OPTIMISERS = (
+    "adabelief", "adagrad", "adam", "adamax", "adamaxw", "adamw", "lamb", "lion", "nadam", "nadamw", "novograd", "radam",
+    "rmsprop", "sgd", "yogi",
+)  # fmt: skip
+"""Of optax."""
+FUNCTIONS = (
+    "celu",
+    "elu",
+    "gelu",
+    "leaky_relu",
+    "mish",
+    "relu",
+    "relu6",
+    "selu",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "tanh",
+)
+"""Of jax.nn."""
+
+
+@functools.cache
+def kinds() -> Mapping[str, Mapping[str, Any]]:
+    """The table, by kind: what may stand in the place of what."""
+    import jax
+    import optax
+
+    from choreo import algos, buffers, control_networks, envs, layouts, networks, q_networks
+
+    return {
+        "algorithm": algos.ALGOS,
+        "layout": {"Layout": layouts.Layout},
+        "group": {"Group": layouts.Group},
+        "batch of environments": {"VmapEnv": envs.VmapEnv},
+        "environment": {cls.__name__: cls for cls in envs.BUILT_IN.values()},
+        "replay": {"Replay": buffers.Replay, "Table": buffers.Table},
+        "actor-critic network": {name: getattr(networks, name) for name in ("mlp", "atari_cnn", "lstm")},
+        "network of action values": {name: getattr(q_networks, name) for name in ("q_mlp", "q_cnn")},
+        "deterministic policy network": {"deterministic": control_networks.deterministic},
+        "stochastic policy network": {"squashed": control_networks.squashed},
+        "optimiser": {f"optax.{name}": getattr(optax, name) for name in OPTIMISERS},
+        "function of an array": {f"jax.nn.{name}": getattr(jax.nn, name) for name in FUNCTIONS},
+    }
+
+
+@functools.cache
+def table() -> Mapping[str, Any]:
+    """Every public name, and what it stands for."""
+    return {name: value for named in kinds().values() for name, value in named.items()}
+
+
+def name_of(value: Any) -> str | None:
+    """The public name of a class or function; None if it has none."""
+    return next((name for name, known in table().items() if known is value), None)
+
+
+def kind_of(value: Any) -> str | None:
+    """The kind of a class or function, or of one with some of its arguments given; None if it has no public name."""
+    value = value.func if isinstance(value, functools.partial) else value
+    return next((kind for kind, named in kinds().items() if any(known is value for known in named.values())), None)
+
+
+def is_environment(name: str) -> bool:
+    """Whether making the environment of this name runs only code of Choreo, gymnax, EnvPool or Gymnasium itself.
+
+    gymnax and EnvPool look the name up in lists of their own. An id of Gymnasium counts if Gymnasium registered it: those
+    that other packages registered, and those that import what an argument says (`GymV26Environment-v0`), do not.
+    """
+    from choreo import envs
+
+    if name in envs.BUILT_IN or re.fullmatch(r"(gymnax|envpool):[A-Za-z0-9_.-]+", name):
+        return True
+    specs = _specs(name)
+    points = [point for spec in specs for point in (spec.entry_point, spec.vector_entry_point) if point is not None]
+    own = all(isinstance(point, str) and point.startswith("gymnasium.envs.") for point in points)
+    return bool(points) and own and not any(spec.additional_wrappers for spec in specs)
+
+
+def is_no_environment(name: str) -> bool:
+    """Whether nothing has this name, and no code could be meant by it either."""
+    return ":" not in name.removeprefix("gymnasium:") and not _specs(name)
+
+
+def _specs(name: str) -> list[Any]:
+    """What Gymnasium has registered under an id; under one without a version, all versions."""
+    import gymnasium
+
+    env_id = name.removeprefix("gymnasium:")
+    return [spec for spec in gymnasium.registry.values() if env_id in (spec.id, re.sub(r"-v\d+$", "", spec.id))]
+
+
+NAMES_A_FILE = re.compile("file|path|folder|dir|url|module|entry_point|env_id")
+"""Arguments of environments that are opened or imported: MuJoCo's `xml_file`, EnvPool's `base_path`."""
+PLAIN_TEXT = re.compile(r"[A-Za-z0-9_,+ -]*")
+"""Text that cannot lead anywhere: without `/`, `\\`, `.`, `~` and `:`, it is no path outside of a package's own data."""
+
+
+def is_plain(described: Any, name: str) -> bool:
+    """Whether the argument `name` of an environment is plain data: numbers, short words, and lists of these."""
+    match described:
+        case bool() | int() | float() | {"none": True}:
+            return True
+        case str(text):
+            return PLAIN_TEXT.fullmatch(text) is not None and not NAMES_A_FILE.search(name)
+        case list(items) | {"tuple": list(items)}:
+            return all(is_plain(item, name) for item in items)
+        case {"dict": dict(items)}:
+            return all(is_plain(item, key) for key, item in items.items())
+    return False
+
+
+def misfit(make: Any, arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with keyword arguments of something in the table, in words; None if nothing is.
+
+    For a class, all arguments of its constructor; for a function, some of its options.
+    """
+    known = inspect.signature(make).parameters
+    hints = _hints(make)
+    for name, value in arguments.items():
+        if name not in known:
+            return f"there is no `{name}`"
+        default = getattr(make, name, None) if isinstance(make, type) else None
+        if kind_of(make) == "optimiser":
+            fitting = isinstance(value, bool | int | float | None)
+        elif (kind := kind_of(value)) is not None:
+            fitting = kind == (kind_of(default) or ("optimiser" if name == "optimizer" else None))
+        else:
+            fitting = _fits(value, hints.get(name, Any))
+        if not fitting:
+            return f"`{name}` cannot be {value!r}"
+    return None
+
+
+def _hints(make: Any) -> dict[str, Any]:
+    return {} if kind_of(make) in ("optimiser", "function of an array") else typing.get_type_hints(make)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type that is declared."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, each) for each in inner)
+    if origin is typing.Literal:
+        return value in inner
+    if origin in (tuple, Sequence):
+        if not isinstance(value, list | tuple):
+            return False
+        if origin is tuple and inner[-1] is not ...:
+            return len(value) == len(inner) and all(_fits(v, each) for v, each in zip(value, inner, strict=True))
+        return all(_fits(item, inner[0]) for item in value)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(value, hint) if isinstance(hint, type) else callable(value)

@@ -1,0 +1,67 @@
+"""Files are written beside and renamed; links, pipes and second names are refused by name."""
+
+import os
+
+import pytest
+
+from choreo import files
+from choreo.errors import RunError
+
+
+def plant(kind, place, victim):
+    victim.write_text("precious")
+    if kind == "link":
+        place.symlink_to(victim)
+    elif kind == "dangling link":
+        place.symlink_to(victim.with_name("gone"))
+    elif kind == "hard link":
+        os.link(victim, place)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.mkdir()
+
+
+KINDS = {
+    "link": "it is a symbolic link",
+    "dangling link": "it is a symbolic link",
+    "hard link": r"the same file has another name elsewhere \(a hard link\)",
+    "pipe": "it is no regular file",
+    "folder": "it is no regular file",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("open_file", [files.open_to_write, files.open_to_read])
+def test_what_is_no_file_of_its_own_is_refused(tmp_path, kind, open_file):
+    place, victim = tmp_path / "metrics.jsonl", tmp_path / "victim"
+    plant(kind, place, victim)
+    with pytest.raises(RunError, match=f"metrics.jsonl is not touched: {KINDS[kind]}.\nRemove it"):
+        os.close(open_file(place))
+    assert victim.read_text() == "precious" and not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe"])
+@pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"])
+def test_a_file_is_replaced_and_never_written_through(tmp_path, kind, name):
+    plant(kind, tmp_path / name, tmp_path / "victim")
+    files.write_atomic(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"new" and not (tmp_path / "x").is_symlink()
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["victim", "x"]
+
+
+@pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"])
+def test_a_folder_in_its_place_is_named(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(RunError, match=f"{name} is not touched: it is a folder"):
+        files.write_atomic(tmp_path / "x", b"new")
+
+
+def test_reading_follows_links_and_waits_for_no_pipe(tmp_path):
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert files.read_bytes(tmp_path / "link") == b"text"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RunError, match="pipe is not touched: it is no regular file"):
+        files.read_bytes(tmp_path / "pipe")

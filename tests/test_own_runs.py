@@ -1,0 +1,111 @@
+"""This account's own list of runs: who is on it, who believes it, and what is said when it cannot be written."""
+
+import hashlib
+import os
+import stat
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from choreo import own_runs
+from choreo.errors import ChoreoWarning
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "choreo"
+
+
+def write(file: Path, text: bytes = b"[run]\n") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(text)
+    return file
+
+
+def test_a_file_is_own_by_its_path_and_its_bytes(tmp_path, state):
+    file, other = write(tmp_path / "x" / "run.toml"), write(tmp_path / "y" / "run.toml")
+    assert not own_runs.is_own(file, b"[run]\n")
+    own_runs.remember(file, b"[run]\n")
+    assert own_runs.is_own(file, b"[run]\n")
+    assert not own_runs.is_own(file, b"[run] \n") and not own_runs.is_own(other, b"[run]\n")
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    assert own_runs.is_own(tmp_path / "link" / "run.toml", b"[run]\n")
+    assert (state / "runs").read_text() == f"{hashlib.sha256(b'[run]' + bytes([10])).hexdigest()}  {file}\n"
+    assert stat.S_IMODE((state / "runs").stat().st_mode) == 0o600 and stat.S_IMODE(state.stat().st_mode) == 0o700
+
+
+def test_a_file_that_is_gone_is_dropped_and_one_written_again_has_one_line(tmp_path, state):
+    first, second = write(tmp_path / "x" / "run.toml"), write(tmp_path / "y" / "run.toml")
+    own_runs.remember(first, b"1")
+    own_runs.remember(second, b"1")
+    first.unlink()
+    own_runs.remember(second, b"2")
+    assert (state / "runs").read_text().splitlines() == [f"{hashlib.sha256(b'2').hexdigest()}  {second}"]
+
+
+def test_many_at_once_are_all_listed(tmp_path, state):
+    files = [write(tmp_path / str(i) / "run.toml") for i in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda file: own_runs.remember(file, b"x"), files))
+    assert all(own_runs.is_own(file, b"x") for file in files)
+
+
+@pytest.mark.parametrize("what", ["runs", "."])
+def test_a_list_that_others_can_write_to_is_not_believed(tmp_path, state, what):
+    file = write(tmp_path / "x" / "run.toml")
+    own_runs.remember(file, b"x")
+    (state / what).chmod(0o777)
+    with pytest.warns(ChoreoWarning, match="runs is not believed, because others can write to it"):
+        assert not own_runs.is_own(file, b"x")
+
+
+def test_what_others_wrote_is_not_taken_over(tmp_path, state):
+    theirs, mine = write(tmp_path / "theirs" / "run.toml"), write(tmp_path / "mine" / "run.toml")
+    own_runs.remember(theirs, b"x")
+    (state / "runs").chmod(0o666)
+    with pytest.warns(ChoreoWarning, match="not believed"):
+        own_runs.remember(mine, b"x")
+    assert own_runs.is_own(mine, b"x") and not own_runs.is_own(theirs, b"x")
+
+
+def test_a_link_in_place_of_the_list_is_not_believed(tmp_path, state):
+    file = write(tmp_path / "x" / "run.toml")
+    own_runs.remember(file, b"x")
+    (state / "runs").rename(tmp_path / "moved")
+    (state / "runs").symlink_to(tmp_path / "moved")
+    with pytest.warns(ChoreoWarning, match="cannot be read: .*runs is not touched: it is a symbolic link"):
+        assert not own_runs.is_own(file, b"x")
+
+
+def test_a_list_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "state").write_text("a file where the folder should be")
+    file = write(tmp_path / "x" / "run.toml")
+    with pytest.warns(
+        ChoreoWarning, match=r"cannot be put on the list of your own runs: .*give --trust \(trust=True\)"
+    ):
+        own_runs.remember(file, b"x")
+
+
+def test_a_path_that_is_not_printed_is_never_listed(tmp_path, state):
+    file = write(tmp_path / "a\nb" / "run.toml")
+    with pytest.warns(ChoreoWarning, match="its path has characters that are not printed"):
+        own_runs.remember(file, b"x")
+    assert not state.exists()
+
+
+def test_without_a_state_home_it_is_in_the_home_folder(tmp_path, monkeypatch):
+    file = write(tmp_path / "x" / "run.toml")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for ignored in ("", "relative"):
+        monkeypatch.setenv("XDG_STATE_HOME", ignored)
+        own_runs.remember(file, b"x")
+        assert (tmp_path / "home" / ".local" / "state" / "choreo" / "runs").exists()
+    monkeypatch.setenv("HOME", "~nobody-at-all")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        own_runs.remember(file, b"y")
+    assert "no home folder" in str(caught[0].message) and not own_runs.is_own(file, b"y")
+    assert not os.path.exists("~nobody-at-all")

@@ -1,0 +1,322 @@
+"""What in a run.toml is data and what is code, and who may run the code."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import jax
+import optax
+import pytest
+import tomli_w
+
+import choreo
+from choreo import algos, descriptions, envs, networks, public_names, registry
+from choreo.cli import main
+from choreo.control_networks import deterministic
+from choreo.errors import RunError, UntrustedError
+from choreo.folder import RunFolder
+from choreo.q_networks import q_cnn
+from choreo.recipe import Recipe
+from tiny import Tiny
+
+CARTPOLE = "jax:CartPole-v1"
+TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+
+
+# The closed table.
+
+
+def test_a_public_name_has_no_colon_and_stands_for_one_thing():
+    names = [name for named in public_names.kinds().values() for name in named]
+    assert len(names) == len(set(names)) and not any(":" in name for name in names)
+    assert all(public_names.name_of(value) == name for name, value in public_names.table().items())
+
+
+@pytest.mark.parametrize("value", [
+    *(cls() for cls in algos.ALGOS.values()),
+    choreo.PPO(network=networks.lstm, optimizer=optax.sgd),
+    choreo.PPO(network=functools.partial(networks.mlp, hidden=(8, 8)), optimizer=functools.partial(optax.adam, b1=0.5)),
+    choreo.DQN(network=functools.partial(q_cnn, width=256), value_range=(-1.0, 1.0)),
+    choreo.TD3(network=functools.partial(deterministic, hidden=[8])),
+    choreo.Layout(choreo.Group("env", "actor", replicas=2, device="cpu"), choreo.Group("learner"), max_lag=2),
+    jax.nn.relu,
+    {"text": "x", "numbers": [1, 2.5, None, (True,)]},
+], ids=str)  # fmt: skip
+def test_what_is_ours_is_data(value):
+    described = descriptions.describe(value)
+    assert ":" not in tomli_w.dumps({"x": described}).replace("::", "")
+    back = descriptions.rebuild(tomllib.loads(tomli_w.dumps({"x": described}))["x"], at="x")
+    assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize("name, kwargs", [
+    (CARTPOLE, {}), (CARTPOLE, {"time_limit": 100}), ("CartPole-v1", {"max_episode_steps": 5}), ("gymnax:Catch-bsuite", {}),
+    ("CartPole-v1", {"vectorization_mode": "vector_entry_point"}), ("FrozenLake-v1", {"desc": ["SF", "HG"]}),
+    ("gymnax:CartPole-v1", {"max_steps_in_episode": 20}), ("gymnasium:CartPole-v1", {"info_keys": ("late",)}),
+])  # fmt: skip
+def test_an_environment_that_is_data(name, kwargs):
+    env = envs.make(name, 3, **kwargs)
+    described = tomllib.loads(tomli_w.dumps(descriptions.describe_environment(env)))
+    assert described["name"] == name.removeprefix("gymnasium:") and described["num_envs"] == 3
+    assert descriptions.rebuild_environment(described) == env
+
+
+def test_an_environment_of_the_users_within_ours_is_code():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Long(envs.cartpole.CartPole):
+        pass
+
+    Long.__qualname__, globals()["Long"] = "Long", Long
+    described = descriptions.describe_environment(envs.VmapEnv(env=Long(), num_envs=2))
+    assert described["class"] == "VmapEnv"
+    with pytest.raises(UntrustedError, match=r"`environment.env.class = .*test_trust.*:Long\"`"):
+        descriptions.rebuild_environment(described)
+    assert descriptions.rebuild_environment(described, trust=True) == envs.VmapEnv(env=Long(), num_envs=2)
+
+
+@pytest.mark.parametrize("name", [
+    "os:system", "evil.py:x", "/tmp/evil.py:x", "evil_module:Id-v0", "gymnasium:evil_module:Id-v0", "gymnax:evil.py:x",
+    "gymnax:", "envpool:a/b:c", "jax:CartPole-v1:x", "GymV21Environment-v0", "GymV26Environment-v0", "GymV26Environment",
+    "Hopper-v2", "Registered-v0", "Wrapped-v0",
+])  # fmt: skip
+def test_an_environment_that_is_code(name):
+    gymnasium.register("Registered-v0", "os:system")
+    gymnasium.register("Wrapped-v0", "gymnasium.envs.classic_control:CartPoleEnv",
+                       additional_wrappers=(gymnasium.wrappers.TimeAwareObservation.wrapper_spec(),))  # fmt: skip
+    try:
+        with pytest.raises(UntrustedError, match=f'`environment.name = "{name}"`'):
+            descriptions.rebuild_environment({"name": name, "num_envs": 2})
+    finally:
+        del gymnasium.registry["Registered-v0"], gymnasium.registry["Wrapped-v0"]
+
+
+def test_an_environment_that_nobody_knows_is_no_code():
+    for name in ("CartPol-v1", "gymnax:CartPol-v1", "CartPole-v99"):
+        with pytest.raises(RunError, match=f"`environment` of this run is `{name}`, which is gone"):
+            descriptions.rebuild_environment({"name": name, "num_envs": 2})
+
+
+@pytest.mark.parametrize("argument, value", [
+    ("xml_file", "ant"), ("base_path", "x"), ("map_name", "../x"), ("map_name", "~x"), ("map_name", "a\\b"), ("map_name", "x.xml"),
+    ("map_name", "a:b"), ("x", {"name": "mlp"}), ("x", [{"class": "Layout"}]), ("x", {"dict": {"file_name": "x"}}),
+])  # fmt: skip
+def test_an_argument_that_is_no_plain_data_is_code(argument, value):
+    with pytest.raises(UntrustedError, match=f"`environment.kwargs.{argument} = "):
+        descriptions.rebuild_environment({"name": "CartPole-v1", "num_envs": 2, "kwargs": {argument: value}})
+
+
+@pytest.mark.parametrize("data, message", [
+    ({"name": ["CartPole-v1"], "num_envs": 2}, "`environment` of this run needs a text `name`"),
+    ({"name": "CartPole-v1", "num_envs": 2, "kwargs": "x"}, "and `kwargs` that are a table"),
+    ({"name": "CartPole-v1", "num_envs": "x"}, "`environment.num_envs = 'x'` of this run is no number of environments"),
+    ({"name": "CartPole-v1", "num_envs": True}, "is no number of environments"),
+    ({"name": "CartPole-v1", "num_envs": 2, "kwargs": {"num_envs": 3}}, "`environment.kwargs.num_envs` of this run is no argument"),
+    ({"name": "CartPole-v1", "num_envs": 2, "kwargs": {"env_id": "x"}}, "`environment.kwargs.env_id` of this run is no argument"),
+    ({"class": "VmapEnv", "fields": {"env": 3, "num_envs": 2}}, "`env` cannot be 3 in `VmapEnv`"),
+])  # fmt: skip
+def test_an_environment_of_the_wrong_form(data, message):
+    with pytest.raises(RunError, match=message):
+        descriptions.rebuild_environment(data)
+
+
+@pytest.mark.parametrize("data, message", [
+    ({"class": "mlp"}, "`x.class` of this run is no class"),
+    ({"class": "ppo", "fields": []}, "`x.fields` is no table"),
+    ({"class": "ppoo"}, "`x.class` of this run is `ppoo`. There is no public name `ppoo`.\nDid you mean"),
+    ({"class": "ppo", "fields": {"unrol": 3}}, "there is no `unrol` in `ppo`"),
+    ({"class": "ppo", "fields": {"unroll": {"tuple": []}}}, r"`unroll` cannot be \(\) in `ppo`"),
+    ({"class": "ppo", "fields": {"network": {"name": "optax.adam"}}}, "`network` cannot be <function adam.* in `ppo`"),
+    ({"class": "ppo", "fields": {"network": {"name": "q_mlp"}}}, "`network` cannot be <function q_mlp.* in `ppo`"),
+    ({"class": "ppo", "fields": {"optimizer": {"name": "mlp"}}}, "`optimizer` cannot be <function mlp.* in `ppo`"),
+    ({"partial": {"name": "mlp"}, "args": [], "kwargs": {"hidden": "wide"}}, "`hidden` cannot be 'wide' in `mlp`"),
+    ({"partial": {"name": "optax.adam"}, "args": [], "kwargs": {"b1": "x"}}, "`b1` cannot be 'x' in `optax.adam`"),
+    ({"class": "Group", "fields": {"roles": "env"}}, "`roles` cannot be 'env' in `Group`"),
+    ({"class": ["ppo"]}, "`x` of this run cannot be made again from its run.toml"),
+    ({"unknown": "<lambda>"}, "it was <lambda>"),
+])  # fmt: skip
+def test_data_of_the_wrong_form(data, message):
+    with pytest.raises(RunError, match=message):
+        descriptions.rebuild(data, at="x")
+
+
+@pytest.mark.parametrize("data, entry", [
+    ({"name": "os:system"}, 'x.name = "os:system"'),
+    ({"class": "subprocess:Popen"}, 'x.class = "subprocess:Popen"'),
+    ({"class": "choreo.algos.ppo:PPO"}, 'x.class = "choreo.algos.ppo:PPO"'),
+    ({"partial": {"name": "os:system"}, "args": [], "kwargs": {}}, "x.partial = "),
+    ({"partial": {"name": "mlp"}, "args": [1], "kwargs": {}}, "x.partial = "),
+    ({"partial": {"name": "ppo"}, "args": [], "kwargs": {}}, "x.partial = "),
+    ({"class": "ppo", "fields": {"network": {"name": "a:b"}}}, 'x.network.name = "a:b"'),
+    ([{"tuple": [{"dict": {"y": {"name": "a:b"}}}]}], 'x[0][0].y.name = "a:b"'),
+])  # fmt: skip
+def test_code_is_refused_by_its_entry(data, entry):
+    with pytest.raises(UntrustedError) as error:
+        descriptions.maker(data, at="x")
+    assert entry in str(error.value) and "--trust" in str(error.value)
+
+
+# Who may run code.
+
+
+def write_run(folder: Path, *, algo: Any = None) -> Path:
+    """The run.toml of a run that never ran, of an algorithm of the user's if nothing is said."""
+    options: dict[str, Any] = {"steps": 16, "seed": 0, "runtime": None, "eval_every": None, "eval_episodes": 1}
+    algo, options = algo or registry.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
+    recipe = Recipe(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
+    folder.mkdir(parents=True)
+    RunFolder(folder).write_recipe(recipe.to_toml())
+    return folder / "run.toml"
+
+
+def test_the_own_run_needs_no_trust_and_a_copy_of_it_does(tmp_path, capsys):
+    file = write_run(tmp_path / "mine")
+    assert Recipe.read(file).algo == registry.algorithm(TINY)
+    shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
+    theirs = tmp_path / "theirs" / "run.toml"
+    with pytest.raises(UntrustedError) as error:
+        Recipe.read(theirs)
+    assert str(error.value) == (
+        f'The run names code of its author\'s, which was not run: `algorithm.class = "{TINY}"`.\n'
+        f"  at  {theirs}\n"
+        "If you trust whoever wrote the file, add --trust (trust=True); or pass the value yourself: "
+        "choreo.load(path, algo=..., env=...)."
+    )
+    assert Recipe.read(theirs, trust=True).algo == Recipe.read(file).algo
+    assert Recipe.read(theirs, algo=Tiny()).algo == Tiny()
+    file.write_bytes(file.read_bytes() + b"\n")  # changed by somebody
+    with pytest.raises(UntrustedError):
+        Recipe.read(file)
+
+
+@pytest.mark.parametrize("command", ["train", "graph", "check", "evaluate", "resume", "replay"])
+def test_the_option_of_each_command(tmp_path, capsys, command):
+    write_run(tmp_path / "mine")
+    shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
+    what = str(tmp_path / "theirs" / ("run.toml" if command in ("train", "graph", "check") else ""))
+    assert main([command, what]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("UntrustedError: The run names code of its author's, which was not run: `algorithm.class")
+    # With it, the command goes on, and says what the next obstacle is.
+    more = {"train": ["--steps", "0"], "graph": ["--layout", "corse"], "check": ["--iterations", "0"]}.get(command, [])
+    assert main([command, what, "--trust", *more]) != 0
+    err = capsys.readouterr().err
+    assert "names code" not in err and any(words in err for words in ("0", "corse", "no checkpoint"))
+
+
+def test_trust_is_for_a_run(capsys):
+    assert main(["graph", "ppo", CARTPOLE, "--trust"]) == 2
+    assert "--trust is for the run.toml of a run; what you name yourself is run." in capsys.readouterr().err
+
+
+def test_only_a_run_with_code_is_put_on_the_list(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert Recipe.read(write_run(tmp_path / "x", algo=choreo.PPO())).algo == choreo.PPO()
+    assert not (tmp_path / "state").exists()
+    write_run(tmp_path / "y")
+    assert (tmp_path / "state" / "choreo" / "runs").read_text().endswith(f"  {tmp_path / 'y' / 'run.toml'}\n")
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ('class = "Layout"', 'class = "Group"', "`layout` of this run cannot be made again: there is no `exact` in `Group`"),
+    ('class = "ppo"', 'class = "Layout"', "gives `Layout` a hyper-parameter `learning_rate`, which it does not have"),
+    ("seed = 0", "seed = 0\ninit_from = 3", r"`run.init_from` cannot be made again from"),
+    ("seed = 0", 'seed = 0\ninit_from = {path = 3, params_hash = "0"}', "`path` and `params_hash` are texts"),
+    ("seed = 0", "seed = " + "9" * 5000, "is no valid TOML: Exceeds the limit"),
+    ("seed = 0", "seed = 0\nx = " + "[" * 10**5 + "]" * 10**5, "is nested too deeply"),
+    ('name = "fused"', 'name = "\\u001b[2J"', r'has characters that are not printed: "\\x1b\[2J"'),
+    ('name = "fused"', '"\\u202e" = 3', r'has characters that are not printed: "\\u202e"'),
+])  # fmt: skip
+def test_a_file_of_the_wrong_form(tmp_path, old, new, message):
+    file = tmp_path / "x" / "run.toml"
+    write_run(tmp_path / "x", algo=choreo.PPO())
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(RunError, match=message):
+        Recipe.read(file)
+
+
+@pytest.mark.parametrize(
+    "data", [{"none": True}, {"tuple": [1]}, {"class": "Group", "fields": {"roles": ["env"]}}, {"name": "mlp"}]
+)
+@pytest.mark.parametrize("table", ["algorithm", "environment", "layout"])
+def test_a_table_that_is_something_else(tmp_path, table, data):
+    recipe = tomllib.loads(write_run(tmp_path / "x", algo=choreo.PPO()).read_text())
+    with pytest.raises(RunError, match=f"`{table}` in run.toml is no {table}"):
+        Recipe.from_toml(recipe | {table: data})
+
+
+# What else is read from a folder.
+
+
+ROW = {"iteration": 0, "env_steps": 8, "seconds": 0.5, "train_return": 1.0, "episodes": 1, "episode_return": None}
+
+
+@pytest.mark.parametrize("line", [
+    "3", "[]", "{}", json.dumps(ROW | {"loss": "x"}), json.dumps(ROW | {"loss": [1]}), json.dumps(ROW | {"iteration": 1.5}),
+    json.dumps(ROW | {"env_steps": None}), json.dumps(ROW | {"loss": 10**400}), "[" * 10**5 + "]" * 10**5,
+    json.dumps({name: value for name, value in ROW.items() if name != "seconds"}), '{"x": ' + "9" * 5000 + "}",
+], ids=lambda line: line[:20])  # fmt: skip
+def test_a_line_that_is_no_row(tmp_path, line):
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text(f"{json.dumps(ROW)}\n{line}\n")
+    with pytest.raises(RunError, match="Line 2 of .*metrics.jsonl is no row of metrics: "):
+        folder.read_metrics()
+
+
+def test_names_that_change_a_terminal_are_refused(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text(json.dumps(ROW | {"\x1b[2J": 1.0}) + "\n")
+    folder.log.write_text(json.dumps(["\x1b[2J", 1, 1]) + "\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"params_hash": "\x1b[2J"}))
+    for read in (folder.read_metrics, folder.read_log, folder.read_summary):
+        with pytest.raises(RunError, match=r'has characters that are not printed: "\\x1b\[2J"'):
+            read()
+
+
+@pytest.mark.parametrize("line", ['["x", 1]', '["x", "1", 1]', "{}", "oops"])
+def test_a_log_of_the_wrong_form(tmp_path, line):
+    RunFolder(tmp_path).log.write_text(f"{line}\n")
+    with pytest.raises(RunError, match="Line 1 of .*reads.jsonl is no entry of the log"):
+        RunFolder(tmp_path).read_log()
+
+
+@pytest.mark.parametrize("text", ["[]", "oops", '{"seconds": []}', '{"seconds": ' + "9" * 400 + "}"])
+def test_a_summary_of_the_wrong_form(tmp_path, text):
+    (tmp_path / "summary.json").write_text(text)
+    with pytest.raises(RunError, match="summary.json is no summary of a run"):
+        RunFolder(tmp_path).read_summary()
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "run" / "sub").mkdir(parents=True)
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
+    for use in (RunFolder(tmp_path / "run").open, RunFolder(tmp_path / "run").check_not_in_use):
+        with pytest.raises(RunError, match=".lock is not touched: it is a symbolic link"):
+            use()
+    assert not (tmp_path / "victim").exists()
+
+
+def test_errors_escape_what_a_terminal_would_obey(tmp_path, capsys):
+    assert main(["evaluate", str(tmp_path / "\x1b[2J")]) == 1
+    assert "\\x1b[2J does not exist" in capsys.readouterr().err
+    error = RunError("a\x1bb\tc\nd\u202e\udc80", at="\x07", fix="\x9b")
+    assert str(error) == "a\\x1bb\tc\nd\\u202e\\udc80\n  at  \\x07\n\\x9b"
+
+
+def test_nothing_is_imported_from_the_folder_one_is_in(tmp_path):
+    """`choreo` is a script elsewhere: what lies in the current folder is not on the path."""
+    write_run(tmp_path / "x")
+    for name in ("numpy", "tiny", "evil"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    command = [sys.executable, "-P", "-m", "choreo", "graph", "x/run.toml"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and "learner" in ran.stdout, ran.stderr
