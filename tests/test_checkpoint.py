@@ -154,3 +154,26 @@ def test_the_hash_sees_every_bit_and_only_arrays():
     import hashlib
 
     assert checkpoint.sha256(tree) == hashlib.sha256(bytes(12)).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "null", "[]", "{", "[" * 5000, '{"iteration": "3", "keys": {}, "views": {}}', '{"iteration": 3, "keys": {}}',
+        '{"iteration": -1, "keys": {}, "views": {}}', '{"iteration": 3, "keys": [], "views": {}}',
+        '{"iteration": 3, "keys": {"x": 7}, "views": {}}',
+    ],
+)  # fmt: skip
+def test_a_header_of_somebody_else_is_refused(tmp_path, header):
+    file = tmp_path / "checkpoint.safetensors"
+    file.write_bytes(safetensors.numpy.save({"x": np.zeros(2, np.float32)}, {checkpoint.FORMAT: header}))
+    with pytest.raises(RunError, match="its header makes no sense"):
+        checkpoint.load(file, {"x": jax.ShapeDtypeStruct((2,), np.float32)})
+
+
+def test_what_is_called_random_keys_and_is_none_is_refused(tmp_path):
+    file = tmp_path / "checkpoint.safetensors"
+    header = json.dumps({"iteration": 0, "keys": {"['x']": "threefry2x32"}, "views": {}})
+    file.write_bytes(safetensors.numpy.save({"['x']": np.zeros(3, np.float32)}, {checkpoint.FORMAT: header}))
+    with pytest.raises(RunError, match="does not fit its bytes"):
+        checkpoint.load(file, {"x": jax.ShapeDtypeStruct((3,), np.float32)})

@@ -42,7 +42,7 @@ def test_what_is_no_file_of_its_own_is_refused(tmp_path, kind, open_file):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe"])
-@pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"])
+@pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"], ids=["file", "part"])
 def test_a_file_is_replaced_and_never_written_through(tmp_path, kind, name):
     plant(kind, tmp_path / name, tmp_path / "victim")
     files.write_atomic(tmp_path / "x", b"new")
@@ -51,7 +51,7 @@ def test_a_file_is_replaced_and_never_written_through(tmp_path, kind, name):
     assert sorted(os.listdir(tmp_path)) == ["victim", "x"]
 
 
-@pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"])
+@pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"], ids=["file", "part"])
 def test_a_folder_in_its_place_is_named(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(RunError, match=f"{name} is not touched: it is a folder"):

@@ -320,3 +320,15 @@ def test_nothing_is_imported_from_the_folder_one_is_in(tmp_path):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert ran.returncode == 0 and "learner" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("depth", [100, 400, 5000])
+def test_a_file_that_is_nested_deeply_is_refused(tmp_path, depth):
+    """Deeper than Python's stack, in the parser or behind it."""
+    file = tmp_path / "run.toml"
+    head = '[run]\nsteps = 8\nseed = 0\neval_episodes = 1\n[environment]\nname = "jax:CartPole-v1"\nnum_envs = 2\n[layout]\n'
+    file.write_text(
+        f'{head}class = "Layout"\n[algorithm]\nclass = "ppo"\n[algorithm.fields]\nunroll = {"[" * depth}{"]" * depth}\n'
+    )
+    with pytest.raises(RunError):
+        Recipe.read(file)

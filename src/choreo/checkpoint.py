@@ -85,7 +85,21 @@ def read_header(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is not a whole checkpoint ({error}).", fix="Restore it from a copy.") from error
     if FORMAT not in header:
         raise RunError(f"{path} is a safetensors file, but no checkpoint of Choreo.", fix="Name a run folder.")
-    return json.loads(header[FORMAT])
+    try:
+        facts = json.loads(header[FORMAT])
+    except (ValueError, RecursionError):
+        facts = None
+    if not _is_header(facts):
+        raise RunError(f"{path} is not a whole checkpoint (its header makes no sense).", fix="Restore it from a copy.")
+    return facts
+
+
+def _is_header(facts: Any) -> bool:
+    if not isinstance(facts, dict) or set(facts) != {"iteration", "keys", "views"}:
+        return False
+    count, kinds = facts["iteration"], (facts["keys"], facts["views"])
+    texts = all(isinstance(kind, dict) and all(isinstance(name, str) for name in kind.values()) for kind in kinds)
+    return isinstance(count, int) and not isinstance(count, bool) and count >= 0 and texts
 
 
 def decode(path: Path, header: dict[str, Any], name: str, array: np.ndarray) -> jax.Array:
@@ -144,7 +158,10 @@ def _viewed(path: Path, name: str, array: np.ndarray, kind: str) -> np.ndarray:
 def _as_keys(path: Path, name: str, value: jax.Array, impl: str) -> jax.Array:
     if impl not in KEY_IMPLS:
         raise _unfit(path, f"`{name}` are random keys of a generator `{impl}`, which no checkpoint has")
-    return jax.random.wrap_key_data(value, impl=impl)
+    try:
+        return jax.random.wrap_key_data(value, impl=impl)
+    except (TypeError, ValueError) as error:
+        raise _unfit(path, f"`{name}` are random keys of a generator `{impl}`, which does not fit its bytes") from error
 
 
 def _is_key(leaf: Any) -> bool:

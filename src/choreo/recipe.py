@@ -187,6 +187,8 @@ class Recipe:
             make_layout = descriptions.maker(data["layout"], at="layout", trust=trust)
         except UntrustedError as error:
             raise UntrustedError(error.what, fix=error.fix, at=str(file)) from None
+        except RecursionError as error:
+            raise RunError(f"{file} is nested too deeply.", fix="Undo the last edit.") from error
         if make_env is not None:
             env = _rebuilt(make_env, "environment", file)
             _check_is(env, Env, "environment", file)

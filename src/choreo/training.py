@@ -206,7 +206,7 @@ def replay(
         if recipe.layout.is_relaxed and not log:
             raise RunError(f"{folder.path} has no log of what was read.", fix="Only a run that was begun here has one.")
         recipe = dataclasses.replace(recipe, runtime="inprocess")
-        weights = None if recipe.init_from is None else Weights.read(recipe, recipe.init_from.path)
+        weights = None if recipe.init_from is None else Weights.read(recipe, recipe.init_from)
         start, done = Start(done=0, rows=[], carry=None, weights=weights), checkpoint.iteration(folder.checkpoint)
         watching, is_done = Watching(replay=log or None), lambda iteration, _: iteration + 1 >= done
         return _drive(recipe, None, start, watching, loggers=(), on_iteration=is_done, progress=progress)
