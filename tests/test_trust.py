@@ -49,7 +49,7 @@ def test_a_public_name_has_no_colon_and_stands_for_one_thing():
     choreo.Layout(choreo.Group("env", "actor", replicas=2, device="cpu"), choreo.Group("learner"), max_lag=2),
     jax.nn.relu,
     {"text": "x", "numbers": [1, 2.5, None, (True,)]},
-], ids=str)  # fmt: skip
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_is_ours_is_data(value):
     described = descriptions.describe(value)
     assert ":" not in tomli_w.dumps({"x": described}).replace("::", "")

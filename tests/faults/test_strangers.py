@@ -524,3 +524,12 @@ def test_an_agent_listens_on_loopback_unless_told_otherwise(tmp_path):
         (listening,) = [c for c in psutil.Process(process.pid).net_connections() if c.status == psutil.CONN_LISTEN]
         process.terminate()
     assert listening.laddr.ip == "127.0.0.1"
+
+
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+def test_a_worker_imports_nothing_installed_from_the_current_folder(tmp_path, monkeypatch, carrier):
+    """A file that happens to lie there, in an unpacked run folder say, does not stand in for what is installed."""
+    for module in ("numpy", "json", "zmq", "cloudpickle", "choreo"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    assert_same_bits(play(Local(cartpole("fine x1"), carrier=carrier)), alone("fine x1"))
