@@ -33,6 +33,7 @@ class Agent:
 
     def __init__(self, token: Path, *, address: str = "127.0.0.1", port: int = 0, enter: tuple = (), **variables: str):
         self.token, self.address, self.port = token, address, port or free_port()
+        self.logged: str | None = None
         command = [*enter, sys.executable, "-m", "choreo", "agent", "--address", address, "--port", str(self.port)]
         self.process = subprocess.Popen(
             [*command, "--token-file", str(token)], stdout=subprocess.PIPE, text=True, env=os.environ | variables
@@ -51,7 +52,7 @@ class Agent:
 
     def end(self) -> str:
         """End it; returns what it has logged."""
-        if self.process.poll() is None:
+        if self.logged is None:
             self.process.terminate()
             self.logged = self.process.communicate()[0]
         return self.logged

@@ -1,8 +1,8 @@
 """One worker: a process that runs the sites it is told to, until its coordinator says stop or is gone.
 
 Started as `python -m choreo.worker FD`, where FD is a socket to the coordinator, or by the agent of another host as
-`python -m choreo.worker --remote HOST KEY FD`: then it listens at HOST for the coordinator with that public key, and writes
-its own port and public key to FD. It never traces and never imports the
+`python -m choreo.worker --remote HOST KEY FD`: then it listens at HOST for the coordinator with that public key, writes its
+own port and public key to FD, a socket to the agent, and ends when that is closed. It never traces and never imports the
 user's main: what it runs arrives as compiled programs, and host environments by value.
 
     greet      tell what you run on: versions, CPU                               -> hello
@@ -63,18 +63,18 @@ def main() -> int:
     return code
 
 
-def _await_coordinator(host: str, coordinator: bytes, tell: int) -> tuple[socket.socket, Any]:
+def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socket.socket, Any]:
     """The control socket of a worker on another host, and the pair of keys that it has made."""
     from choreo.runtime.keys import KeyPair
     from choreo.runtime.tunnel import Tunnel, start_relay
 
     keys = KeyPair.new()
     tunnel, port = Tunnel.dig(host, keys, coordinator)
-    os.write(tell, json.dumps({"port": port, "key": keys.public.decode()}).encode())
-    os.close(tell)
+    os.write(agent, json.dumps({"port": port, "key": keys.public.decode()}).encode())
+    os.set_inheritable(agent, False)
     if not tunnel.await_peer(time.monotonic() + COME_S):
         sys.exit(f"No coordinator came within {COME_S:g} s.")
-    return start_relay(tunnel), keys
+    return start_relay(tunnel, agent), keys
 
 
 class Worker:

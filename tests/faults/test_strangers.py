@@ -516,6 +516,19 @@ class TestWhatWentWrongElsewhere:
         assert [line for line in marked(mark) if "choreo.worker" in line] == []
 
 
+def test_an_agent_that_is_killed_takes_its_workers_with_it(agent):
+    with contextlib.closing(Local(cartpole("fine x1"), cluster=agent.cluster)) as local:
+        local.start(KEY)
+        workers = psutil.Process(agent.process.pid).children()
+        assert len(workers) == 2
+        agent.process.kill()
+        with pytest.raises(WorkerError, match="Nothing heard from `.*, said the coordinator, nor from its agent"):
+            for i in itertools.count():
+                local.run(i, i + 1)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+
+
 def test_an_agent_listens_on_loopback_unless_told_otherwise(tmp_path):
     port = 20_000 + os.getpid() % 20_000
     command = [sys.executable, "-m", "choreo", "agent", "--port", str(port), "--token-file", str(make_token(tmp_path))]

@@ -15,6 +15,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -220,13 +221,14 @@ class Job:
     output: int
     """Where it prints to; -1 once it has closed that."""
     news: int
-    """Where it tells its port and its public key; -1 once it has closed that."""
+    """Our end of a socket, where it tells its port and its public key, and hears of our end; -1 once it has closed that."""
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
     def start(cls, order: Order, identity: bytes, peer: str, fd: int) -> "Job":
         """Raises OSError or ValueError if it cannot be started."""
-        news, tell = os.pipe()
+        ours, theirs = socket.socketpair()
+        news, tell = ours.detach(), theirs.detach()
         output, printed = os.pipe()
         try:
             process = subprocess.Popen(

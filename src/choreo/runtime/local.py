@@ -16,8 +16,6 @@ import contextlib
 import itertools
 import os
 import secrets
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -57,7 +55,6 @@ from choreo.runtime.schedule import Read, from_json
 from choreo.runtime.shm import make_shm_channel
 from choreo.runtime.tcp_ends import SILENCE_S
 from choreo.runtime.threads import XLA_THREADS, useful_threads
-from choreo.runtime.tunnel import Tunnel
 from choreo.runtime.versions import Versions, compare, this_machine
 from choreo.runtime.wire import Frame, WireError, receive_frame, send_frame
 from choreo.types import Key, PyTree
@@ -68,7 +65,7 @@ GRACE_S = 2.0
 """How long to look for the worker that failed first, and how long workers have to end."""
 START_S = 120.0
 """How long a worker may take to be ready."""
-ASIDES = ("output", "iteration")
+ASIDE = "iteration"
 """What workers say without being asked."""
 CHATTER = "[Gloo] Rank "
 """How the lines begin that a library prints when all is well."""
@@ -103,8 +100,6 @@ class Local:
         """What hosts have that this machine has not, by host."""
         self.members: dict[str, Member] = {}
         self.poller = zmq.Poller()
-        self.watched: dict[Any, tuple[Member, str]] = {}
-        """Whose descriptor or socket each is that the poller waits for, and what for."""
         self.hood = Neighbourhood(me="coordinator", homes=homes_of(plan))
         self.workers = list(dict.fromkeys(self.hood.homes.values()))
         self.hosts = hosts_of(plan, cluster or Cluster.local())
@@ -243,7 +238,7 @@ class Local:
                     asked[name].spawn(name, self._environment(name), run=run, key=keys.public)
             for name in self.workers:
                 if name not in asked:
-                    self._add(self._local_worker(name, fds[name]))
+                    self._add(Member.start_here(name, self._environment(name), fds[name]))
             for name in list(asked):
                 self._add(Member(name, asked[name], asked[name].reach_worker(name, keys, deadline)))
                 del asked[name]
@@ -260,42 +255,14 @@ class Local:
             )
         return self.token
 
-    def _local_worker(self, name: str, fds: list[int]) -> Member:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                # -P: nothing is imported from the folder that happens to be the current one.
-                [sys.executable, "-P", "-m", "choreo.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *fds],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment(name)},
-                start_new_session=True,  # Ctrl-C is ours to hear; and what an environment starts ends with it
-            )
-        return Member(name, process, ours)
-
     def _add(self, member: Member) -> None:
         """Listen to a worker."""
         self.members[member.name], member.combines = member, self._together(member.name) is not None
-        if isinstance(member.control, Tunnel):
-            for each, what in zip(member.control.pollable, ("control", "end of control"), strict=True):
-                self._watch(each, member, what)
-        else:
-            self._watch(member.control.fileno(), member, "control")
-        if isinstance(member.process, RemoteProcess):
-            for each in member.process.pollable:
-                self._watch(each, member, "output")
-        elif member.process.stdout is not None:
-            os.set_blocking(member.process.stdout.fileno(), False)
-            self._watch(member.process.stdout.fileno(), member, "output")
-
-    def _watch(self, each: Any, member: Member, what: str) -> None:
-        self.poller.register(each, zmq.POLLIN)
-        self.watched[each] = member, what
+        for each in (*member.controls, *member.outputs):
+            self.poller.register(each, zmq.POLLIN)
 
     def _unwatch(self, each: Any) -> None:
-        if self.watched.pop(each, None) is not None:
+        if each in self.poller:
             self.poller.unregister(each)
 
     def _orders(self, name: str) -> bytes:
@@ -405,7 +372,7 @@ class Local:
                 frame = self._hear(member)
                 if frame is None:
                     self._fail(member)
-                if frame[0]["kind"] in ASIDES:
+                if frame[0]["kind"] == ASIDE:
                     continue
                 assert frame[0]["kind"] == kind, (frame[0], kind)
                 replies[member.name] = frame
@@ -444,15 +411,13 @@ class Local:
 
     def _select(self, *, timeout_s: float) -> list[Member]:
         """Wait for workers to say something: pass on what they print, and return those with a frame for us."""
-        here = [m for m in self.members.values() if m.talks and isinstance(m.control, Tunnel) and m.control.pending]
-        ready = [self.watched[each] for each, _ in self.poller.poll(0 if here else int(1000 * timeout_s))]
-        for member, what in ready:
-            if what == "output":
+        talking = [member for member in self.members.values() if member.talks]
+        here = any(member.has_frame(()) for member in talking)
+        ready = {each for each, _ in self.poller.poll(0 if here else int(1000 * timeout_s))}
+        for member in self.members.values():
+            if not ready.isdisjoint(member.outputs):
                 self._take_output(member)
-            elif what == "end of control" and isinstance(member.control, Tunnel):
-                member.control.hear_of_the_end()
-                here += [member] if member.control.lost and member.talks else []
-        return list(dict.fromkeys([*here, *(member for member, what in ready if what == "control")]))
+        return [member for member in talking if member.has_frame(ready.intersection(member.controls))]
 
     def _hear(self, member: Member) -> Frame | None:
         """A worker's next frame; None if it ended, and then `member.error` says why, if it told."""
@@ -468,9 +433,7 @@ class Local:
             self._stop_listening(member)
             return None
         member.talks = True
-        if frame[0]["kind"] == "output":
-            self._say(member, frame[0]["line"])
-        elif frame[0]["kind"] == "iteration":
+        if frame[0]["kind"] == ASIDE:
             member.state = f"iteration {frame[0]['number']}"
             if self.on_states is not None:
                 self.on_states(self.states())
@@ -478,7 +441,7 @@ class Local:
 
     def _stop_listening(self, member: Member) -> None:
         member.talks = False
-        for each in member.control.pollable if isinstance(member.control, Tunnel) else [member.control.fileno()]:
+        for each in member.controls:
             self._unwatch(each)
 
     def _ended(self) -> list[Member]:
@@ -487,53 +450,31 @@ class Local:
 
     def _take_output(self, member: Member) -> bool:
         """Pass on what a worker printed; False if there was nothing."""
-        if isinstance(member.process, RemoteProcess):
-            data = member.process.hear()
-            ended = not data and member.process.poll() is not None
-        elif member.process.stdout is None:
-            return False
-        else:
-            try:
-                data = os.read(member.process.stdout.fileno(), 65536)
-            except BlockingIOError:
-                return False
-            ended = not data
-            if ended:
-                self._unwatch(member.process.stdout.fileno())
-        *lines, member.rest = (member.rest + data).split(b"\n")
-        if ended and member.rest:
-            lines, member.rest = [member.rest], b""
+        watched = member.outputs
+        lines, more = member.read_output()
+        for each in watched:
+            if each not in member.outputs:  # the end of a pipe would be ready for ever
+                self._unwatch(each)
         for line in lines:
-            self._say(member, line.decode(errors="replace"))
-        return bool(data)
-
-    def _say(self, member: Member, line: str) -> None:
-        if line.startswith(CHATTER):
-            return
-        member.lines.append(line)
-        self.on_output(member.name, line)
+            if not line.startswith(CHATTER):
+                member.lines.append(line)
+                self.on_output(member.name, line)
+        return more
 
     def _kill(self) -> None:
         """End whoever still lives, with all that environments have started."""
         members = list(self.members.values())
         self.members.clear()
         for member in members:
-            if isinstance(member.process, subprocess.Popen):
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
-                    os.killpg(member.process.pid, signal.SIGKILL)
+            member.kill()
         try:
             for member in members:
                 member.process.wait()
                 while self._take_output(member):
                     pass
         finally:
-            self.watched.clear()
             for member in members:
-                member.control.close()
-                if isinstance(member.process, RemoteProcess):
-                    member.process.close()  # its agent ends it
-                elif member.process.stdout is not None:
-                    member.process.stdout.close()
+                member.close()
 
 
 def _message_bytes(pieces: list[Any]) -> int:

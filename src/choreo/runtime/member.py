@@ -1,9 +1,13 @@
 """A worker as its coordinator sees it: what it says, whether it lives, and why it ended."""
 
+import contextlib
+import os
 import signal
 import socket
 import subprocess
+import sys
 from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +40,8 @@ class Member:
     """Its last output."""
     rest: bytes = b""
     """Output that is no whole line yet."""
+    printed_all: bool = False
+    """Has it closed its output?"""
     error: dict[str, Any] | None = None
     """Why it ended, in its own words."""
     talks: bool = True
@@ -44,6 +50,76 @@ class Member:
     """For people: what it is doing."""
     combines: bool = False
     """Does it combine values with others inside of compiled programs?"""
+
+    @classmethod
+    def start_here(cls, name: str, variables: Mapping[str, str], fds: Collection[int]) -> "Member":
+        """A worker on this machine, with these environment variables beside our own, and these descriptors of ours."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                # -P: nothing is imported from the folder that happens to be the current one.
+                [sys.executable, "-P", "-m", "choreo.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *fds],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,  # Ctrl-C is ours to hear; and what an environment starts ends with it
+            )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        return cls(name, process, ours)
+
+    @property
+    def controls(self) -> list[Any]:
+        """Sockets or descriptors to wait for: when one is ready, there may be a frame, or its end."""
+        return self.control.pollable if isinstance(self.control, Tunnel) else [self.control.fileno()]
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The same, for what it prints."""
+        if isinstance(self.process, RemoteProcess):
+            return self.process.pollable
+        return [] if self.process.stdout is None or self.printed_all else [self.process.stdout.fileno()]
+
+    def has_frame(self, ready: Collection[Any]) -> bool:
+        """Is there a frame, or the news that none will come? `ready` are those of `controls` that are."""
+        if not isinstance(self.control, Tunnel):
+            return bool(ready)
+        if self.control.monitor in ready:
+            self.control.hear_of_the_end()
+        return self.control.pending or self.control.lost or self.control.socket in ready
+
+    def read_output(self) -> tuple[list[str], bool]:
+        """The lines that it has printed since, and whether there may be more now."""
+        if isinstance(self.process, RemoteProcess):
+            data = self.process.hear()
+            ended = not data and self.process.poll() is not None
+        elif self.process.stdout is None or self.printed_all:
+            return [], False
+        else:
+            try:
+                data = os.read(self.process.stdout.fileno(), 65536)
+            except BlockingIOError:
+                return [], False
+            ended = self.printed_all = not data
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if ended and self.rest:
+            lines, self.rest = [self.rest], b""
+        return [line.decode(errors="replace") for line in lines], bool(data)
+
+    def kill(self) -> None:
+        """End it, with all that its environments have started. Of a worker elsewhere, `close` lets its agent do that."""
+        if isinstance(self.process, subprocess.Popen):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.control.close()
+        if isinstance(self.process, RemoteProcess):
+            self.process.close()
+        elif self.process.stdout is not None:
+            self.process.stdout.close()
 
     @property
     def lives(self) -> bool:

@@ -73,9 +73,14 @@ class Tunnel:
         return tunnel
 
     @property
+    def monitor(self) -> zmq.Socket:
+        """When this is ready, `hear_of_the_end`."""
+        return self._connections.monitor
+
+    @property
     def pollable(self) -> list[zmq.Socket]:
-        """What to wait for, unless there is something `pending`; when the second is ready, `hear_of_the_end`."""
-        return [self.socket] if self.lost else [self.socket, self._connections.monitor]
+        """What to wait for, unless there is something `pending`."""
+        return [self.socket, self.monitor]
 
     @property
     def pending(self) -> bool:
@@ -134,32 +139,37 @@ class Tunnel:
         """Until it may go on, or the peer is gone."""
         poller = zmq.Poller()
         poller.register(self.socket, for_what)
-        poller.register(self._connections.monitor, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
         ready = dict(poller.poll(None if self._timeout_s is None else int(1000 * self._timeout_s)))
         if not ready:
             raise TimeoutError
-        if self._connections.monitor in ready:
+        if self.monitor in ready:
             self.hear_of_the_end()
 
 
-def start_relay(tunnel: Tunnel) -> socket.socket:
-    """A socket that stands for the tunnel, for any thread; it closes when the tunnel ends."""
+def start_relay(tunnel: Tunnel, lifeline: int) -> socket.socket:
+    """A socket that stands for the tunnel, for any thread; it closes when the tunnel ends.
+
+    It also closes when the other end of the descriptor `lifeline` is closed: that of the agent.
+    """
     ours, theirs = socket.socketpair()
-    threading.Thread(target=_relay, args=(tunnel, ours), name="choreo-tunnel", daemon=True).start()
+    threading.Thread(target=_relay, args=(tunnel, ours, lifeline), name="choreo-tunnel", daemon=True).start()
     return theirs
 
 
-def _relay(tunnel: Tunnel, plain: socket.socket) -> None:
-    """Move bytes both ways until either end is gone."""
+def _relay(tunnel: Tunnel, plain: socket.socket, lifeline: int) -> None:
+    """Move bytes both ways until either end is gone, or the lifeline is cut."""
     poller, buffer = zmq.Poller(), memoryview(bytearray(CHUNK_BYTES))
-    for each in (*tunnel.pollable, plain.fileno()):
+    for each in (*tunnel.pollable, plain.fileno(), lifeline):
         poller.register(each, zmq.POLLIN)
     with contextlib.closing(tunnel), plain:
         while True:
             ready = {} if tunnel.pending else dict(poller.poll())
-            if any(each in ready for each in tunnel.pollable[1:]):
+            if tunnel.monitor in ready:
                 tunnel.hear_of_the_end()
             try:
+                if lifeline in ready:
+                    return
                 if tunnel.pending or tunnel.lost or tunnel.socket in ready:
                     size = tunnel.recv_into(buffer)
                     if not size:
