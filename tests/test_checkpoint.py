@@ -177,3 +177,20 @@ def test_what_is_called_random_keys_and_is_none_is_refused(tmp_path):
     file.write_bytes(safetensors.numpy.save({"['x']": np.zeros(3, np.float32)}, {checkpoint.FORMAT: header}))
     with pytest.raises(RunError, match="does not fit its bytes"):
         checkpoint.load(file, {"x": jax.ShapeDtypeStruct((3,), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("BF16", [1]), ("F8_E4M3", [1]), ("F4", [2]), ("F32", [2**62, 0]), ("F32", [0] * 70)]
+)
+def test_types_and_shapes_that_no_checkpoint_has_are_refused(tmp_path, kind, shape):
+    sizes = {"BF16": 2, "F8_E4M3": 1, "F4": 1, "F32": 0}
+    facts = json.dumps({"iteration": 0, "keys": {}, "views": {}})
+    header = {
+        "__metadata__": {checkpoint.FORMAT: facts},
+        "x": {"dtype": kind, "shape": shape, "data_offsets": [0, sizes[kind]]},
+    }
+    text = json.dumps(header).encode()
+    file = tmp_path / "checkpoint.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(sizes[kind]))
+    with pytest.raises(RunError, match="is not a whole checkpoint"):
+        checkpoint.load(file, {})

@@ -21,7 +21,7 @@ import choreo
 from choreo import algos, descriptions, envs, networks, public_names, registry
 from choreo.cli import main
 from choreo.control_networks import deterministic
-from choreo.errors import RunError, UntrustedError
+from choreo.errors import LayoutError, RunError, UntrustedError
 from choreo.folder import RunFolder
 from choreo.q_networks import q_cnn
 from choreo.recipe import Recipe
@@ -159,7 +159,7 @@ def test_data_of_the_wrong_form(data, message):
 ])  # fmt: skip
 def test_code_is_refused_by_its_entry(data, entry):
     with pytest.raises(UntrustedError) as error:
-        descriptions.maker(data, at="x")
+        descriptions.rebuild(data, at="x")
     assert entry in str(error.value) and "--trust" in str(error.value)
 
 
@@ -184,10 +184,10 @@ def test_the_own_run_needs_no_trust_and_a_copy_of_it_does(tmp_path, capsys):
     with pytest.raises(UntrustedError) as error:
         Recipe.read(theirs)
     assert str(error.value) == (
-        f'The run names code of its author\'s, which was not run: `algorithm.class = "{TINY}"`.\n'
+        f'The run names code, which was not run: `algorithm.class = "{TINY}"`.\n'
         f"  at  {theirs}\n"
-        "If you trust whoever wrote the file, add --trust (trust=True); or pass the value yourself: "
-        "choreo.load(path, algo=..., env=...)."
+        "This account did not write the file, or it was changed or moved since. If you trust its author, add --trust "
+        "(trust=True), which runs all of it."
     )
     assert Recipe.read(theirs, trust=True).algo == Recipe.read(file).algo
     assert Recipe.read(theirs, algo=Tiny()).algo == Tiny()
@@ -203,7 +203,7 @@ def test_the_option_of_each_command(tmp_path, capsys, command):
     what = str(tmp_path / "theirs" / ("run.toml" if command in ("train", "graph", "check") else ""))
     assert main([command, what]) == 1
     err = capsys.readouterr().err
-    assert err.startswith("UntrustedError: The run names code of its author's, which was not run: `algorithm.class")
+    assert err.startswith("UntrustedError: The run names code, which was not run: `algorithm.class")
     # With it, the command goes on, and says what the next obstacle is.
     more = {"train": ["--steps", "0"], "graph": ["--layout", "corse"], "check": ["--iterations", "0"]}.get(command, [])
     assert main([command, what, "--trust", *more]) != 0
@@ -331,4 +331,66 @@ def test_a_file_that_is_nested_deeply_is_refused(tmp_path, depth):
         f'{head}class = "Layout"\n[algorithm]\nclass = "ppo"\n[algorithm.fields]\nunroll = {"[" * depth}{"]" * depth}\n'
     )
     with pytest.raises(RunError):
+        Recipe.read(file)
+
+
+def test_all_code_of_a_file_is_named(tmp_path):
+    """Whoever looks at one entry and trusts it must know of the others."""
+    file = write_run(tmp_path / "mine")
+    data = tomllib.loads(file.read_text())
+    data["algorithm"]["fields"]["squash"] = {"name": "other_module:f"}
+    data["environment"] = {"name": "evil:Id-v0", "num_envs": 2, "kwargs": {"level_file": "x"}}
+    file.write_text(tomli_w.dumps(data))
+    with pytest.raises(UntrustedError) as error:
+        Recipe.read(file)
+    for entry in ("environment.name", "environment.kwargs.level_file", "algorithm.class", "algorithm.squash.name"):
+        assert f"`{entry} = " in str(error.value)
+
+
+def test_going_on_with_a_run_of_somebody_else_does_not_make_it_ones_own(tmp_path):
+    write_run(tmp_path / "mine")
+    shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
+    file = tmp_path / "theirs" / "run.toml"
+    RunFolder(file.parent).write_recipe(Recipe.read(file, trust=True).to_toml())  # as `resume --trust` does
+    with pytest.raises(UntrustedError):
+        Recipe.read(file)
+
+
+def test_a_layout_cannot_forge_lines():
+    with pytest.raises(
+        LayoutError, match=r"The layout's name 'a\\nRunError: fake' has characters that are not printed"
+    ):
+        choreo.Layout(choreo.Group("learner"), name="a\nRunError: fake")
+
+
+@pytest.mark.parametrize("kind", ["usetex", "pipe"])
+def test_a_configuration_of_matplotlib_in_the_current_folder_is_not_obeyed(tmp_path, kind):
+    """It could start LaTeX, or be a pipe at which one waits."""
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "matplotlibrc")
+    else:
+        (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    code = "import choreo.report, matplotlib; print(matplotlib.rcParams['text.usetex'])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "optimizer"),
+    [
+        ({"time_limit": "x"}, None),
+        ({"time_limit": 10**40}, None),
+        ({}, {"partial": {"name": "optax.adam"}, "args": [], "kwargs": {"learning_rate": 1.0}}),
+        ({}, {"partial": {"name": "optax.adam"}, "args": [], "kwargs": {"mu_dtype": 1}}),
+    ],
+)
+def test_data_that_does_not_fit_is_refused(tmp_path, kwargs, optimizer):
+    environment = {"name": CARTPOLE, "num_envs": 2} | ({"kwargs": kwargs} if kwargs else {})
+    algorithm = {"class": "ppo", "fields": {"optimizer": optimizer} if optimizer else {}}
+    run = {"steps": 8, "seed": 0, "eval_episodes": 1}
+    file = tmp_path / "run.toml"
+    file.write_text(
+        tomli_w.dumps({"run": run, "environment": environment, "algorithm": algorithm, "layout": {"class": "Layout"}})
+    )
+    with pytest.raises(RunError, match="cannot be|do not fit"):
         Recipe.read(file)

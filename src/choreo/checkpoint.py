@@ -8,6 +8,7 @@ The file at its final name is always whole: it is written beside, flushed to the
 arrays (an activation function) are not stored; they come from the structure that `load` is given.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -53,7 +54,8 @@ def save(path: Path, tree: PyTree, *, iteration: int) -> None:
 def load(path: Path, like: PyTree) -> PyTree:
     """Read back what `save` wrote, in the structure of `like` (arrays or `ShapeDtypeStruct`s)."""
     header = read_header(path)
-    arrays = safetensors.numpy.load(path.read_bytes())
+    with whole(path):
+        arrays = safetensors.numpy.load(path.read_bytes())
     leaves, unused = [], set(arrays)
     for name, leaf in _named(like):
         if name not in arrays:
@@ -78,20 +80,25 @@ def read_header(path: Path) -> dict[str, Any]:
             f"There is no checkpoint at {path}.",
             fix="The run ended before its first; train again, with a smaller checkpoint_every.",
         )
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            header = file.metadata() or {}
-    except safetensors.SafetensorError as error:
-        raise RunError(f"{path} is not a whole checkpoint ({error}).", fix="Restore it from a copy.") from error
+    with whole(path), safetensors.safe_open(path, framework="numpy") as file:
+        header = file.metadata() or {}
     if FORMAT not in header:
         raise RunError(f"{path} is a safetensors file, but no checkpoint of Choreo.", fix="Name a run folder.")
-    try:
+    facts: Any = None
+    with contextlib.suppress(ValueError, RecursionError):  # refused below
         facts = json.loads(header[FORMAT])
-    except (ValueError, RecursionError):
-        facts = None
     if not _is_header(facts):
         raise RunError(f"{path} is not a whole checkpoint (its header makes no sense).", fix="Restore it from a copy.")
     return facts
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Whatever safetensors raises about a file that is none, or that has types and shapes no checkpoint has."""
+    try:
+        yield
+    except (safetensors.SafetensorError, KeyError, AttributeError, TypeError, ValueError, OSError) as error:
+        raise RunError(f"{path} is not a whole checkpoint ({error}).", fix="Restore it from a copy.") from error
 
 
 def _is_header(facts: Any) -> bool:

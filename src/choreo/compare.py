@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -215,7 +214,7 @@ class Comparison:
                 table.add_row(label, *(Text(printable(text)) for text in texts))
         return table
 
-    def figure(self) -> Figure:
+    def figure(self) -> report.Figure:
         """The returns over steps and over seconds."""
         return report.comparison([record.curve for record in self.records], title=self.title)
 

@@ -47,40 +47,67 @@ Make = Callable[[], Any]
 """Makes a value that was described."""
 
 
+class Code:
+    """The code that a run.toml names, entry by entry, and whether it may be run."""
+
+    def __init__(self, *, trusted: bool):
+        self.trusted = trusted
+        self.entries: list[str] = []
+
+    def may_run(self, entry: str, value: Any) -> bool:
+        """Note what an entry names."""
+        shown = f'"{value}"' if isinstance(value, str) else str(value)
+        self.entries.append(f"`{entry} = {shown[:100]}`")
+        return self.trusted
+
+    def check(self, file: str | Path = "run.toml") -> None:
+        """Refuse the file if it names code that may not be run; the error has every entry."""
+        if self.entries and not self.trusted:
+            raise UntrustedError(
+                f"The run names code, which was not run: {', '.join(self.entries)}.",
+                at=str(file),
+                fix="This account did not write the file, or it was changed or moved since. If you trust its author, add --trust "
+                "(trust=True), which runs all of it.",
+            )
+
+
 def rebuild(data: Any, *, at: str, trust: bool = False) -> Any:
     """The value `describe` described; `at` names it in errors. Without `trust`, code is refused."""
-    return maker(data, at=at, trust=trust)()
+    code = Code(trusted=trust)
+    make = maker(data, at=at, code=code)
+    code.check()
+    return make()
 
 
-def maker(data: Any, *, at: str, trust: bool = False) -> Make:
-    """What makes the value `describe` described.
+def maker(data: Any, *, at: str, code: Code) -> Make:
+    """What makes the value `describe` described; nothing is imported or made before it is called.
 
-    Without `trust`, code is refused here (UntrustedError), before anything is imported or made. All else that is wrong is
-    refused by what is returned.
+    What names code is noted in `code`, and must be checked before it is called. All else that is wrong is refused by what
+    is returned.
     """
     match data:
         case bool() | int() | float() | str():
             return lambda: data
         case list(items):
-            return _each(items, at, trust, list)
+            return _each(items, at, code, list)
         case {"none": True}:
             return lambda: None
         case {"tuple": list(items)}:
-            return _each(items, at, trust, tuple)
+            return _each(items, at, code, tuple)
         case {"dict": dict(items)}:
-            return _mapping(items, at, trust)
+            return _mapping(items, at, code)
         case {"name": str(target)}:
-            return finder(target, f"{at}.name", trust)
+            return finder(target, f"{at}.name", code)
         case {"class": str(target)}:
             if not isinstance(data.get("fields", {}), dict):
                 return _refuser(f"`{at}.fields` is no table.")
-            make, fields = finder(target, f"{at}.class", trust), _mapping(data.get("fields", {}), at, trust)
+            make, fields = finder(target, f"{at}.class", code), _mapping(data.get("fields", {}), at, code)
             return lambda: _made(make(), fields(), at)
         case {"partial": func, "args": list(args), "kwargs": dict(kwargs)}:
-            if not trust and (args or not _is_public_function(func)):
-                raise untrusted(f"{at}.partial", func)
-            make, positional = maker(func, at=f"{at}.partial", trust=trust), _each(args, at, trust, list)
-            named = _mapping(kwargs, at, trust)
+            if (args or not _is_public_function(func)) and not code.may_run(f"{at}.partial", func):
+                return _refuser(f"`{at}.partial` of this run is code.")
+            make, positional = maker(func, at=f"{at}.partial", code=code), _each(args, at, code, list)
+            named = _mapping(kwargs, at, code)
             return lambda: _partial(make(), positional(), named(), at)
     return _refuser(
         f"`{at}` of this run cannot be made again from its run.toml: it was "
@@ -90,25 +117,25 @@ def maker(data: Any, *, at: str, trust: bool = False) -> Make:
     )
 
 
-def _each(items: list[Any], at: str, trust: bool, kind: type) -> Make:
-    makers = [maker(item, at=f"{at}[{i}]", trust=trust) for i, item in enumerate(items)]
+def _each(items: list[Any], at: str, code: Code, kind: type) -> Make:
+    makers = [maker(item, at=f"{at}[{i}]", code=code) for i, item in enumerate(items)]
     return lambda: kind(make() for make in makers)
 
 
-def _mapping(items: dict[str, Any], at: str, trust: bool) -> Make:
-    makers = {name: maker(item, at=f"{at}.{name}", trust=trust) for name, item in items.items()}
+def _mapping(items: dict[str, Any], at: str, code: Code) -> Make:
+    makers = {name: maker(item, at=f"{at}.{name}", code=code) for name, item in items.items()}
     return lambda: {name: make() for name, make in makers.items()}
 
 
-def finder(target: str, at: str, trust: bool) -> Make:
+def finder(target: str, at: str, code: Code) -> Make:
     """What finds a class or function by its public name or, with `trust`, by where it is."""
     if target in public_names.table():
         return lambda: public_names.table()[target]
     if ":" not in target:
         known = unknown_name("public name", target, public_names.table())
         return _refuser(f"`{at}` of this run is `{target}`. {known.what}", fix=f"{known.fix} Or undo the last edit.")
-    if not trust:
-        raise untrusted(at, target)
+    if not code.may_run(at, target):
+        return _refuser(f"`{at}` of this run is code.")
     return lambda: _reload(target, at.rpartition(".")[0])
 
 
@@ -116,16 +143,6 @@ def _is_public_function(func: Any) -> bool:
     name = func.get("name") if isinstance(func, dict) and len(func) == 1 else None
     known = public_names.table().get(name) if isinstance(name, str) else None
     return known is not None and not isinstance(known, type)
-
-
-def untrusted(entry: str, value: Any) -> UntrustedError:
-    """The refusal to run what an entry of run.toml names."""
-    shown = f'"{value}"' if isinstance(value, str) else str(value)
-    return UntrustedError(
-        f"The run names code of its author's, which was not run: `{entry} = {shown[:100]}`.",
-        fix="If you trust whoever wrote the file, add --trust (trust=True); or pass the value yourself: "
-        "choreo.load(path, algo=..., env=...).",
-    )
 
 
 def _refuser(what: str, *, fix: str = "Undo the last edit.") -> Make:
@@ -137,13 +154,11 @@ def _refuser(what: str, *, fix: str = "Undo the last edit.") -> Make:
 
 def names_code(data: Mapping[str, Any]) -> bool:
     """Whether a run.toml needs trust: whether it names anything that is not in the table."""
-    try:
-        for table in ("algorithm", "layout"):
-            maker(data[table], at=table)
-        environment_maker(data["environment"])
-    except UntrustedError:
-        return True
-    return False
+    code = Code(trusted=False)
+    for table in ("algorithm", "layout"):
+        maker(data[table], at=table, code=code)
+    environment_maker(data["environment"], code=code)
+    return bool(code.entries)
 
 
 def _made(cls: Any, fields: dict[str, Any], at: str) -> Any:
@@ -189,13 +204,16 @@ NOT_ARGUMENTS = ("name", "id", "env", "env_id", "num_envs")
 
 def rebuild_environment(data: Any, *, trust: bool = False) -> Any:
     """The environment `describe_environment` described. Without `trust`, code is refused."""
-    return environment_maker(data, trust=trust)()
+    code = Code(trusted=trust)
+    make = environment_maker(data, code=code)
+    code.check()
+    return make()
 
 
-def environment_maker(data: Any, *, trust: bool = False) -> Make:
-    """What makes the environment `describe_environment` described; code is refused here, as by `maker`."""
+def environment_maker(data: Any, *, code: Code) -> Make:
+    """What makes the environment `describe_environment` described; code is noted, as by `maker`."""
     if not isinstance(data, dict) or "num_envs" not in data:
-        return maker(data, at="environment", trust=trust)
+        return maker(data, at="environment", code=code)
     name, count, kwargs = data.get("name"), data["num_envs"], data.get("kwargs", {})
     if not isinstance(name, str) or not isinstance(kwargs, dict):
         return _refuser(
@@ -203,20 +221,23 @@ def environment_maker(data: Any, *, trust: bool = False) -> Make:
         )
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         return _refuser(f"`environment.num_envs = {count!r}` of this run is no number of environments.")
-    if not trust and not public_names.is_environment(name) and not public_names.is_no_environment(name):
-        raise untrusted("environment.name", name)
+    if not public_names.is_environment(name) and not public_names.is_no_environment(name):
+        code.may_run("environment.name", name)
     for argument, value in kwargs.items():
         if argument in NOT_ARGUMENTS:
             return _refuser(f"`environment.kwargs.{argument}` of this run is no argument of an environment.")
-        if not trust and not public_names.is_plain(value, argument):
-            raise untrusted(f"environment.kwargs.{argument}", value)
-    arguments = _mapping(kwargs, "environment.kwargs", trust)
-    return lambda: _named_environment(name, count, arguments(), trust)
+        if not public_names.is_plain(value, argument):
+            code.may_run(f"environment.kwargs.{argument}", value)
+    arguments = _mapping(kwargs, "environment.kwargs", code)
+    return lambda: _named_environment(name, count, arguments(), trust=code.trusted)
 
 
-def _named_environment(name: str, count: int, kwargs: dict[str, Any], trust: bool) -> Any:
+def _named_environment(name: str, count: int, kwargs: dict[str, Any], *, trust: bool) -> Any:
     from choreo import envs
 
+    built_in = envs.BUILT_IN.get(name)
+    if built_in is not None and (wrong := public_names.misfit(built_in, kwargs)) is not None:
+        raise RunError(f"`environment.kwargs` of this run do not fit: {wrong} in `{name}`.", fix="Undo the last edit.")
     try:
         return registry.environment(name, count, **kwargs) if trust else envs.make(name, count, **kwargs)
     except UnknownNameError as error:

@@ -46,7 +46,10 @@ def open_to_read(path: Path) -> int:
 def read_bytes(path: Path) -> bytes:
     """The content of a file; raises OSError if there is none. Links are followed: nothing is changed by reading."""
     with os.fdopen(_open(path, os.O_RDONLY, 0), "rb") as file:
-        return file.read()
+        data: bytes | None = file.read()
+    if data is None:  # a file of the kernel's, at which one would have to wait
+        raise _refused(path, "it is no regular file")
+    return data
 
 
 def _open(path: Path, flags: int, mode: int) -> int:

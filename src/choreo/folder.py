@@ -82,6 +82,8 @@ class RunFolder:
         """Refuse what is no run folder."""
         if not self.recipe.is_file():
             what = "is no run folder: it has no run.toml" if self.path.is_dir() else "does not exist"
+            if self.path.is_file():
+                what = "is a file, and no run folder"
             raise RunError(f"{self.path} {what}.", fix="Name the folder that `choreo train --out` wrote.")
 
     def open(self) -> None:
@@ -115,10 +117,15 @@ class RunFolder:
         self._lock = None
 
     def write_recipe(self, data: Mapping[str, Any]) -> None:
-        """Write run.toml; one that names the user's code is put on the list of this account's own runs."""
+        """Write run.toml; one that names the user's code is put on the list of this account's own runs.
+
+        Not one in the place of a file that this account did not write: to go on with a run of somebody else's does not make
+        it one's own.
+        """
+        is_ours = not self.recipe.exists() or own_runs.is_own(self.recipe, files.read_bytes(self.recipe))
         text = ("# Written by Choreo: everything needed to run this again.\n" + tomli_w.dumps(data)).encode()
         files.write_atomic(self.recipe, text)
-        if descriptions.names_code(data):
+        if is_ours and descriptions.names_code(data):
             own_runs.remember(self.recipe, text)
 
     def read_recipe(self) -> dict[str, Any]:

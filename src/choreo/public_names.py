@@ -129,6 +129,10 @@ def is_plain(described: Any, name: str) -> bool:
     return False
 
 
+NOT_OPTIONS = re.compile("learning_rate|dtype")
+"""Arguments of optimisers that an algorithm gives itself, or that are no numbers."""
+
+
 def misfit(make: Any, arguments: Mapping[str, Any]) -> str | None:
     """What is wrong with keyword arguments of something in the table, in words; None if nothing is.
 
@@ -141,7 +145,7 @@ def misfit(make: Any, arguments: Mapping[str, Any]) -> str | None:
             return f"there is no `{name}`"
         default = getattr(make, name, None) if isinstance(make, type) else None
         if kind_of(make) == "optimiser":
-            fitting = isinstance(value, bool | int | float | None)
+            fitting = isinstance(value, bool | int | float | None) and not NOT_OPTIONS.search(name)
         elif (kind := kind_of(value)) is not None:
             fitting = kind == (kind_of(default) or ("optimiser" if name == "optimizer" else None))
         else:
@@ -172,6 +176,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return all(_fits(item, inner[0]) for item in value)
     if isinstance(value, bool) or hint is bool:
         return isinstance(value, bool) and hint is bool
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return False
     if hint is float:
         return isinstance(value, int | float)
     return isinstance(value, hint) if isinstance(hint, type) else callable(value)

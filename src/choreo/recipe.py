@@ -16,7 +16,7 @@ import jax
 
 from choreo import descriptions, own_runs, parts, public_names, registry
 from choreo.envs.base import Env
-from choreo.errors import RunError, UntrustedError, unknown_name
+from choreo.errors import RunError, unknown_name
 from choreo.evaluate import check_act
 from choreo.folder import parse_toml, read_file
 from choreo.layouts import Layout
@@ -181,19 +181,19 @@ class Recipe:
                     f"{file} has no table [{table}].", fix="Take the run.toml of a run; `choreo train` writes one."
                 )
         options = _checked_options(data["run"], file)
+        code = descriptions.Code(trusted=trust)
         try:
-            make_env = None if env is not None else descriptions.environment_maker(data["environment"], trust=trust)
-            make_algo = None if algo is not None else descriptions.maker(data["algorithm"], at="algorithm", trust=trust)
-            make_layout = descriptions.maker(data["layout"], at="layout", trust=trust)
-        except UntrustedError as error:
-            raise UntrustedError(error.what, fix=error.fix, at=str(file)) from None
+            make_env = None if env is not None else descriptions.environment_maker(data["environment"], code=code)
+            make_algo = None if algo is not None else descriptions.maker(data["algorithm"], at="algorithm", code=code)
+            make_layout = descriptions.maker(data["layout"], at="layout", code=code)
         except RecursionError as error:
             raise RunError(f"{file} is nested too deeply.", fix="Undo the last edit.") from error
+        code.check(file)
         if make_env is not None:
             env = _rebuilt(make_env, "environment", file)
             _check_is(env, Env, "environment", file)
         if make_algo is not None:
-            _check_fields(data["algorithm"], file, trust)
+            _check_fields(data["algorithm"], file, code)
             algo = _rebuilt(make_algo, "algorithm", file)
             if not dataclasses.is_dataclass(algo) or public_names.kind_of(type(algo)) not in (None, "algorithm"):
                 raise RunError(f"`algorithm` in {file} is no algorithm.", fix="Undo the last edit.")
@@ -231,13 +231,13 @@ def _init_from(*, path: Any, params_hash: Any) -> InitFrom:
     return InitFrom(path=path, params_hash=params_hash)
 
 
-def _check_fields(described: Mapping[str, Any], file: str | Path, trust: bool) -> None:
+def _check_fields(described: Mapping[str, Any], file: str | Path, code: descriptions.Code) -> None:
     """Refuse hyper-parameters that the algorithm does not have, and numbers that are none."""
     fields = described.get("fields", {})
     target = described.get("class")
     if not isinstance(target, str) or not isinstance(fields, dict):
         return  # `rebuild` says what it was
-    cls: Any = descriptions.finder(target, "algorithm.class", trust)()
+    cls: Any = descriptions.finder(target, "algorithm.class", code)()
     if not dataclasses.is_dataclass(cls):
         return  # `registry.algorithm` refuses it
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}

@@ -1,13 +1,13 @@
 """Runs as pictures and as tables."""
 
+import contextlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +15,11 @@ from rich.text import Text
 from choreo.errors import printable
 from choreo.progress import short
 from choreo.runtime.profile import Profile
+
+# Matplotlib obeys a file `matplotlibrc` in the current folder, which may be a run folder of somebody else's.
+with contextlib.chdir(sys.prefix):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
 LABELS = {
     "return": "return (greedy, 100 fresh episodes)",

@@ -106,7 +106,7 @@ def _read_by_policy(algo: Any, train: PyTree) -> set[str]:
 def _from_checkpoint(folder: RunFolder, train: Mapping[str, Any], wanted: set[str]) -> dict[str, jax.Array]:
     """The wanted leaves of `train`, from the checkpoint of a run."""
     header = checkpoint.read_header(folder.checkpoint)
-    with safetensors.safe_open(folder.checkpoint, framework="numpy") as file:
+    with checkpoint.whole(folder.checkpoint), safetensors.safe_open(folder.checkpoint, framework="numpy") as file:
         _check_names(folder, train, wanted, set(file.keys()))
         arrays = {name: file.get_tensor(name) for name in train if name in wanted}
     leaves = {}

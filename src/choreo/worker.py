@@ -46,9 +46,9 @@ def main() -> int:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to hear
     if sys.argv[1] == "--remote":
-        control, keys = _await_coordinator(sys.argv[2], sys.argv[3].encode(), int(sys.argv[4]))
+        control, relay, keys = _await_coordinator(sys.argv[2], sys.argv[3].encode(), int(sys.argv[4]))
     else:
-        control, keys = socket.socket(fileno=int(sys.argv[1])), None
+        control, relay, keys = socket.socket(fileno=int(sys.argv[1])), None, None
     control.set_inheritable(False)
     worker, code = Worker(control, keys), 0
     try:
@@ -56,6 +56,10 @@ def main() -> int:
     except BaseException as error:  # noqa: BLE001  whatever it is, the coordinator must hear of it
         worker.report(error)
         code = 1
+    worker.ending = True
+    if relay is not None:
+        control.shutdown(socket.SHUT_WR)  # all is said; what was said must still leave this process
+        relay.join()
     if worker.joined_others:  # JAX would wait for them at exit, and abort if one is gone
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,8 +67,8 @@ def main() -> int:
     return code
 
 
-def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socket.socket, Any]:
-    """The control socket of a worker on another host, and the pair of keys that it has made."""
+def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socket.socket, threading.Thread, Any]:
+    """The control socket of a worker on another host, the thread behind it, and the pair of keys that it has made."""
     from choreo.runtime.keys import KeyPair
     from choreo.runtime.tunnel import Tunnel, start_relay
 
@@ -74,7 +78,7 @@ def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socke
     os.set_inheritable(agent, False)
     if not tunnel.await_peer(time.monotonic() + COME_S):
         sys.exit(f"No coordinator came within {COME_S:g} s.")
-    return start_relay(tunnel, agent), keys
+    return *start_relay(tunnel, agent), keys
 
 
 class Worker:
@@ -90,6 +94,7 @@ class Worker:
         self.links: Links | None = None
         self.env_timeout_s = 0.0
         self.joined_others = False
+        self.ending = False
         self.told = 0.0
         threading.Thread(target=self._listen, name="choreo-control", daemon=True).start()
 
@@ -240,7 +245,8 @@ class Worker:
             while (frame := receive_frame(self.control)) is not None:
                 self.commands.put(frame)
         finally:
-            _end_now()
+            if not self.ending:
+                _end_now()
 
     def _watch(self) -> None:
         """Report an environment that hangs: the main thread cannot.

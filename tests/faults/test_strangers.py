@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -14,6 +15,7 @@ import threading
 import time
 from contextlib import ExitStack
 
+import cloudpickle
 import gymnasium
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +28,12 @@ from choreo import envs
 from choreo.cluster import Cluster, ClusterError, Host
 from choreo.errors import RunError
 from choreo.runtime.agent import AGENT, COORDINATOR, Order
-from choreo.runtime.keys import KeyPair, show_key
+from choreo.runtime.keys import KeyPair, doorkeeper, show_key
 from choreo.runtime.local import Local
 from choreo.runtime.member import WorkerError
 from choreo.runtime.remote import RemoteProcess
 from choreo.runtime.sockets import Connections, context_of_process
+from choreo.runtime.tunnel import Tunnel
 from choreo.runtime.wire import WireError, receive_frame, send_frame
 from faults.scenes import KEY, alone, assert_same_bits, cartpole, marked, play
 from hosts import Agent, Namespace, make_token
@@ -42,7 +45,9 @@ TOO_MUCH = GREETING + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
 """Then a command that announces to be of 2^63 bytes."""
 
 
-context_of_process().socket(zmq.PAIR).close()  # opens the files that ZeroMQ keeps, before a test looks for what it left
+context_of_process().socket(zmq.PAIR).close()
+doorkeeper()
+# Both open files that stay open: before a test looks for what it left.
 
 
 @pytest.fixture
@@ -168,7 +173,7 @@ class TestPeersWithTheKey:
             with there, member.control:
                 local._stop_listening(member)
                 member.control, member.talks = here, True
-                local._watch(here.fileno(), member, "control")
+                local.poller.register(here.fileno(), zmq.POLLIN)
                 there.sendall(b"\xff" * 16)
                 with pytest.raises(RunError, match="announces a header of 18,446,744,073,709,551,615 bytes") as caught:
                     local.run(0, 1)
@@ -253,8 +258,32 @@ class TestManInTheMiddle:
             assert not impostor.poll(100)
 
 
+def test_a_message_that_is_left_out_on_the_way_is_noticed():
+    """CURVE does not notice it; a tunnel numbers its messages."""
+    here, there = KeyPair.new(), KeyPair.new()
+    dug, port = Tunnel.dig("127.0.0.1", there, here.public)
+    with Relay(port) as relay, contextlib.closing(dug):
+        with contextlib.closing(
+            Tunnel.reach("127.0.0.1", relay.port, here, there.public, time.monotonic() + 10)
+        ) as reached:
+            reached.sendall(b"first")
+            assert dug.await_peer(time.monotonic() + 10)
+            assert dug.recv_into(memoryview(bytearray(100))) == 5
+            relay.drops = True
+            reached.sendall(b"x" * 1000)
+            time.sleep(0.3)
+            relay.drops = False
+            reached.sendall(b"third")
+            dug.settimeout(10.0)
+            with pytest.raises(ConnectionResetError, match="a message was left out"):
+                dug.recv_into(memoryview(bytearray(100)))
+
+
 class Relay:
     """All connections to a port, passed on to another one."""
+
+    drops = False
+    """Leave out what is longer than a heartbeat."""
 
     def __init__(self, to: int):
         self.to, self.listener = to, socket.create_server(("127.0.0.1", 0))
@@ -282,7 +311,8 @@ class Relay:
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                target.sendall(data)
+                if not (self.drops and len(data) > 500):
+                    target.sendall(data)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_RDWR)
 
@@ -483,7 +513,7 @@ class TestWhatWentWrongElsewhere:
         with contextlib.closing(local):
             local.start(KEY)
             os.kill(local.members["env-0"].process.pid, signal.SIGSTOP)
-            with pytest.raises(WorkerError, match="Nothing heard from `env-0` .* for 5 s, said `actor"):
+            with pytest.raises(WorkerError, match="Nothing heard from `env-0` .* for 5 s; `actor.* waited for it"):
                 local.run(0, 100)
 
     def test_a_coordinator_that_is_killed_takes_its_workers_with_it(self, agent, mark, tmp_path):
@@ -522,11 +552,37 @@ def test_an_agent_that_is_killed_takes_its_workers_with_it(agent):
         workers = psutil.Process(agent.process.pid).children()
         assert len(workers) == 2
         agent.process.kill()
-        with pytest.raises(WorkerError, match="Nothing heard from `.*, said the coordinator, nor from its agent"):
+        with pytest.raises(
+            WorkerError, match=r"Worker `.*` \(process \d+ on 127.0.0.1\) and the agent at 127.0.0.1:\d+ were lost"
+        ):
             for i in itertools.count():
                 local.run(i, i + 1)
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive
+
+
+def test_an_agent_that_is_stopped_says_so_here_and_logs_the_end_of_its_workers(agent):
+    with contextlib.closing(Local(cartpole("fine x1"), cluster=agent.cluster)) as local:
+        local.start(KEY)
+        agent.process.send_signal(signal.SIGINT)
+        with pytest.raises(WorkerError, match=r"The agent at 127.0.0.1:\d+ was stopped, and its worker `.*` with it"):
+            for i in itertools.count():
+                local.run(i, i + 1)
+    assert agent.end().count("ended with exit code -9") == 2
+
+
+@pytest.mark.parametrize("layout", ["fine x1", "coarse x2"])
+def test_a_run_that_succeeds_ends_without_a_word(agent, layout):
+    """On stderr, and in the agent's log, where each worker ends with exit code 0."""
+    said = []
+    run = play(Local(cartpole(layout), cluster=agent.cluster, on_output=lambda *line: said.append(line)))
+    assert_same_bits(run, alone(layout))
+    assert said == []
+    deadline = time.monotonic() + 10
+    while psutil.Process(agent.process.pid).children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    logged = agent.end()
+    assert logged.count("ended with exit code 0") == logged.count(": started") > 1, logged
 
 
 def test_an_agent_listens_on_loopback_unless_told_otherwise(tmp_path):
@@ -546,3 +602,23 @@ def test_a_worker_imports_nothing_installed_from_the_current_folder(tmp_path, mo
         (tmp_path / f"{module}.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
     assert_same_bits(play(Local(cartpole("fine x1"), carrier=carrier)), alone("fine x1"))
+
+
+def test_the_coordinator_unpickles_nothing(monkeypatch):
+    """Workers do: what they are to run. Nothing that they answer is opened so, not even an error."""
+
+    def refuse(*_):
+        raise AssertionError("the coordinator unpickles")
+
+    for module in (pickle, cloudpickle):
+        monkeypatch.setattr(module, "loads", refuse)
+        monkeypatch.setattr(module, "load", refuse)
+    monkeypatch.setattr(pickle, "Unpickler", refuse)
+    local = Local(cartpole("fine x1"))
+    with contextlib.closing(local):
+        local.start(KEY)
+        local.run(0, 2)
+        local.carry()
+        os.kill(local.members["env-0"].process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError):
+            local.run(2, 100)

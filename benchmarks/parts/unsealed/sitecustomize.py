@@ -14,8 +14,7 @@ class Unsealed(tcp_ends.Link):
             frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        if self._peer_fd is None:
-            self._peer_fd = sockets.fd_of(frame)
+        self._connections.follow(sockets.fd_of(frame))
         return frame.bytes
 
     def open_into(self, array, sealed):

@@ -28,7 +28,7 @@ def make_gymnax(name: str, **params: Any) -> "GymnaxEnv":
         raise unknown_name("environment", name, [f"gymnax:{known}" for known in gymnax.registered_envs])
     _, defaults = _build(env_id)
     for param in params:
-        if not hasattr(defaults, param):
+        if param not in vars(defaults):
             raise EnvError(f"`{name}` has no parameter `{param}`.", fix=f"It has: {', '.join(vars(defaults))}.")
     return GymnaxEnv(env_id=env_id, params=tuple(sorted(params.items())))
 

@@ -108,6 +108,8 @@ class Layout:
         twice = sorted({role for role in roles if roles.count(role) > 1})
         if twice:
             raise LayoutError(f"{self!r} names the role `{twice[0]}` twice.", fix="A role lives in one group.")
+        if not name.isprintable():
+            raise LayoutError(f"The layout's name {name!r} has characters that are not printed.", fix="Use a word.")
         if merge not in ("all", "any"):
             raise LayoutError(f"merge={merge!r} is not known.", fix='Use "all" or "any".')
         if max_lag < 0:

@@ -4,7 +4,7 @@
                 ── "spawn" ──▶              name, environment variables, the coordinator's public key for this run
                                   worker    makes a key pair of its own, listens for that coordinator alone (tunnel.py)
                 ◀── "started" ──            its port and its public key
-                ◀── "output", "ended" ──    what it prints, and its exit code
+                ◀── "output", "ended" ──    what it prints, and its exit code; "stopped" if the agent ends
 
 One connection stands for one worker: when it ends, so does the worker, with all that its environments have started. An
 agent that ends takes its workers with it. Whatever else arrives is refused, logged, and changes nothing.
@@ -60,7 +60,7 @@ class Agent:
             (zmq.MAXMSGSIZE, MAX_BYTES),
             (zmq.RCVHWM, 16),
             (zmq.ROUTER_MANDATORY, 1),
-            (zmq.LINGER, 0),
+            (zmq.LINGER, 500),
         ):
             self._socket.set(option, value)
         keep_alive(self._socket)
@@ -73,7 +73,7 @@ class Agent:
         except OSError as error:
             self.close()
             raise RunError(f"Cannot listen at {address}:{port}: {error.strerror}.",
-                           fix="Choose another --port, or end what uses this one.") from error  # fmt: skip
+                           fix="Give an --address of this machine and a free --port.") from error  # fmt: skip
         self._poller = zmq.Poller()
         for each in (self._socket, self._connections.monitor):
             self._poller.register(each, zmq.POLLIN)
@@ -90,9 +90,10 @@ class Agent:
                 self._look_after(job, ready)
 
     def close(self) -> None:
-        """End all workers."""
-        for job in self._jobs.values():
-            job.kill()
+        """End all workers, and tell their coordinators why."""
+        for job in list(self._jobs.values()):
+            self._tell(job.identity, {"kind": "stopped"})
+            self._end(job)
         doorkeeper().forget(self._socket)
         self._connections.close()
         self._socket.close()

@@ -145,7 +145,7 @@ class Member:
 def describe_silent(member: Member, silence_s: float, *, heard_by: str) -> ChoreoError:
     """The error for a worker that others wait for in vain, although it has not ended."""
     return WorkerError(
-        f"Nothing heard from `{member.name}` ({member.whereabouts}) for {silence_s:g} s, said {heard_by}. It has not ended.",
+        f"Nothing heard from `{member.name}` ({member.whereabouts}) for {silence_s:g} s; {heard_by} waited for it.",
         fix="It is stopped, its machine is overloaded or asleep, or the network between them is cut.",
     )
 
@@ -153,10 +153,9 @@ def describe_silent(member: Member, silence_s: float, *, heard_by: str) -> Chore
 def describe(member: Member, code: int | None, envs: list[range]) -> ChoreoError:
     """The one error for a worker's end: in its own words, or by its exit code."""
     if member.error is not None:
-        return _in_its_words(member.name, member.error)
-    if code is None and isinstance(member.process, RemoteProcess):
-        heard_by = "the coordinator" if member.process.is_connected else "the coordinator, nor from its agent"
-        return describe_silent(member, SILENCE_S, heard_by=heard_by)
+        return _in_its_words(member, member.error)
+    if isinstance(member.process, RemoteProcess) and (code is None or member.process.agent_stopped):
+        return _describe_remote(member, member.process)
     if code is None:
         ended = "closed its connection"
     else:
@@ -176,10 +175,26 @@ def describe(member: Member, code: int | None, envs: list[range]) -> ChoreoError
     )
 
 
-def _in_its_words(name: str, error: dict[str, Any]) -> ChoreoError:
+def _describe_remote(member: Member, process: RemoteProcess) -> ChoreoError:
+    """The error for a worker on another host whose exit code says nothing, or is not known."""
+    agent = f"the agent at {process.host.address}:{process.host.port}"
+    if process.agent_stopped:
+        return WorkerError(f"{agent.capitalize()} was stopped, and its worker `{member.name}` with it.",
+                           fix="Start the agent again, then train again.")  # fmt: skip
+    if process.is_connected:
+        return describe_silent(member, SILENCE_S, heard_by="the coordinator")
+    return WorkerError(
+        f"Worker `{member.name}` ({member.whereabouts}) and {agent} were lost.",
+        fix="The agent or its machine has ended, or the network between the machines is cut.",
+    )
+
+
+def _in_its_words(member: Member, error: dict[str, Any]) -> ChoreoError:
+    name, process = member.name, member.process
+    host = {"host": process.host.address} if isinstance(process, RemoteProcess) else {}
     cls = getattr(errors, error["type"], None) if error["known"] else None
     if isinstance(cls, type) and issubclass(cls, ChoreoError):
-        found = cls(error["what"], fix=error["fix"], **{**error["places"], "worker": name})
+        found = cls(error["what"], fix=error["fix"], **{**error["places"], "worker": name, **host})
     else:
         found = WorkerError(f"Worker `{name}` failed: {error['type']}: {error['what']}", fix=error["fix"])
     found.add_note(f"In worker `{name}`:\n{error['traceback'].rstrip()}")

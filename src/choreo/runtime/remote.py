@@ -31,7 +31,7 @@ class RemoteProcess:
 
     def __init__(self, host: Host, token: bytes):
         """Connect to the agent there. Raises RunError if there is none, or none with this token."""
-        self.host, self.pid, self.returncode = host, -1, None
+        self.host, self.pid, self.returncode, self.agent_stopped = host, -1, None, False
         self._started: tuple[int, bytes] | None = None
         self._output = b""
         self.agent = context_of_process().socket(zmq.DEALER)
@@ -124,6 +124,8 @@ class RemoteProcess:
                     self._output += data
                 case "ended":
                     self.returncode = header["code"]
+                case "stopped":
+                    self.agent_stopped = True
                 case "refused":
                     raise RunError(f"The agent at {self.host.address}:{self.host.port} refused: {header['why']}.")
         if self._started is None:

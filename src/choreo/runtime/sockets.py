@@ -45,6 +45,8 @@ class Connections:
         """Descriptors of those that are open."""
         self.connected = self.welcome = self.refused = False
         """Of a socket that connects: did it reach a server, did that let it in, or hang up instead?"""
+        self._peer: int | None = None
+        self._peer_ended = False
 
     def hear(self) -> list[int]:
         """Read all reports there are; returns the descriptors of connections that have ended."""
@@ -58,8 +60,20 @@ class Connections:
             elif event == zmq.EVENT_DISCONNECTED and fd in self.open:
                 self.open.remove(fd)
                 self.refused |= not self.welcome
+                self._peer_ended |= fd == self._peer
                 ended.append(fd)
         return ended
+
+    def follow(self, fd: int) -> None:
+        """This is the connection of the peer: `peer_gone` tells from now on whether it has ended."""
+        if self._peer is None:
+            self.hear()  # what was reported before is of others that had this descriptor
+            self._peer, self._peer_ended = fd, fd not in self.open
+
+    @property
+    def peer_gone(self) -> bool:
+        """As of the last `hear`. Until a peer is followed: has a socket that was connected lost its connection?"""
+        return self._peer_ended if self._peer is not None else self.connected and not self.open
 
     def await_welcome(self, deadline: float) -> bool:
         """Until the server has let this socket in; False if it refuses, or nothing is heard in time."""

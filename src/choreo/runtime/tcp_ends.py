@@ -105,7 +105,6 @@ class Link:
         """`seal` and `unseal` are the keys for frames to the peer and from it."""
         silence_s, slot_bytes = options.get("silence_s", SILENCE_S), options.get("slot_bytes")
         self.peer, self._seal, self._unseal = peer, Seal(seal), Seal(unseal)
-        self._peer_fd: int | None = None
         self.lost = False
         _finish_at_exit()
         self.socket = context_of_process().socket(zmq.PAIR)
@@ -136,8 +135,7 @@ class Link:
     def _hear(self) -> None:
         """Is the peer's connection gone? Strangers may knock at this port, and leave; that does not concern us."""
         self._connections.hear()
-        still = self._connections.open
-        if self._peer_fd not in still if self._peer_fd is not None else self._connections.connected and not still:
+        if self._connections.peer_gone:
             self._poller.unregister(self._connections.monitor)
             self.lost = True
 
@@ -147,8 +145,7 @@ class Link:
             sealed = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        if self._peer_fd is None:
-            self._peer_fd = fd_of(sealed)
+        self._connections.follow(fd_of(sealed))
         try:
             return self._unseal.open(sealed.bytes)
         except InvalidTag as error:

@@ -10,6 +10,7 @@ tunnel. A peer whose process ended is noticed at once, one that falls silent aft
 
 import contextlib
 import socket
+import struct
 import threading
 
 import zmq
@@ -19,6 +20,7 @@ from choreo.runtime.sockets import SILENCE_S, Connections, bind, connect, contex
 
 CHUNK_BYTES = 256 * 1024
 """A longer stream of bytes goes in several messages: a stranger cannot announce more, either."""
+_NUMBER = struct.Struct("<Q")
 WAITING = 64
 """Messages that may wait to be transmitted."""
 
@@ -29,7 +31,7 @@ class Tunnel:
     def __init__(self):
         self.socket = context_of_process().socket(zmq.PAIR)
         for option, value in (
-            (zmq.MAXMSGSIZE, CHUNK_BYTES),
+            (zmq.MAXMSGSIZE, _NUMBER.size + CHUNK_BYTES),
             (zmq.SNDHWM, WAITING),
             (zmq.RCVHWM, 0),  # as heartbeats need it, see `keep_alive`
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # a connection that was cut is over
@@ -39,7 +41,8 @@ class Tunnel:
         ):
             self.socket.set(option, value)
         self._connections = Connections(self.socket)
-        self._peer_fd: int | None = None
+        self._sent = self._received = 0
+        """Messages so far. Each carries its number: CURVE does not notice one that is left out on the way."""
         self._left = memoryview(b"")
         """Bytes of the last message that nobody has asked for yet."""
         self._timeout_s: float | None = None
@@ -90,8 +93,7 @@ class Tunnel:
     def hear_of_the_end(self) -> None:
         """Look whether the peer's connection is gone."""
         self._connections.hear()
-        still = self._connections.open
-        self.lost = self._peer_fd not in still if self._peer_fd is not None else not still
+        self.lost |= self._connections.peer_gone
 
     def settimeout(self, seconds: float | None) -> None:
         """How long `sendall` and `recv_into` may wait."""
@@ -107,7 +109,10 @@ class Tunnel:
                     raise ConnectionResetError("the connection to it ended")
 
     def recv_into(self, view: memoryview) -> int:
-        """Take what has come, at least a byte; 0 if the peer is gone and nothing more will come."""
+        """Take what has come, at least a byte; 0 if the peer is gone and nothing more will come.
+
+        Raises ConnectionResetError if a message is missing: somebody on the way has left it out.
+        """
         while not self._left:
             try:
                 self._left = self._receive()
@@ -125,15 +130,20 @@ class Tunnel:
 
     def _try_to_send(self, part: memoryview) -> bool:
         try:
-            self.socket.send(part, zmq.NOBLOCK)
+            self.socket.send(_NUMBER.pack(self._sent) + part, zmq.NOBLOCK)
         except zmq.Again:
             return False
+        self._sent += 1
         return True
 
     def _receive(self) -> memoryview:
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)
-        self._peer_fd = fd_of(frame)
-        return memoryview(frame.bytes)
+        self._connections.follow(fd_of(frame))
+        if frame.bytes[: _NUMBER.size] != _NUMBER.pack(self._received):
+            self.lost = True
+            raise ConnectionResetError("a message was left out on its way")
+        self._received += 1
+        return memoryview(frame.bytes)[_NUMBER.size :]
 
     def _wait(self, for_what: int) -> None:
         """Until it may go on, or the peer is gone."""
@@ -147,14 +157,16 @@ class Tunnel:
             self.hear_of_the_end()
 
 
-def start_relay(tunnel: Tunnel, lifeline: int) -> socket.socket:
-    """A socket that stands for the tunnel, for any thread; it closes when the tunnel ends.
+def start_relay(tunnel: Tunnel, lifeline: int) -> tuple[socket.socket, threading.Thread]:
+    """A socket that stands for the tunnel, for any thread, and the thread that relays; both end when the tunnel ends.
 
-    It also closes when the other end of the descriptor `lifeline` is closed: that of the agent.
+    They also end when the other end of the descriptor `lifeline` is closed: that of the agent. Whoever closes the socket and
+    waits for the thread has sent everything.
     """
     ours, theirs = socket.socketpair()
-    threading.Thread(target=_relay, args=(tunnel, ours, lifeline), name="choreo-tunnel", daemon=True).start()
-    return theirs
+    relay = threading.Thread(target=_relay, args=(tunnel, ours, lifeline), name="choreo-tunnel", daemon=True)
+    relay.start()
+    return theirs, relay
 
 
 def _relay(tunnel: Tunnel, plain: socket.socket, lifeline: int) -> None:
