@@ -1,7 +1,7 @@
 """This account's own list of the runs whose run.toml names the user's code: these are opened without `--trust`.
 
     ~/.local/state/choreo/runs          (under $XDG_STATE_HOME, if that is set)
-    <SHA-256 of run.toml>  /home/me/runs/x/run.toml          one line per run, in the form of `sha256sum`
+    <SHA-256 of run.toml>  /data/runs/x/run.toml          one line per run, in the form of `sha256sum`
 
 A run.toml is this account's own if the list has its path with the hash of its bytes: a file that was changed since, or that
 was copied here from elsewhere, is not. The list is believed only if nobody else can write to it or to its folder.

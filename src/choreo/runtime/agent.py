@@ -81,13 +81,14 @@ class Agent:
     def run(self) -> None:
         while True:
             ready = dict(self._poller.poll(int(1000 * LOOK_S)))
-            # Before messages: a coordinator that is gone may have left its descriptor to the one that asks now.
+            # In this order: the system gives a descriptor that is closed to the next that asks. What is `ready` is of the
+            # workers that were here before, and a coordinator that is gone may leave its connection's to the one that asks.
+            for job in list(self._jobs.values()):
+                self._look_after(job, ready)
             for fd in self._connections.hear():
                 self._forget(fd)
             if self._socket in ready:
                 self._take(self._socket.recv_multipart(copy=False))
-            for job in list(self._jobs.values()):
-                self._look_after(job, ready)
 
     def close(self) -> None:
         """End all workers, and tell their coordinators why."""
