@@ -263,7 +263,7 @@ def main() -> None:
     sys.path.insert(0, str(scratch))  # as `python -m choreo` has it: what is imported by name is found
     os.environ["CANARY"] = str(scratch / "CANARY")
     for command in commands:  # what they import anyhow
-        for folder in ("ppo", "gym") if command in ("load", "evaluate") else ("ppo",):
+        for folder in ("ppo", "gym"):
             _open_copy(scratch, folder, command, lambda folder: None, None)
     watch, wrong, count = Watch(), [], 0
     sys.addaudithook(watch)
