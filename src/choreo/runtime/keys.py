@@ -31,7 +31,7 @@ HANDSHAKE_S = 10.0
 """How long a stranger may take to prove who it is."""
 
 Credentials = Callable[[bytes, list[bytes]], str | None]
-"""From a mechanism and what a client showed to the client's name; None: it is not welcome."""
+"""(mechanism, credentials of a client) -> the name of that client; None refuses it."""
 
 
 class KeyPair(NamedTuple):
@@ -60,7 +60,7 @@ class Doorkeeper:
 
     def __init__(self, context: zmq.Context):
         self._doors: dict[bytes, _Door] = {}
-        # ZeroMQ's threads wait for this socket when a connection ends, too: somebody must look after it all the time.
+        # To close a connection, ZeroMQ also needs this socket to be polled: hence a thread that always does.
         self._questions = context.socket(zmq.REP)
         self._questions.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks
         self._stop, stopped = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -89,7 +89,7 @@ class Doorkeeper:
         sock.set(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_S))
 
     def forget(self, sock: zmq.Socket) -> None:
-        """Let nobody in any more; who is in stays."""
+        """Refuse new connections; open ones stay open."""
         self._doors.pop(_domain(sock), None)
 
     def refused(self, sock: zmq.Socket) -> list[str]:
@@ -97,7 +97,7 @@ class Doorkeeper:
         return sorted(set(self._doors[_domain(sock)].refused))
 
     def close(self) -> None:
-        """Nobody gets in any more."""
+        """Refuse all new connections, and end the thread."""
         self._stop.send(b"")
         self._thread.join()
         self._stop.close(0)

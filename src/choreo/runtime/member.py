@@ -83,7 +83,7 @@ class Member:
         return [] if self.process.stdout is None or self.printed_all else [self.process.stdout.fileno()]
 
     def has_frame(self, ready: Collection[Any]) -> bool:
-        """Is there a frame, or the news that none will come? `ready` are those of `controls` that are."""
+        """Would `receive_frame` return at once, with a frame or None? `ready` are those of `controls` that were reported."""
         if not isinstance(self.control, Tunnel):
             return bool(ready)
         if self.control.monitor in ready:
@@ -91,7 +91,7 @@ class Member:
         return self.control.pending or self.control.lost or self.control.socket in ready
 
     def read_output(self) -> tuple[list[str], bool]:
-        """The lines that it has printed since, and whether there may be more now."""
+        """The lines printed since the last call, and whether another call may find more."""
         if isinstance(self.process, RemoteProcess):
             data = self.process.hear()
             ended = not data and self.process.poll() is not None

@@ -15,8 +15,8 @@ SILENCE_S = 6
 """After how long a connection over which nothing comes through counts as cut."""
 
 _OPENED = (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
-# Not those of failed handshakes. ZeroMQ 4.3.5 forgets why a connection failed while it reports one of them (errno), keeps
-# the connection, and ends the whole process at the next heartbeat: a forged frame would end an agent.
+# Without the events of failed handshakes. To report one of them for a forged frame, ZeroMQ 4.3.5 overwrites errno, so it
+# takes the failure for EAGAIN, keeps the connection, and aborts the process at the next heartbeat.
 _EVENTS = functools.reduce(int.__or__, (*_OPENED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED))
 _EVENT = struct.Struct("=Hi")
 
@@ -67,7 +67,7 @@ class Connections:
     def follow(self, fd: int) -> None:
         """This is the connection of the peer: `peer_gone` tells from now on whether it has ended."""
         if self._peer is None:
-            self.hear()  # what was reported before is of others that had this descriptor
+            self.hear()  # older reports are about other connections that had the same descriptor
             self._peer, self._peer_ended = fd, fd not in self.open
 
     @property
@@ -114,7 +114,7 @@ def endpoint(host: str, port: int | str) -> str:
 
 
 def bind(sock: zmq.Socket, host: str, port: int = 0) -> int:
-    """Listen at a port of this host, or at a free one: the port. Raises OSError (a ZMQError, or an unknown host)."""
+    """Listen at a port of this host, or at a free one if `port` is 0; returns the port. Raises OSError."""
     where = endpoint(host, port or "*")
     sock.set(zmq.IPV6, int("[" in where))
     try:

@@ -19,7 +19,7 @@ from choreo.runtime.keys import KeyPair, doorkeeper, show_key
 from choreo.runtime.sockets import SILENCE_S, Connections, bind, connect, context_of_process, fd_of, milliseconds_to
 
 CHUNK_BYTES = 256 * 1024
-"""A longer stream of bytes goes in several messages: a stranger cannot announce more, either."""
+"""The largest message. Longer data is divided; a connection that announces more is closed."""
 _NUMBER = struct.Struct("<Q")
 WAITING = 64
 """Messages that may wait to be transmitted."""
