@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from choreo.plans import Plan
+from choreo.plans.plan import Plan
 from choreo.recipe import make_runtime
 
 

@@ -273,8 +273,8 @@ def graph(args: list[str]) -> int:
     _check_out(options.out)
 
     from choreo.files import write_atomic
-    from choreo.plans import graph as make_graph
-    from choreo.plans import plan
+    from choreo.plans.plan import graph as make_graph
+    from choreo.plans.plan import plan
 
     shown = make_graph(algo, env) if options.layout is None else plan(algo, env, layout_of(options))
     if options.out is None:

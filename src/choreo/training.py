@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from choreo import checkpoint, jax_settings, parts, plans, registry
+from choreo import checkpoint, jax_settings, parts, registry
 from choreo.cache import use_compilation_cache
 from choreo.cluster import Cluster
 from choreo.envs.gymnasium import HostEnv
@@ -30,7 +30,8 @@ from choreo.errors import ChoreoWarning, DivergedError, RunError
 from choreo.evaluate import evaluate
 from choreo.folder import Row, RunFolder, free_folder, to_json
 from choreo.loggers import Logger, Metrics, check_loggers, make_loggers
-from choreo.plans import Plan
+from choreo.plans import plan as plans
+from choreo.plans.plan import Plan
 from choreo.progress import Progress
 from choreo.recipe import InitFrom, Recipe, make_runtime
 from choreo.runs import Run, Timing

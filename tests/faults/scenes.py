@@ -24,7 +24,7 @@ import psutil
 import choreo
 from choreo import envs
 from choreo.envs.gymnasium import seeds
-from choreo.plans import Plan
+from choreo.plans.plan import Plan
 from choreo.runtime.inprocess import InProcess, split_key
 from tiny import Tiny
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from choreo.layouts import Layout
 from choreo.partition.trace import merge_shards, split_shards
-from choreo.plans import Plan, plan
+from choreo.plans.plan import Plan, plan
 from choreo.roles import SHARD_AXIS
 from choreo.runtime.inprocess import InProcess, combine_metrics
 from choreo.runtime.schedule import Read

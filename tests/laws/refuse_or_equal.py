@@ -20,7 +20,7 @@ import choreo
 from choreo.errors import AlgorithmError, ChoreoError, LayoutError, PartitionError
 from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.trace import trace
-from choreo.plans import Plan, plan_traced, trace_for
+from choreo.plans.plan import Plan, plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.schedule import Read
 from choreo.testing import unmarked

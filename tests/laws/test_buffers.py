@@ -10,7 +10,7 @@ import choreo
 from choreo import envs
 from choreo.algos import DQN
 from choreo.layouts import Group, Layout, apex
-from choreo.plans import plan
+from choreo.plans.plan import plan
 from choreo.q_networks import q_mlp
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local

@@ -20,7 +20,7 @@ import choreo
 from choreo.errors import AlgorithmError
 from choreo.evaluate import evaluate
 from choreo.layouts import Group, Layout, coarse, fine, fused
-from choreo.plans import plan
+from choreo.plans.plan import plan
 from choreo.recipe import Recipe
 from choreo.runs import Run, Timing
 from choreo.testing import unmarked
@@ -284,7 +284,7 @@ def test_the_precision_of_a_plan_is_that_of_its_own_trace():
     algo = configured()
     for configuration, found in ((CONFIGURATIONS["matmul precision"], True), (contextlib.nullcontext, False)):
         with configuration():
-            traced = choreo.plans.trace(algo, Pond(E))
+            traced = choreo.plans.plan.trace(algo, Pond(E))
         calls = [op.call for op in traced.iterate.fragments() if op.call and op.call.name == "under_configuration"]
         assert [("HIGHEST" in str(call.jaxpr)) for call in calls] == [found]
 

@@ -14,7 +14,7 @@ import choreo
 from choreo import cli, envs, worker
 from choreo.cluster import Cluster, Host
 from choreo.errors import RunError
-from choreo.plans import plan
+from choreo.plans.plan import plan
 from choreo.runtime.homes import check_collectives, collective_address, hosts_of
 from choreo.runtime.local import Local
 from hosts import two_hosts as two_hosts  # a fixture

@@ -12,7 +12,7 @@ import pytest
 import choreo
 from choreo.errors import ChoreoError, LayoutError
 from choreo.layouts import Group, Layout, coarse, fine, fused
-from choreo.plans import Plan, plan
+from choreo.plans.plan import Plan, plan
 from choreo.runtime.base import Runtime
 from choreo.runtime.inprocess import InProcess
 from laws.reference import assert_same_bits

@@ -8,7 +8,7 @@ import pytest
 
 from choreo.envs import make
 from choreo.layouts import fine, fused
-from choreo.plans import plan
+from choreo.plans.plan import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from choreo.runtime.profile import Profile, Recorder, kind_of

@@ -20,7 +20,7 @@ from choreo.envs import make
 from choreo.errors import PartitionError
 from choreo.layouts import coarse, fine, fused
 from choreo.partition.program import ArrayType, KeyType
-from choreo.plans import plan
+from choreo.plans.plan import plan
 from choreo.runtime.backend import PythonOnly
 from choreo.runtime.channel import message_bytes
 from choreo.runtime.inprocess import InProcess

@@ -15,7 +15,7 @@ import pytest
 import choreo
 from choreo import envs
 from choreo.layouts import Layout, coarse, fine
-from choreo.plans import plan
+from choreo.plans.plan import plan
 from choreo.runtime.local import Local
 from choreo.runtime.profile import Profile
 from tiny import Tiny

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from choreo._compat import innermost
 from choreo.dtypes import FOUR_BITS
 from choreo.errors import LayoutError
-from choreo.partition.exported import ExportedFn
 from choreo.partition.program import Axis, Constant, Input, KeyType, Move, Program, Ref, Segment, Transfer
 from choreo.partition.reduce import REPLICA_AXIS
 from choreo.partition.together import on_one_device, over_devices, spec
+from choreo.plans.exported import ExportedFn
 from choreo.runtime.backend import Site, Watch, host_type
 from choreo.types import GroupName
 

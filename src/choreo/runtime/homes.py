@@ -8,7 +8,7 @@ from choreo.host import HostMethod
 from choreo.host.batch import MakeBatch
 from choreo.host.packages import packages_of
 from choreo.partition.program import HostCall, walk
-from choreo.plans import Plan
+from choreo.plans.plan import Plan
 from choreo.runtime.messages import Neighbourhood
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo.partition.program import Program, Segment
-from choreo.plans import Plan
+from choreo.plans.plan import Plan
 from choreo.runtime.arrivals import Arrivals
 from choreo.runtime.backend import Site
 from choreo.runtime.device import Device, block, join

@@ -33,7 +33,7 @@ from choreo._compat import is_key, key_impl
 from choreo.cluster import Cluster, ClusterError
 from choreo.errors import ChoreoError, PartitionError
 from choreo.partition.program import HostCall, Segment, Transfer, walk
-from choreo.plans import Plan, array_type, exported
+from choreo.plans.plan import Plan, array_type, exported
 from choreo.runtime.backend import host_type
 from choreo.runtime.bundles import BUNDLE
 from choreo.runtime.channel import message_bytes

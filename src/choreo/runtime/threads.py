@@ -10,7 +10,7 @@ import os
 import jax
 
 from choreo import _compat
-from choreo.plans import Plan
+from choreo.plans.plan import Plan
 
 FEW = 2**25
 """So many multiplications one core does in about a millisecond: 256 x 256 x 512."""

@@ -26,7 +26,7 @@ from choreo import roles
 from choreo.envs.gymnasium import HostEnv
 from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
-from choreo.plans import Plan, plan
+from choreo.plans.plan import Plan, plan
 from choreo.runtime.inprocess import InProcess, combine_metrics
 from choreo.runtime.schedule import Read
 from choreo.testing.marks import unmarked

@@ -14,7 +14,7 @@ from choreo.graph.edges import is_path
 from choreo.graph.printer import WIDTH, count, describe, format_bytes, table, wrap
 from choreo.layouts.base import Group
 from choreo.partition.program import HostCall, Loop, Move, Program, Ref, Segment, Slot, Step, Transfer, groups_of, walk
-from choreo.plans import Plan
+from choreo.plans.plan import Plan
 from choreo.types import GroupName
 
 

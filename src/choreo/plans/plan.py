@@ -35,7 +35,6 @@ from choreo.partition.carry import (
     types_of,
     with_leaves,
 )
-from choreo.partition.exported import ExportedFn
 from choreo.partition.mapped import trusted
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
@@ -56,6 +55,7 @@ from choreo.partition.reduce import REPLICA_AXIS
 from choreo.partition.relax import relax
 from choreo.partition.together import over_devices, whole_type
 from choreo.partition.trace import Traced, merge_shards, split_shards, trace
+from choreo.plans.exported import ExportedFn
 from choreo.types import GroupName, PyTree
 
 
@@ -164,7 +164,7 @@ class Plan:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that a worker would be told."""
-        from choreo.plan_printer import format_plan
+        from choreo.plans.printer import format_plan
 
         # Without warnings: they name lines, and where in a file something stands is not part of the plan.
         digest = hashlib.sha256(f"{format_plan(replace(self, warnings=()))}{self.layout!r}".encode())
@@ -182,13 +182,13 @@ class Plan:
         return hash(self.fingerprint)
 
     def __str__(self) -> str:
-        from choreo.plan_printer import format_plan
+        from choreo.plans.printer import format_plan
 
         return format_plan(self)
 
     def draw(self) -> str:
         """The plan as an SVG picture."""
-        from choreo.plan_draw import draw_plan
+        from choreo.plans.drawing import draw_plan
 
         return draw_plan(self)
 

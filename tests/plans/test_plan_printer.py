@@ -23,8 +23,8 @@ from choreo.layouts import (
     sebulba,
 )
 from choreo.partition.program import Transfer, walk
-from choreo.plan_printer import crossings
-from choreo.plans import Plan, plan, plan_traced, trace_for
+from choreo.plans.plan import Plan, plan, plan_traced, trace_for
+from choreo.plans.printer import crossings
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.messages import Neighbourhood, messages
 from goldens import FOLDER, check_golden

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from choreo.graph.printer import count, format_bytes, wrap
 from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
 from choreo.partition.program import Loop, Step, Transfer
-from choreo.plan_printer import (
+from choreo.plans.plan import Plan
+from choreo.plans.printer import (
     Crossing,
     age,
     crossings,
@@ -17,7 +18,6 @@ from choreo.plan_printer import (
     title,
     where,
 )
-from choreo.plans import Plan
 from choreo.types import GroupName, Role
 
 GLUE = "glue"
