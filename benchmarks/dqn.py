@@ -28,7 +28,7 @@ from parts import dqn_rivals
 from parts.load import Others
 
 import choreo
-from choreo.q_networks import q_mlp
+from choreo.networks.q import q_mlp
 from choreo.recipe import STEPS_PER_CHUNK, make_runtime
 
 GYMNAX = importlib.util.find_spec("gymnax") is not None

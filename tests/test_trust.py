@@ -20,10 +20,10 @@ import tomli_w
 import choreo
 from choreo import algos, descriptions, envs, networks, public_names, registry
 from choreo.cli import main
-from choreo.control_networks import deterministic
 from choreo.errors import LayoutError, RunError, UntrustedError
 from choreo.folder import RunFolder
-from choreo.q_networks import q_cnn
+from choreo.networks.control import deterministic
+from choreo.networks.q import q_cnn
 from choreo.recipe import Recipe
 from tiny import Tiny
 

@@ -18,8 +18,8 @@ from choreo.algos import control
 from choreo.algos.control import Network
 from choreo.algos.off_policy import Batches
 from choreo.buffers import Step as Stored
-from choreo.control_networks import bounds_of
 from choreo.envs import Step
+from choreo.networks.control import bounds_of
 from choreo.roles import SHARD_AXIS
 
 GAMMA = 0.8

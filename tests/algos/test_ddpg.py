@@ -11,8 +11,8 @@ from algos import continuous
 from algos.continuous import GAMMA, by_hand, window
 from algos.toys import Match, batch
 from choreo.algos.ddpg import DDPG
-from choreo.control_networks import deterministic
 from choreo.errors import AlgorithmError
+from choreo.networks.control import deterministic
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(deterministic, hidden=(32, 32), critics=1)

@@ -19,8 +19,8 @@ from choreo.algos.dqn import DQN, Params
 from choreo.buffers import Step
 from choreo.errors import AlgorithmError, LayoutError
 from choreo.layouts import apex
+from choreo.networks.q import q_cnn, q_mlp
 from choreo.plans.plan import plan
-from choreo.q_networks import q_cnn, q_mlp
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(q_mlp, hidden=(32,))

@@ -14,8 +14,8 @@ from algos.continuous import GAMMA, learn, lines, window
 from choreo import ops
 from choreo.algos.control import Network
 from choreo.algos.sac import SAC, Learned
-from choreo.control_networks import bounds_of, squashed
 from choreo.errors import AlgorithmError
+from choreo.networks.control import bounds_of, squashed
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(squashed, hidden=(32, 32))

@@ -10,8 +10,8 @@ import pytest
 from algos import continuous
 from algos.continuous import GAMMA, by_hand, window
 from choreo.algos.td3 import TD3
-from choreo.control_networks import deterministic
 from choreo.errors import AlgorithmError
+from choreo.networks.control import deterministic
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(deterministic, hidden=(32, 32))

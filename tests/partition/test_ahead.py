@@ -8,11 +8,11 @@ import pytest
 from choreo.algos.dqn import DQN
 from choreo.envs import make
 from choreo.layouts import coarse, fine, fused
+from choreo.networks.q import q_mlp
 from choreo.partition import passes
 from choreo.partition.ahead import DRAWS, _primitives
 from choreo.partition.program import Loop, Segment
 from choreo.plans.plan import plan
-from choreo.q_networks import q_mlp
 from choreo.runtime.inprocess import InProcess
 from laws.reference import assert_same_bits, run_of
 from tiny import Tiny

@@ -4,7 +4,7 @@
     descend(optimizer, ...)                  ->  parameters, one step later
     follow(target, parameters, tau)          ->  targets, a little nearer
 
-A network for them has a `policy`, which is all that acting needs, and `critics` of actions (`choreo.control_networks`).
+A network for them has a `policy`, which is all that acting needs, and `critics` of actions (`choreo.networks.control`).
 """
 
 from collections.abc import Callable

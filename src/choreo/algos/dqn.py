@@ -23,7 +23,7 @@ from choreo.buffers import Replay, Step
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, rollout
-from choreo.q_networks import QFactory, q_mlp
+from choreo.networks.q import QFactory, q_mlp
 from choreo.roles import all_reduce, fragment
 from choreo.types import Key, PyTree
 

@@ -20,10 +20,10 @@ from choreo.algos.actor_critic import MakeOptimizer
 from choreo.algos.control import Network, Params
 from choreo.algos.off_policy import Batches, Carry
 from choreo.buffers import Replay, Step
-from choreo.control_networks import deterministic
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, rollout
+from choreo.networks.control import deterministic
 from choreo.roles import all_reduce, fragment
 from choreo.types import Key, PyTree
 

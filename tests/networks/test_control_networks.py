@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from choreo.control_networks import deterministic
 from choreo.errors import AlgorithmError
+from choreo.networks.control import deterministic
 
 
 @pytest.mark.parametrize(
