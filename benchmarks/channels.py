@@ -16,10 +16,10 @@ import time
 
 import numpy as np
 
-from choreo.runtime.channel import ChannelError, EndOfChannel
-from choreo.runtime.keys import KeyPair
-from choreo.runtime.shm import ShmReceiver, ShmSender, make_shm_channel
-from choreo.runtime.tcp import TcpListener, connect
+from choreo.runtime.channels.base import ChannelError, EndOfChannel
+from choreo.runtime.channels.keys import KeyPair
+from choreo.runtime.channels.shm import ShmReceiver, ShmSender, make_shm_channel
+from choreo.runtime.channels.tcp import TcpListener, connect
 
 SIZES = {"128B": 128, "4KB": 4096, "1MB": 1 << 20}
 DRIVER, ECHO = (KeyPair.from_token(b"a benchmark has no secrets", label) for label in ("driver", "echo"))

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from choreo.runtime.channel import ChannelError
-from choreo.runtime.keys import KeyPair
-from choreo.runtime.tcp import TcpListener, connect
+from choreo.runtime.channels.base import ChannelError
+from choreo.runtime.channels.keys import KeyPair
+from choreo.runtime.channels.tcp import TcpListener, connect
 
 UNSEALED = Path(__file__).parent / "parts" / "unsealed"
 SIDES = ("sealed", "unsealed")

@@ -38,7 +38,7 @@ import pytest
 from jax.extend import source_info_util
 
 import compiled_once
-from choreo.cache import use_compilation_cache
+from choreo.runtime.compilation_cache import use_compilation_cache
 
 use_compilation_cache()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from choreo.cluster import Cluster, Host
+from choreo.runtime.coordinator.cluster import Cluster, Host
 
 
 def make_token(folder: Path) -> Path:

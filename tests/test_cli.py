@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from choreo import arguments, checkpoint, registry
-from choreo.cache import cache_folder
 from choreo.cli import main
 from choreo.folder import RunFolder
 from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, multi_learner, sebulba
 from choreo.progress import progress_line
 from choreo.recipe import Recipe
+from choreo.runtime.compilation_cache import cache_folder
 from choreo.training import load
 
 TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"

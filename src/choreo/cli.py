@@ -362,7 +362,7 @@ def compare(args: list[str]) -> int:
 
 def agent(args: list[str]) -> int:
     """Start workers on this host for coordinators elsewhere."""
-    from choreo.cluster import LOOPBACK, Cluster, Host
+    from choreo.runtime.coordinator.cluster import LOOPBACK, Cluster, Host
 
     parser = make_parser("agent", "choreo agent --token-file FILE [options]")
     parser.add_argument("--address", default=LOOPBACK, help=f"where to listen: this host's own address ({LOOPBACK})")
@@ -370,7 +370,7 @@ def agent(args: list[str]) -> int:
     parser.add_argument("--token-file", type=Path, required=True, help="the secret, the same on every host")
     options = parse(parser, args)
 
-    from choreo.runtime.agent import serve
+    from choreo.runtime.coordinator.agent import serve
 
     token = Cluster(hosts=(Host(address=options.address),), token_file=options.token_file).token()
     assert token is not None

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from choreo.errors import printable
 from choreo.progress import short
-from choreo.runtime.profile import Profile
+from choreo.runtime.engine.profile import Profile
 
 # Matplotlib obeys a file `matplotlibrc` in the current folder, which may be a run folder of somebody else's.
 with contextlib.chdir(sys.prefix):

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo import checkpoint, jax_settings, static_key
-from choreo.cache import use_compilation_cache
 from choreo.errors import EnvError, RunError
 from choreo.evaluate import Evaluation, act, evaluate, initial_state
 from choreo.folder import Row
 from choreo.recipe import Recipe
-from choreo.runtime.profile import Profile
+from choreo.runtime.compilation_cache import use_compilation_cache
+from choreo.runtime.engine.profile import Profile
 from choreo.types import Key, PyTree
 
 

@@ -23,8 +23,6 @@ from typing import Any
 import jax
 
 from choreo import checkpoint, jax_settings, parts, registry
-from choreo.cache import use_compilation_cache
-from choreo.cluster import Cluster
 from choreo.envs.gymnasium import HostEnv
 from choreo.errors import ChoreoWarning, DivergedError, RunError
 from choreo.evaluate import evaluate
@@ -35,8 +33,10 @@ from choreo.plans.plan import Plan
 from choreo.progress import Progress
 from choreo.recipe import InitFrom, Recipe, make_runtime
 from choreo.runs import Run, Timing
+from choreo.runtime.compilation_cache import use_compilation_cache
+from choreo.runtime.coordinator.cluster import Cluster
+from choreo.runtime.engine.schedule import Read
 from choreo.runtime.inprocess import as_numbers
-from choreo.runtime.schedule import Read
 from choreo.types import PyTree
 from choreo.weights import Weights
 

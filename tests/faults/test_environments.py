@@ -14,9 +14,9 @@ import pytest
 import choreo
 from choreo import envs
 from choreo.errors import ChoreoError, EnvError
+from choreo.runtime.coordinator.member import WorkerError
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
-from choreo.runtime.member import WorkerError
 from faults.scenes import KEY, LAYOUTS, NUM_ENVS, naughty, naughty_factory, unlucky
 from tiny import Tiny
 

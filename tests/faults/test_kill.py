@@ -17,8 +17,8 @@ import pytest
 
 import choreo
 from choreo import envs
+from choreo.runtime.coordinator.member import WorkerError
 from choreo.runtime.local import Local
-from choreo.runtime.member import WorkerError
 from faults.scenes import KEY, LAYOUTS, cartpole
 from tiny import Tiny
 
@@ -96,7 +96,7 @@ def our_workers() -> list[int]:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "choreo.worker" in child.cmdline():
+            if "choreo.runtime.worker" in child.cmdline():
                 found.append(child.pid)
     return sorted(found)
 

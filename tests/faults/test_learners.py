@@ -10,8 +10,8 @@ import choreo
 from choreo import envs, networks
 from choreo.algos import A2C
 from choreo.plans.plan import plan
+from choreo.runtime.coordinator.member import WorkerError
 from choreo.runtime.local import Local
-from choreo.runtime.member import WorkerError
 from faults.test_kill import Killer, run_for_ever
 from tiny import Tiny
 

@@ -25,16 +25,16 @@ import zmq
 
 import choreo
 from choreo import envs
-from choreo.cluster import Cluster, ClusterError, Host
 from choreo.errors import RunError
-from choreo.runtime.agent import AGENT, COORDINATOR, Order
-from choreo.runtime.keys import KeyPair, doorkeeper, show_key
+from choreo.runtime.channels.keys import KeyPair, doorkeeper, show_key
+from choreo.runtime.channels.sockets import Connections, context_of_process
+from choreo.runtime.coordinator.agent import AGENT, COORDINATOR, Order
+from choreo.runtime.coordinator.cluster import Cluster, ClusterError, Host
+from choreo.runtime.coordinator.member import WorkerError
+from choreo.runtime.coordinator.remote import RemoteProcess
+from choreo.runtime.coordinator.tunnel import Tunnel
+from choreo.runtime.coordinator.wire import WireError, receive_frame, send_frame
 from choreo.runtime.local import Local
-from choreo.runtime.member import WorkerError
-from choreo.runtime.remote import RemoteProcess
-from choreo.runtime.sockets import Connections, context_of_process
-from choreo.runtime.tunnel import Tunnel
-from choreo.runtime.wire import WireError, receive_frame, send_frame
 from faults.scenes import KEY, alone, assert_same_bits, cartpole, marked, play
 from hosts import Agent, Namespace, make_token
 from tiny import Carry, Tiny, Train
@@ -453,7 +453,7 @@ class TestWhatWentWrongElsewhere:
         """Its traceback comes here, not to a console over there."""
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(
-            "import sys\nif 'choreo.worker' in sys.orig_argv: raise SystemExit('this installation is broken')"
+            "import sys\nif 'choreo.runtime.worker' in sys.orig_argv: raise SystemExit('this installation is broken')"
         )
         with Agent(make_token(tmp_path), PYTHONPATH=str(tmp_path / "site")) as agent:
             with pytest.raises(RunError) as caught:
@@ -543,7 +543,7 @@ class TestWhatWentWrongElsewhere:
         )
         assert re.search(r"`env-0`: its coordinator is gone\.", logged)
         assert re.search(r"`env-0`: ended with exit code -9 after \d+ s\.", logged)
-        assert [line for line in marked(mark) if "choreo.worker" in line] == []
+        assert [line for line in marked(mark) if "choreo.runtime.worker" in line] == []
 
 
 def test_an_agent_that_is_killed_takes_its_workers_with_it(agent):

@@ -21,8 +21,8 @@ from choreo.errors import AlgorithmError, ChoreoError, LayoutError, PartitionErr
 from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.trace import trace
 from choreo.plans.plan import Plan, plan_traced, trace_for
+from choreo.runtime.engine.schedule import Read
 from choreo.runtime.inprocess import InProcess
-from choreo.runtime.schedule import Read
 from choreo.testing import unmarked
 from laws.reference import Run, assert_close, merged_reference, named, reference_run, sharded_reference, stacked
 

@@ -15,9 +15,9 @@ from choreo.algos.a2c import A2C
 from choreo.errors import LayoutError, RunError
 from choreo.partition.program import Transfer
 from choreo.plans.plan import plan
+from choreo.runtime.engine.schedule import Traffic
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
-from choreo.runtime.schedule import Traffic
 from laws.reference import assert_close, assert_same_bits, check_bounds, named, run_of
 from partition.ponds import Functions, Pond, learn, push, still
 

@@ -25,8 +25,8 @@ from choreo.layouts import (
 from choreo.partition.program import Transfer, walk
 from choreo.plans.plan import Plan, plan, plan_traced, trace_for
 from choreo.plans.printer import crossings
+from choreo.runtime.engine.messages import Neighbourhood, messages
 from choreo.runtime.inprocess import InProcess
-from choreo.runtime.messages import Neighbourhood, messages
 from goldens import FOLDER, check_golden
 from laws.test_agents import Bandits, Meeting
 from pictures import arrows, check_legible, texts

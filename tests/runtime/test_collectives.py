@@ -11,11 +11,12 @@ import psutil
 import pytest
 
 import choreo
-from choreo import cli, envs, worker
-from choreo.cluster import Cluster, Host
+from choreo import cli, envs
 from choreo.errors import RunError
 from choreo.plans.plan import plan
-from choreo.runtime.homes import check_collectives, collective_address, hosts_of
+from choreo.runtime import worker
+from choreo.runtime.coordinator.cluster import Cluster, Host
+from choreo.runtime.coordinator.processes import check_collectives, collective_address, hosts_of
 from choreo.runtime.local import Local
 from hosts import two_hosts as two_hosts  # a fixture
 from tiny import Tiny
@@ -83,7 +84,7 @@ class TestListening:
             runtime.start(jax.random.key(0))
             runtime.run(0, 2)
             started = psutil.Process().children(recursive=True)
-            found = [listening(each.pid) for each in started if "choreo.worker" in each.cmdline()]
+            found = [listening(each.pid) for each in started if "choreo.runtime.worker" in each.cmdline()]
         finally:
             runtime.close()
         assert sorted(found, key=sorted) == sorted([{host.address} for host in two_hosts.hosts], key=sorted)

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from choreo.runtime.channel import (
+from choreo.runtime.channels.base import (
     ChannelError,
     ChannelStatistics,
     closed,

@@ -3,7 +3,7 @@
 import numpy as np
 import zmq
 
-from choreo.runtime import sockets, tcp_ends
+from choreo.runtime.channels import sockets, tcp_ends
 
 
 class Unsealed(tcp_ends.Link):

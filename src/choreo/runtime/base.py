@@ -4,7 +4,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from choreo.runtime.schedule import Read
+from choreo.runtime.engine.schedule import Read
 from choreo.types import Key, PyTree
 
 

@@ -12,14 +12,14 @@ import numpy as np
 
 from choreo.partition.program import Program, Segment
 from choreo.plans.plan import Plan
-from choreo.runtime.arrivals import Arrivals
-from choreo.runtime.backend import Site
-from choreo.runtime.device import Device, block, join
-from choreo.runtime.execution import Execution, Orders
-from choreo.runtime.messages import Neighbourhood
-from choreo.runtime.profile import Profile, Recorder
-from choreo.runtime.schedule import Read, lag_metrics
-from choreo.runtime.threads import start_jax
+from choreo.runtime.engine.arrivals import Arrivals
+from choreo.runtime.engine.backend import Site
+from choreo.runtime.engine.device import Device, block, join
+from choreo.runtime.engine.execution import Execution, Orders
+from choreo.runtime.engine.messages import Neighbourhood
+from choreo.runtime.engine.profile import Profile, Recorder
+from choreo.runtime.engine.schedule import Read, lag_metrics
+from choreo.runtime.engine.threads import start_jax
 from choreo.types import Key, PyTree
 
 

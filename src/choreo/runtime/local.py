@@ -30,14 +30,16 @@ import numpy as np
 import zmq
 
 from choreo._compat import is_key, key_impl
-from choreo.cluster import Cluster, ClusterError
 from choreo.errors import ChoreoError, PartitionError
 from choreo.partition.program import HostCall, Segment, Transfer, walk
 from choreo.plans.plan import Plan, array_type, exported
-from choreo.runtime.backend import host_type
-from choreo.runtime.bundles import BUNDLE
-from choreo.runtime.channel import message_bytes
-from choreo.runtime.homes import (
+from choreo.runtime.channels.base import message_bytes
+from choreo.runtime.channels.keys import KeyPair
+from choreo.runtime.channels.shm import make_shm_channel
+from choreo.runtime.channels.tcp_ends import SILENCE_S
+from choreo.runtime.coordinator.cluster import Cluster, ClusterError
+from choreo.runtime.coordinator.member import Member, WorkerError, describe, describe_silent
+from choreo.runtime.coordinator.processes import (
     check_collectives,
     collective_address,
     environments_of,
@@ -45,18 +47,16 @@ from choreo.runtime.homes import (
     hosts_of,
     packages_of_plan,
 )
+from choreo.runtime.coordinator.remote import RemoteProcess
+from choreo.runtime.coordinator.versions import Versions, compare, this_machine
+from choreo.runtime.coordinator.wire import Frame, WireError, receive_frame, send_frame
+from choreo.runtime.engine.backend import host_type
+from choreo.runtime.engine.bundles import BUNDLE
+from choreo.runtime.engine.messages import Neighbourhood, messages
+from choreo.runtime.engine.profile import Profile
+from choreo.runtime.engine.schedule import Read, from_json
+from choreo.runtime.engine.threads import XLA_THREADS, useful_threads
 from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
-from choreo.runtime.keys import KeyPair
-from choreo.runtime.member import Member, WorkerError, describe, describe_silent
-from choreo.runtime.messages import Neighbourhood, messages
-from choreo.runtime.profile import Profile
-from choreo.runtime.remote import RemoteProcess
-from choreo.runtime.schedule import Read, from_json
-from choreo.runtime.shm import make_shm_channel
-from choreo.runtime.tcp_ends import SILENCE_S
-from choreo.runtime.threads import XLA_THREADS, useful_threads
-from choreo.runtime.versions import Versions, compare, this_machine
-from choreo.runtime.wire import Frame, WireError, receive_frame, send_frame
 from choreo.types import Key, PyTree
 
 SLOTS = 2

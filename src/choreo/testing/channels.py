@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from choreo.dtypes import EXTENDED, NUMPY, dtype_named
-from choreo.runtime.channel import (
+from choreo.runtime.channels.base import (
     ChannelClosed,
     ChannelError,
     ChannelTimeout,
@@ -356,5 +356,5 @@ def _expect(kind: type[ChannelError], what: str, call: Callable[..., Any], *args
 def _require(ok: bool, broken: str) -> None:
     if not ok:
         raise ChannelError(
-            f"The channel breaks its contract: {broken}", fix="See choreo.runtime.channel for the contract."
+            f"The channel breaks its contract: {broken}", fix="See choreo.runtime.channels.base for the contract."
         )

@@ -27,8 +27,8 @@ from choreo.envs.gymnasium import HostEnv
 from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
 from choreo.plans.plan import Plan, plan
+from choreo.runtime.engine.schedule import Read
 from choreo.runtime.inprocess import InProcess, combine_metrics
-from choreo.runtime.schedule import Read
 from choreo.testing.marks import unmarked
 
 ROUNDING = 1e-5

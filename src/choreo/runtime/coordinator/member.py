@@ -13,9 +13,9 @@ from typing import Any
 
 from choreo import errors
 from choreo.errors import ChoreoError, RunError
-from choreo.runtime.remote import RemoteProcess
-from choreo.runtime.sockets import SILENCE_S
-from choreo.runtime.tunnel import Tunnel
+from choreo.runtime.channels.sockets import SILENCE_S
+from choreo.runtime.coordinator.remote import RemoteProcess
+from choreo.runtime.coordinator.tunnel import Tunnel
 
 LAST_LINES = 60
 """Of a worker's output, shown when it dies without a word: a traceback of every thread fits."""
@@ -58,7 +58,7 @@ class Member:
         with theirs:
             process = subprocess.Popen(
                 # -P: nothing is imported from the folder that happens to be the current one.
-                [sys.executable, "-P", "-m", "choreo.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "choreo.runtime.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -18,11 +18,11 @@ from typing import Literal, NamedTuple, Unpack, overload
 
 import zmq
 
-from choreo.runtime.channel import ChannelError, ChannelTimeout, HelloRefused, peer_lost
-from choreo.runtime.keys import KeyPair, doorkeeper, name_of, show_key, show_ticket
-from choreo.runtime.sockets import LINGER_S, Connections, bind, context_of_process, milliseconds_to
-from choreo.runtime.sockets import connect as connect_socket
-from choreo.runtime.tcp_ends import END_OF, End, Link, TcpOptions, TcpReceiver, TcpSender, close_finished
+from choreo.runtime.channels.base import ChannelError, ChannelTimeout, HelloRefused, peer_lost
+from choreo.runtime.channels.keys import KeyPair, doorkeeper, name_of, show_key, show_ticket
+from choreo.runtime.channels.sockets import LINGER_S, Connections, bind, context_of_process, milliseconds_to
+from choreo.runtime.channels.sockets import connect as connect_socket
+from choreo.runtime.channels.tcp_ends import END_OF, End, Link, TcpOptions, TcpReceiver, TcpSender, close_finished
 
 HELLO_TIMEOUT_S = 30.0
 KEY_BYTES, TICKET_BYTES = 32, 16

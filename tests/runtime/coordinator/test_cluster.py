@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from choreo.cluster import Cluster, ClusterError, Host, place
+from choreo.runtime.coordinator.cluster import Cluster, ClusterError, Host, place
 
 TWO_HOSTS = """
 token_file = "token"
@@ -61,7 +61,7 @@ def test_one_address_may_be_two_hosts_if_the_ports_differ():
 
 
 def test_reading_a_cluster_needs_no_jax():
-    code = "import sys, choreo.cluster; choreo.cluster.Cluster.local(); print('jax' in sys.modules)"
+    code = "import sys, choreo.runtime.coordinator.cluster; choreo.runtime.coordinator.cluster.Cluster.local(); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 

@@ -25,8 +25,8 @@ from typing import Any
 import zmq
 
 from choreo.errors import RunError
-from choreo.runtime.keys import KeyPair, doorkeeper
-from choreo.runtime.sockets import Connections, bind, context_of_process, fd_of, keep_alive
+from choreo.runtime.channels.keys import KeyPair, doorkeeper
+from choreo.runtime.channels.sockets import Connections, bind, context_of_process, fd_of, keep_alive
 
 AGENT, COORDINATOR = "agent", "coordinator"
 """The labels of the two pairs of keys that come from the token."""
@@ -234,7 +234,7 @@ class Job:
         output, printed = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "choreo.worker", "--remote", order.host, order.key, str(tell)],
+                [sys.executable, "-P", "-m", "choreo.runtime.worker", "--remote", order.host, order.key, str(tell)],
                 pass_fds=[tell],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,

@@ -43,8 +43,8 @@ class Links:
             if how[0] == "shm":
                 self._open_shared(sender, receiver, kind, *how[1:])
         if self.remote:
-            from choreo.runtime.keys import KeyPair
-            from choreo.runtime.tcp import TcpListener
+            from choreo.runtime.channels.keys import KeyPair
+            from choreo.runtime.channels.tcp import TcpListener
 
             self.listener = TcpListener.open(host, keys=keys or KeyPair.new())
 
@@ -62,7 +62,7 @@ class Links:
         """Open the channels over TCP: in the same order everywhere, since both ends wait for each other."""
         if self.listener is None:
             return
-        from choreo.runtime.tcp import connect
+        from choreo.runtime.channels.tcp import connect
 
         for sender, receiver, kind, _, slot_bytes, slots in self.remote:
             name, sizes = f"{sender} -> {receiver}{kind}", {"slot_bytes": slot_bytes, "slots": slots}
@@ -76,7 +76,7 @@ class Links:
         self.listener.close()
 
     def _open_shared(self, sender: str, receiver: str, kind: str, *how: int) -> None:
-        from choreo.runtime.shm import ShmReceiver, ShmSender
+        from choreo.runtime.channels.shm import ShmReceiver, ShmSender
 
         if sender == self.me:
             self._with(receiver + kind).sender = ShmSender.open(*how, peer=receiver)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime.test_channel import at_once, make_shm, make_tcp
 
 import choreo
 from choreo.dtypes import FOUR_BITS, NAMES, dtype_named, name_of
@@ -21,14 +22,13 @@ from choreo.errors import PartitionError
 from choreo.layouts import coarse, fine, fused
 from choreo.partition.program import ArrayType, KeyType
 from choreo.plans.plan import plan
-from choreo.runtime.backend import PythonOnly
-from choreo.runtime.channel import message_bytes
+from choreo.runtime.channels.base import message_bytes
+from choreo.runtime.coordinator.wire import receive_frame, send_frame
+from choreo.runtime.engine.backend import PythonOnly
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
-from choreo.runtime.wire import receive_frame, send_frame
 from choreo.testing import unmarked
 from laws.reference import named, reference_run, run_of
-from runtime.test_channel import at_once, make_shm, make_tcp
 from tiny import Tiny, Train
 
 DTYPES = (
@@ -262,7 +262,7 @@ class TestHostSites:
 
     def test_importing_the_types_is_cheap(self):
         code = (
-            "import sys, choreo.runtime.wire, choreo.runtime.machine\n"
+            "import sys, choreo.runtime.coordinator.wire, choreo.runtime.engine.machine\n"
             "assert 'jax' not in sys.modules and 'ml_dtypes' not in sys.modules\n"
             "from choreo.dtypes import dtype_named\n"
             "assert dtype_named('float32').kind == 'f' and 'ml_dtypes' not in sys.modules\n"

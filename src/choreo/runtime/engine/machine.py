@@ -33,11 +33,11 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
-from choreo.runtime.backend import Backend, Loaded, Site, Watch
-from choreo.runtime.bundles import BundleHere, BundleReceiver, BundleSender, Updates
-from choreo.runtime.messages import Neighbourhood, Piece, messages, piece_type
-from choreo.runtime.profile import kind_of
-from choreo.runtime.schedule import Versions
+from choreo.runtime.engine.backend import Backend, Loaded, Site, Watch
+from choreo.runtime.engine.bundles import BundleHere, BundleReceiver, BundleSender, Updates
+from choreo.runtime.engine.messages import Neighbourhood, Piece, messages, piece_type
+from choreo.runtime.engine.profile import kind_of
+from choreo.runtime.engine.schedule import Versions
 
 Store = dict[Ref, Any]
 """What one site holds, by slot."""

@@ -16,8 +16,8 @@ import choreo
 from choreo import envs
 from choreo.layouts import Layout, coarse, fine
 from choreo.plans.plan import plan
+from choreo.runtime.engine.profile import Profile
 from choreo.runtime.local import Local
-from choreo.runtime.profile import Profile
 from tiny import Tiny
 
 LOCKSTEP, LATE, ANY = coarse(2), coarse(2, max_lag=2), coarse(2, max_lag=4, merge="any")

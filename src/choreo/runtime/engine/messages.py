@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from choreo.partition.program import Move, Transfer
-from choreo.runtime.backend import Backend, Site
+from choreo.runtime.engine.backend import Backend, Site
 from choreo.types import GroupName
 
 

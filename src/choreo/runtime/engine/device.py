@@ -19,7 +19,7 @@ from choreo.partition.program import Axis, Constant, Input, KeyType, Move, Progr
 from choreo.partition.reduce import REPLICA_AXIS
 from choreo.partition.together import on_one_device, over_devices, spec
 from choreo.plans.exported import ExportedFn
-from choreo.runtime.backend import Site, Watch, host_type
+from choreo.runtime.engine.backend import Site, Watch, host_type
 from choreo.types import GroupName
 
 JaxDevice: TypeAlias = Any

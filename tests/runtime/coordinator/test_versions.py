@@ -16,7 +16,7 @@ import choreo
 from choreo import cli
 from choreo.errors import RunError
 from choreo.host.packages import packages_of
-from choreo.runtime.versions import Differences, Versions, compare, cpu_of, this_machine
+from choreo.runtime.coordinator.versions import Differences, Versions, compare, cpu_of, this_machine
 from hosts import Agent, make_token
 from tiny import Tiny
 
@@ -129,7 +129,7 @@ def test_the_cpu_is_known_by_its_features():
 
 def test_asking_imports_no_jax():
     code = (
-        "import sys, choreo.worker, choreo.runtime.versions as v; v.this_machine(['gymnasium'])\n"
+        "import sys, choreo.runtime.worker, choreo.runtime.coordinator.versions as v; v.this_machine(['gymnasium'])\n"
         "print([m for m in ('jax', 'gymnasium', 'ml_dtypes') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

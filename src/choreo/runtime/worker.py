@@ -1,7 +1,7 @@
 """One worker: a process that runs the sites it is told to, until its coordinator says stop or is gone.
 
-Started as `python -m choreo.worker FD`, where FD is a socket to the coordinator, or by the agent of another host as
-`python -m choreo.worker --remote HOST KEY FD`: then it listens at HOST for the coordinator with that public key, writes its
+Started as `python -m choreo.runtime.worker FD`, where FD is a socket to the coordinator, or by the agent of another host as
+`python -m choreo.runtime.worker --remote HOST KEY FD`: then it listens at HOST for the coordinator with that public key, writes its
 own port and public key to FD, a socket to the agent, and ends when that is closed. It never traces and never imports the
 user's main: what it runs arrives as compiled programs, and host environments by value.
 
@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from choreo.errors import ChoreoError, EnvError, RunError
-from choreo.runtime.links import Links
-from choreo.runtime.wire import Frame, receive_frame, send_frame
+from choreo.runtime.channels.links import Links
+from choreo.runtime.coordinator.wire import Frame, receive_frame, send_frame
 
 POLL_S = 0.5
 """How often the listening thread looks for an environment that hangs."""
@@ -69,8 +69,8 @@ def main() -> int:
 
 def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socket.socket, threading.Thread, Any]:
     """The control socket of a worker on another host, the thread behind it, and the pair of keys that it has made."""
-    from choreo.runtime.keys import KeyPair
-    from choreo.runtime.tunnel import Tunnel, start_relay
+    from choreo.runtime.channels.keys import KeyPair
+    from choreo.runtime.coordinator.tunnel import Tunnel, start_relay
 
     keys = KeyPair.new()
     tunnel, port = Tunnel.dig(host, keys, coordinator)
@@ -116,7 +116,7 @@ class Worker:
             self.links.close()
 
     def _greet(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        from choreo.runtime.versions import this_machine
+        from choreo.runtime.coordinator.versions import this_machine
 
         # Modules that the coordinator finds beside the user's script are needed here, too. After all others, those in the
         # current folder: what is installed comes first, so that no file that happens to lie there stands in for it.
@@ -140,16 +140,16 @@ class Worker:
             self._send({"kind": "met"})
             self._next("connect")
             self.links.connect(book["cards"])
-        from choreo.runtime.arrivals import Arrivals
-        from choreo.runtime.backend import PythonOnly
-        from choreo.runtime.execution import Execution
-        from choreo.runtime.messages import Neighbourhood
+        from choreo.runtime.engine.arrivals import Arrivals
+        from choreo.runtime.engine.backend import PythonOnly
+        from choreo.runtime.engine.execution import Execution
+        from choreo.runtime.engine.messages import Neighbourhood
 
         orders = _load(arrays[0].tobytes())
         homes = {(group, r): home for group, r, home in header["homes"]}
         hood = Neighbourhood(me=self.name, homes=homes, links=self.links.by_peer)
         if header["profile"]:
-            from choreo.runtime.profile import Recorder
+            from choreo.runtime.engine.profile import Recorder
 
             self.recorder = Recorder()
         watch = self.recorder and self.recorder.watch
@@ -311,7 +311,7 @@ def _join_others(together: dict[str, Any], meet_at: str) -> None:
     import jax
 
     from choreo._compat import use_gloo_at
-    from choreo.cluster import is_loopback
+    from choreo.runtime.coordinator.cluster import is_loopback
 
     jax.config.update("jax_enable_recoverability", True)  # else a survivor aborts when a peer dies; we want to hear why
     jax.distributed.initialize(
@@ -333,8 +333,8 @@ def _device(header: dict[str, Any], watch: Any) -> Any:
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # who acts waits for the action anyway
     if header["spread"]:  # without accelerators, as many as the layout wants; with some, this changes nothing
         jax.config.update("jax_num_cpu_devices", max(header["spread"].values()))
-    from choreo.cache import use_compilation_cache
-    from choreo.runtime.device import Device
+    from choreo.runtime.compilation_cache import use_compilation_cache
+    from choreo.runtime.engine.device import Device
 
     use_compilation_cache()
     return Device(header["compiled"], watch, spread=header["spread"])

@@ -19,8 +19,8 @@ import psutil
 import pytest
 import zmq
 
-from choreo.runtime import keys, tcp
-from choreo.runtime.channel import (
+from choreo.runtime.channels import keys, tcp
+from choreo.runtime.channels.base import (
     ChannelError,
     ChannelTimeout,
     EndOfChannel,
@@ -32,9 +32,9 @@ from choreo.runtime.channel import (
     message_bytes,
     peer_lost,
 )
-from choreo.runtime.keys import KeyPair
-from choreo.runtime.shm import ShmReceiver, ShmSender, make_shm_channel
-from choreo.runtime.tcp import TcpListener, connect
+from choreo.runtime.channels.keys import KeyPair
+from choreo.runtime.channels.shm import ShmReceiver, ShmSender, make_shm_channel
+from choreo.runtime.channels.tcp import TcpListener, connect
 from choreo.testing import check_channel
 
 PEER = Path(__file__).parent / "channel_peer.py"
@@ -620,6 +620,6 @@ def test_what_was_sent_outlives_its_connection(accepts):
 
 
 def test_carriers_do_not_import_jax():
-    code = "import sys, choreo.runtime.shm, choreo.runtime.tcp; print([m for m in ('jax', 'gymnasium') if m in sys.modules])"
+    code = "import sys, choreo.runtime.channels.shm, choreo.runtime.channels.tcp; print([m for m in ('jax', 'gymnasium') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from choreo.partition.program import Ref, Transfer
-from choreo.runtime.backend import Backend, Site, Watch
-from choreo.runtime.messages import Neighbourhood, Piece, piece_type, taken_type
-from choreo.runtime.schedule import Read, Versions
+from choreo.runtime.engine.backend import Backend, Site, Watch
+from choreo.runtime.engine.messages import Neighbourhood, Piece, piece_type, taken_type
+from choreo.runtime.engine.schedule import Read, Versions
 
 BUNDLE = " (bundle)"
 """After the name of a peer: the link for what may be out of date."""

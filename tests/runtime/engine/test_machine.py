@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from choreo.host import HostObjects
 from choreo.partition.program import Constant, HostCall, Input, Loop, LoopPart, Move, Port, Program, Segment, Transfer
-from choreo.runtime import machine
-from choreo.runtime.backend import PythonOnly
-from choreo.runtime.device import block, reshard
-from choreo.runtime.messages import Neighbourhood, messages
+from choreo.runtime.engine import machine
+from choreo.runtime.engine.backend import PythonOnly
+from choreo.runtime.engine.device import block, reshard
+from choreo.runtime.engine.messages import Neighbourhood, messages
 
 AXES = st.sampled_from([None, 0, 1])
 COUNTS = st.sampled_from([1, 2, 3, 4])

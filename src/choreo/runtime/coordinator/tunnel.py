@@ -15,8 +15,16 @@ import threading
 
 import zmq
 
-from choreo.runtime.keys import KeyPair, doorkeeper, show_key
-from choreo.runtime.sockets import SILENCE_S, Connections, bind, connect, context_of_process, fd_of, milliseconds_to
+from choreo.runtime.channels.keys import KeyPair, doorkeeper, show_key
+from choreo.runtime.channels.sockets import (
+    SILENCE_S,
+    Connections,
+    bind,
+    connect,
+    context_of_process,
+    fd_of,
+    milliseconds_to,
+)
 
 CHUNK_BYTES = 256 * 1024
 """The largest message. Longer data is divided; a connection that announces more is closed."""

@@ -16,12 +16,12 @@ import numpy as np
 
 from choreo.errors import RunError
 from choreo.host import HostObjects
-from choreo.runtime.backend import Backend, Site, Watch
-from choreo.runtime.bundles import NoMoreWork
-from choreo.runtime.execution import Execution, Orders
-from choreo.runtime.machine import Machine
-from choreo.runtime.messages import Neighbourhood
-from choreo.runtime.schedule import Read, Seeded, Traffic
+from choreo.runtime.engine.backend import Backend, Site, Watch
+from choreo.runtime.engine.bundles import NoMoreWork
+from choreo.runtime.engine.execution import Execution, Orders
+from choreo.runtime.engine.machine import Machine
+from choreo.runtime.engine.messages import Neighbourhood
+from choreo.runtime.engine.schedule import Read, Seeded, Traffic
 
 POLL_S = 50e-6
 """How long to sleep between two looks for an arrival; it doubles up to `LONGEST_POLL_S`."""

@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
-from choreo.runtime import shm, tcp
-from choreo.runtime.keys import KeyPair
+from choreo.runtime.channels import shm, tcp
+from choreo.runtime.channels.keys import KeyPair
 
 
 def main(*, carrier, ends, does, count=3, size=1, spin_us=0.0):

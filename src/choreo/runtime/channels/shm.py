@@ -35,7 +35,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from choreo.runtime.channel import (
+from choreo.runtime.channels.base import (
     ALIGNMENT,
     ChannelError,
     ChannelStatistics,
@@ -296,7 +296,7 @@ class _Ring:
 
 
 class ShmSender(_Ring):
-    """The sending end; see `choreo.runtime.channel.Sender`."""
+    """The sending end; see `choreo.runtime.channels.base.Sender`."""
 
     _closed_word, _idle = SENDER_CLOSED, "read nothing"
 
@@ -323,7 +323,7 @@ class ShmSender(_Ring):
 
 
 class ShmReceiver(_Ring):
-    """The receiving end; see `choreo.runtime.channel.Receiver`."""
+    """The receiving end; see `choreo.runtime.channels.base.Receiver`."""
 
     _closed_word, _idle = RECEIVER_CLOSED, "sent nothing"
 

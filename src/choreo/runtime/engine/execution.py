@@ -8,11 +8,11 @@ import numpy as np
 
 from choreo.host import HostObjects
 from choreo.partition.program import Axis, HostCall, Program, Segment, walk
-from choreo.runtime.backend import Backend, Site, Watch
-from choreo.runtime.machine import Machine
-from choreo.runtime.messages import Neighbourhood
-from choreo.runtime.profile import kind_of
-from choreo.runtime.schedule import Read, Replayed, Seeded, Versions
+from choreo.runtime.engine.backend import Backend, Site, Watch
+from choreo.runtime.engine.machine import Machine
+from choreo.runtime.engine.messages import Neighbourhood
+from choreo.runtime.engine.profile import kind_of
+from choreo.runtime.engine.schedule import Read, Replayed, Seeded, Versions
 from choreo.types import GroupName
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection
 
-from choreo.cluster import LOOPBACK, Cluster, Host, is_loopback, on_one_machine, place
 from choreo.errors import RunError
 from choreo.host import HostMethod
 from choreo.host.batch import MakeBatch
 from choreo.host.packages import packages_of
 from choreo.partition.program import HostCall, walk
 from choreo.plans.plan import Plan
-from choreo.runtime.messages import Neighbourhood
+from choreo.runtime.coordinator.cluster import LOOPBACK, Cluster, Host, is_loopback, on_one_machine, place
+from choreo.runtime.engine.messages import Neighbourhood
 
 
 def homes_of(plan: Plan) -> dict[tuple[str, int], str]:

@@ -28,7 +28,7 @@ import zmq
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from choreo.runtime.channel import (
+from choreo.runtime.channels.base import (
     ALIGNMENT,
     ChannelError,
     ChannelStatistics,
@@ -42,7 +42,7 @@ from choreo.runtime.channel import (
     receiver_closed,
     timed_out,
 )
-from choreo.runtime.sockets import LINGER_S, Connections, context_of_process, fd_of
+from choreo.runtime.channels.sockets import LINGER_S, Connections, context_of_process, fd_of
 
 End: TypeAlias = Literal["sender", "receiver"]
 """Which end of a channel one wants to be."""
@@ -266,7 +266,7 @@ class _TcpEnd(abc.ABC):
 
 
 class TcpSender(_TcpEnd):
-    """The sending end; see `choreo.runtime.channel.Sender`."""
+    """The sending end; see `choreo.runtime.channels.base.Sender`."""
 
     _idle = "read nothing"
     _read, _receiver_closed = 0, False
@@ -308,7 +308,7 @@ class TcpSender(_TcpEnd):
 
 
 class TcpReceiver(_TcpEnd):
-    """The receiving end; see `choreo.runtime.channel.Receiver`."""
+    """The receiving end; see `choreo.runtime.channels.base.Receiver`."""
 
     _idle = "sent nothing"
     _ended = False

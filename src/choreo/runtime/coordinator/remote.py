@@ -13,12 +13,12 @@ from collections.abc import Mapping
 
 import zmq
 
-from choreo.cluster import Host
 from choreo.errors import RunError
-from choreo.runtime.agent import AGENT, COORDINATOR
-from choreo.runtime.keys import KeyPair, show_key
-from choreo.runtime.sockets import Connections, connect, context_of_process, keep_alive, milliseconds_to
-from choreo.runtime.tunnel import Tunnel
+from choreo.runtime.channels.keys import KeyPair, show_key
+from choreo.runtime.channels.sockets import Connections, connect, context_of_process, keep_alive, milliseconds_to
+from choreo.runtime.coordinator.agent import AGENT, COORDINATOR
+from choreo.runtime.coordinator.cluster import Host
+from choreo.runtime.coordinator.tunnel import Tunnel
 
 HELLO_S = 10.0
 """How long an agent may take to answer."""

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.utils import z85
 
-from choreo.runtime.sockets import context_of_process
+from choreo.runtime.channels.sockets import context_of_process
 
 HANDSHAKE_S = 10.0
 """How long a stranger may take to prove who it is."""
