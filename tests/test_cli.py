@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from choreo import arguments, checkpoint, registry
+from choreo import arguments
 from choreo.cli import main
-from choreo.folder import RunFolder
 from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, multi_learner, sebulba
-from choreo.progress import progress_line
-from choreo.recipe import Recipe
+from choreo.runs import checkpoint, registry
+from choreo.runs.config import Recipe
+from choreo.runs.folder import RunFolder
+from choreo.runs.progress import progress_line
+from choreo.runs.training import load
 from choreo.runtime.compilation_cache import cache_folder
-from choreo.training import load
 
 TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
 CARTPOLE = "jax:CartPole-v1"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         host_fragment as host_fragment,
         host_method as host_method,
     )
-    from choreo.training import load as load, plan as plan, replay as replay, resume as resume, train as train
+    from choreo.runs.training import load as load, plan as plan, replay as replay, resume as resume, train as train
 
 _HOMES = {
     "choreo.roles": ("fragment", "host_fragment", "host_method", "all_reduce"),
@@ -67,7 +67,7 @@ _HOMES = {
         "apex",
         "per_agent",
     ),
-    "choreo.training": ("train", "resume", "replay", "load", "plan"),
+    "choreo.runs.training": ("train", "resume", "replay", "load", "plan"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = ("algos", "envs", "layouts", "networks", "ops", "testing")

@@ -84,7 +84,7 @@ def parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argpa
     options, left = parser.parse_known_args(args)
     algo = _hyperparameters(names[0], left, parser, recipe)
 
-    from choreo import registry
+    from choreo.runs import registry
 
     env = registry.environment(names[1] if recipe is None else recipe.env, options.num_envs, **settings)
     return options, algo, env
@@ -128,7 +128,7 @@ def _recipe(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -
             fix="Give the algorithm and the environment by name, or only the file.",
         )
 
-    from choreo.recipe import Recipe
+    from choreo.runs.config import Recipe
 
     recipe = Recipe.read(Path(names[0]), trust=trust)
     options = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
@@ -139,7 +139,7 @@ def _recipe(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -
 def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser, recipe: Any) -> Any:
     import tyro
 
-    from choreo import registry
+    from choreo.runs import registry
 
     cls = registry.algorithm_class(name) if recipe is None else type(recipe.algo)
     fields = {f"--{field.name.replace('_', '-')}": field for field in dataclasses.fields(cls)}
@@ -164,7 +164,7 @@ def layout_given(options: argparse.Namespace) -> dict[str, Any]:
 
 def layout_of(options: argparse.Namespace) -> Any:
     """The layout by name, or that of a run, of which only what is given is changed."""
-    from choreo import registry
+    from choreo.runs import registry
 
     layout, given = options.layout, layout_given(options)
     if isinstance(layout, str) or not given:

@@ -15,10 +15,10 @@ import jax
 from rich import box
 from rich.table import Table
 
-from choreo import jax_settings
 from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
 from choreo.plans.plan import plan
+from choreo.runs import jax_settings
 from choreo.runtime.compilation_cache import use_compilation_cache
 from choreo.testing.algorithms import check_algorithm
 from choreo.testing.independent import check_independent

@@ -145,8 +145,8 @@ def train(args: list[str]) -> int:
     typed = list(args)
     options, algo, env = parse_named(parser, args)
 
-    from choreo.folder import free_folder
-    from choreo.training import train as run_training
+    from choreo.runs.folder import free_folder
+    from choreo.runs.training import train as run_training
 
     layout = layout_of(options)
     out = options.out or free_folder(algo, env, options.seed)
@@ -207,7 +207,7 @@ def resume(args: list[str]) -> int:
     add_output(parser)
     options = parse(parser, args)
 
-    from choreo.training import resume as go_on
+    from choreo.runs.training import resume as go_on
 
     settings = {"steps": options.steps, "trust": options.trust, "loggers": options.logger}
     return _report(options.run, options, lambda: go_on(options.run, **settings, progress=not options.quiet))
@@ -222,8 +222,8 @@ def replay(args: list[str]) -> int:
     options = parse(parser, args)
 
     from choreo.errors import RunError
-    from choreo.training import load
-    from choreo.training import replay as run_again
+    from choreo.runs.training import load
+    from choreo.runs.training import replay as run_again
 
     before = load(options.run, trust=options.trust)
     again = run_again(options.run, trust=options.trust, progress=not options.quiet)
@@ -247,8 +247,8 @@ def evaluate(args: list[str]) -> int:
     add_trust(parser)
     options = parse(parser, args)
 
-    from choreo.folder import to_json
-    from choreo.training import load
+    from choreo.runs.folder import to_json
+    from choreo.runs.training import load
 
     run = load(options.run, trust=options.trust)
     result = run.evaluate(options.episodes, seed=options.seed)
@@ -272,9 +272,9 @@ def graph(args: list[str]) -> int:
         raise UsageError(f"{as_flag(next(iter(given)))} belongs to a layout.", fix="Add --layout coarse.")
     _check_out(options.out)
 
-    from choreo.files import write_atomic
     from choreo.plans.plan import graph as make_graph
     from choreo.plans.plan import plan
+    from choreo.runs.files import write_atomic
 
     shown = make_graph(algo, env) if options.layout is None else plan(algo, env, layout_of(options))
     if options.out is None:
@@ -305,7 +305,7 @@ def check(args: list[str]) -> int:
     from rich.console import Console
 
     from choreo.check import Verdict
-    from choreo.folder import to_json
+    from choreo.runs.folder import to_json
 
     verdict = Verdict.of(
         algo,
@@ -345,9 +345,9 @@ def compare(args: list[str]) -> int:
 
     from rich.console import Console
 
-    from choreo import report
-    from choreo.compare import Comparison
-    from choreo.folder import to_json
+    from choreo.runs import figures
+    from choreo.runs.compare import Comparison
+    from choreo.runs.folder import to_json
 
     comparison = Comparison.of(options.runs, at_return=options.at_return)
     if options.json:
@@ -355,7 +355,7 @@ def compare(args: list[str]) -> int:
     else:
         Console(highlight=False).print(comparison.table())
     if options.out is not None:
-        report.save_png(comparison.figure(), options.out)
+        figures.save_png(comparison.figure(), options.out)
         print(printable(f"Wrote {options.out}."), file=sys.stderr if options.json else sys.stdout)
     return 0
 
@@ -383,8 +383,9 @@ def show_list(args: list[str]) -> int:
     parser.add_argument("kind", choices=("algos", "envs", "layouts"))
     options = parse(parser, args)
 
-    from choreo import algos, envs, registry
+    from choreo import algos, envs
     from choreo.layouts import PRESETS
+    from choreo.runs import registry
 
     known = {"algos": algos.ALGOS, "envs": dict.fromkeys(envs.names()), "layouts": PRESETS}[options.kind]
     _print_columns({name: registry.summary_line(value) if value else "" for name, value in known.items()})
@@ -396,8 +397,8 @@ def show_list(args: list[str]) -> int:
 
 def _other_names() -> dict[str, str]:
     """Aliases, those of one preset together, and what they stand for."""
-    from choreo import registry
     from choreo.layouts import ALIASES, PRESETS
+    from choreo.runs import registry
 
     presets = {preset: name for name, preset in PRESETS.items()}
     named: dict[str, list[str]] = {}
@@ -429,13 +430,13 @@ def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], A
     """Train, then print the table, or with --json one line; on Ctrl-C, say what is left."""
     from rich.console import Console
 
-    from choreo import report
-    from choreo.folder import RunFolder, to_json
+    from choreo.runs import figures
+    from choreo.runs.folder import RunFolder, to_json
 
     try:
         run = run_training()
     except KeyboardInterrupt:
-        from choreo.checkpoint import iteration
+        from choreo.runs.checkpoint import iteration
 
         file = RunFolder(out).checkpoint
         if file.is_file():
@@ -445,11 +446,11 @@ def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], A
             print("Interrupted before the first checkpoint.", file=sys.stderr)
         return 130
     summary = run.summary
-    table = report.summary_table(summary, title=run.recipe.title, folder=run.path)
+    table = figures.summary_table(summary, title=run.recipe.title, folder=run.path)
     console = Console(stderr=options.json, highlight=False)
     console.print(table)
     if run.profile is not None:
-        console.print(report.profile_table(run.profile))
+        console.print(figures.profile_table(run.profile))
         console.print(run.profile.verdict)
     if options.json:
         print(to_json(summary | {"path": str(run.path)}))
@@ -465,7 +466,7 @@ def _remove_run(folder: Path, *, keep: Any) -> None:
     """Remove an earlier run; anything else in its place is left for `train` to refuse."""
     import shutil
 
-    from choreo.folder import RunFolder
+    from choreo.runs.folder import RunFolder
 
     if keep is not None:
         kept = RunFolder(getattr(keep, "path", keep))

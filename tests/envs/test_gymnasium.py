@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from choreo import arguments, cli, descriptions, envs, registry
+from choreo import arguments, cli, envs
 from choreo.errors import EnvError, RunError, UnknownNameError
+from choreo.runs import descriptions, registry
 from choreo.testing import check_env
 from host.toys import Count, Faulty, Masked, Nested
 from tiny import Tiny

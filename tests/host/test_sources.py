@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from choreo import registry
 from choreo.errors import EnvError
 from choreo.host.batch import MakeBatch
 from choreo.host.gymnasium import probe
 from choreo.host.sources import Source
+from choreo.runs import registry
 from host.toys import Count
 
 PLAY = """

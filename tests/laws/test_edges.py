@@ -18,11 +18,11 @@ import pytest
 
 import choreo
 from choreo.errors import AlgorithmError
-from choreo.evaluate import evaluate
 from choreo.layouts import Group, Layout, coarse, fine, fused
 from choreo.plans.plan import plan
-from choreo.recipe import Recipe
-from choreo.runs import Run, Timing
+from choreo.runs.config import Recipe
+from choreo.runs.evaluation import evaluate
+from choreo.runs.run import Run, Timing
 from choreo.testing import unmarked
 from laws import edges
 from laws.edges import (

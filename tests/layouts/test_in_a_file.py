@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import choreo
-from choreo import registry
 from choreo.cli import main
 from choreo.errors import ChoreoError
 from choreo.layouts import PRESETS, Group, Layout, apex, central, coarse, fine, fused, multi_learner, per_agent, sebulba
-from choreo.training import load
+from choreo.runs import registry
+from choreo.runs.training import load
 from tiny import Tiny
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_layouts.py"

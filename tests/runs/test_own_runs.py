@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from choreo import own_runs
 from choreo.errors import ChoreoWarning
+from choreo.runs import own_runs
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import choreo
 from choreo import envs
 from choreo.envs import Step, VmapEnv
 from choreo.errors import AlgorithmError, RunError
-from choreo.evaluate import evaluate
+from choreo.runs.evaluation import evaluate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,14 @@ import pytest
 import tomli_w
 
 import choreo
-from choreo import algos, descriptions, envs, networks, public_names, registry
+from choreo import algos, envs, networks
 from choreo.cli import main
 from choreo.errors import LayoutError, RunError, UntrustedError
-from choreo.folder import RunFolder
 from choreo.networks.control import deterministic
 from choreo.networks.q import q_cnn
-from choreo.recipe import Recipe
+from choreo.runs import descriptions, public_names, registry
+from choreo.runs.config import Recipe
+from choreo.runs.folder import RunFolder
 from tiny import Tiny
 
 CARTPOLE = "jax:CartPole-v1"
@@ -370,7 +371,7 @@ def test_a_configuration_of_matplotlib_in_the_current_folder_is_not_obeyed(tmp_p
         os.mkfifo(tmp_path / "matplotlibrc")
     else:
         (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
-    code = "import choreo.report, matplotlib; print(matplotlib.rcParams['text.usetex'])"
+    code = "import choreo.runs.figures, matplotlib; print(matplotlib.rcParams['text.usetex'])"
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n", done.stderr
 

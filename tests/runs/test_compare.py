@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from choreo.cli import main
-from choreo.compare import Comparison, Record
 from choreo.errors import RunError
-from choreo.folder import RunFolder, to_json
-from choreo.training import EPISODES_PER_RETURN, EpisodeReturns
-from choreo.training import train as train_for_real
+from choreo.runs.compare import Comparison, Record
+from choreo.runs.folder import RunFolder, to_json
+from choreo.runs.training import EPISODES_PER_RETURN, EpisodeReturns
+from choreo.runs.training import train as train_for_real
 
 STEPS = 1000
 ENV = {"name": "jax:CartPole-v1", "num_envs": 8}

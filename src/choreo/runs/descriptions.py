@@ -3,7 +3,7 @@
     PPO(network=lstm)   describe ->   {"class": "ppo", "fields": {"network": {"name": "lstm"}, ...}}   rebuild ->   an equal one
 
 Numbers, texts, lists, frozen dataclasses, and functions that can be imported are described; a lambda is not, and `rebuild`
-says so. What has a name in `choreo.public_names` is written by that name, and is data. Everything else is written as
+says so. What has a name in `choreo.runs.public_names` is written by that name, and is data. Everything else is written as
 `module:Name` or `/path/file.py:name`: the user's code, which `rebuild` runs only with `trust`.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from choreo import public_names, registry
 from choreo.errors import RunError, UnknownNameError, UntrustedError, unknown_name
+from choreo.runs import public_names, registry
 
 
 def describe(value: Any) -> Any:

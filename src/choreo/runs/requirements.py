@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo.errors import AlgorithmError
-from choreo.evaluate import initial_state
 from choreo.host import spaces
 from choreo.partition.carry import form_of, types_of, with_leaves
+from choreo.runs.evaluation import initial_state
 from choreo.types import PyTree
 
 RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")

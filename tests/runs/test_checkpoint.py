@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from choreo import checkpoint
 from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named
 from choreo.errors import RunError
+from choreo.runs import checkpoint
 
 
 class Carry(NamedTuple):

@@ -22,23 +22,23 @@ from typing import Any
 
 import jax
 
-from choreo import checkpoint, jax_settings, parts, registry
 from choreo.envs.gymnasium import HostEnv
 from choreo.errors import ChoreoWarning, DivergedError, RunError
-from choreo.evaluate import evaluate
-from choreo.folder import Row, RunFolder, free_folder, to_json
-from choreo.loggers import Logger, Metrics, check_loggers, make_loggers
 from choreo.plans import plan as plans
 from choreo.plans.plan import Plan
-from choreo.progress import Progress
-from choreo.recipe import InitFrom, Recipe, make_runtime
-from choreo.runs import Run, Timing
+from choreo.runs import checkpoint, jax_settings, registry, requirements
+from choreo.runs.config import InitFrom, Recipe, make_runtime
+from choreo.runs.evaluation import evaluate
+from choreo.runs.folder import Row, RunFolder, free_folder, to_json
+from choreo.runs.loggers import Logger, Metrics, check_loggers, make_loggers
+from choreo.runs.progress import Progress
+from choreo.runs.run import Run, Timing
+from choreo.runs.warm_start import Weights
 from choreo.runtime.compilation_cache import use_compilation_cache
 from choreo.runtime.coordinator.cluster import Cluster
 from choreo.runtime.engine.schedule import Read
 from choreo.runtime.inprocess import as_numbers
 from choreo.types import PyTree
-from choreo.weights import Weights
 
 EPISODES_PER_RETURN = 100
 """`train_return` is the mean over at least this many episodes, once there are so many."""
@@ -139,9 +139,9 @@ def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = N
     Nothing is computed and nothing started.
     """
     algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
-    parts.check_parts(algo, env)
+    requirements.check_parts(algo, env)
     the_plan = plans.plan(algo, env, registry.layout(layout))
-    parts.check_metric_names(algo, the_plan.metric_names)
+    requirements.check_metric_names(algo, the_plan.metric_names)
     return the_plan
 
 
@@ -277,9 +277,9 @@ def _drive(
     """Run iterations from `start` to the end, doing at each boundary what is due."""
     began, algo, env = time.perf_counter(), recipe.algo_with_horizon, recipe.env
     use_compilation_cache()
-    parts.check_parts(algo, env)  # the cheapest way to hear that the algorithm and the counts do not fit
+    requirements.check_parts(algo, env)  # the cheapest way to hear that the algorithm and the counts do not fit
     traced = plans.trace_for(algo, env, recipe.layout)
-    parts.check_metrics(algo, traced.metrics)
+    requirements.check_metrics(algo, traced.metrics)
     the_plan = plans.plan_traced(traced, recipe.layout, title=recipe.title)
     for warning in the_plan.warnings:
         warnings.warn(warning, ChoreoWarning, stacklevel=3)

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from choreo import files
 from choreo.errors import ChoreoWarning, RunError, printable
+from choreo.runs import files
 
 
 def is_own(file: Path, text: bytes) -> bool:

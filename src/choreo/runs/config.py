@@ -14,14 +14,14 @@ from typing import Any
 
 import jax
 
-from choreo import descriptions, own_runs, parts, public_names, registry
 from choreo.envs.base import Env
 from choreo.errors import RunError, unknown_name
-from choreo.evaluate import check_act
-from choreo.folder import parse_toml, read_file
 from choreo.layouts import Layout
 from choreo.partition.carry import form_of, may_change
 from choreo.partition.trace import trace
+from choreo.runs import descriptions, own_runs, public_names, registry, requirements
+from choreo.runs.evaluation import check_act
+from choreo.runs.folder import parse_toml, read_file
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
@@ -133,7 +133,7 @@ class Recipe:
     def carry_structure(self) -> PyTree:
         """The form of the carry: the types of its arrays, and its static leaves; runs nothing."""
         form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
-        parts.check_carry(self.algo, form)
+        requirements.check_carry(self.algo, form)
         if not may_change(form):
             return form
         return trace(self.algo_with_horizon, self.env, self.layout.shards).carry

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo import checkpoint, jax_settings, static_key
+from choreo import static_key
 from choreo.errors import EnvError, RunError
-from choreo.evaluate import Evaluation, act, evaluate, initial_state
-from choreo.folder import Row
-from choreo.recipe import Recipe
+from choreo.runs import checkpoint, jax_settings
+from choreo.runs.config import Recipe
+from choreo.runs.evaluation import Evaluation, act, evaluate, initial_state
+from choreo.runs.folder import Row
 from choreo.runtime.compilation_cache import use_compilation_cache
 from choreo.runtime.engine.profile import Profile
 from choreo.types import Key, PyTree
@@ -129,11 +130,11 @@ class Run:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The learning curve as a Matplotlib figure; written as PNG if `path` is given."""
-        from choreo import report
+        from choreo.runs import figures
 
-        figure = report.learning_curve(self.metrics, title=self.recipe.title)
+        figure = figures.learning_curve(self.metrics, title=self.recipe.title)
         if path is not None:
-            report.save_png(figure, Path(path))
+            figures.save_png(figure, Path(path))
         return figure
 
     def __repr__(self) -> str:

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import choreo
-from choreo import checkpoint, descriptions, envs, loops, registry
+from choreo import envs, loops
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
-from choreo.folder import RunFolder
 from choreo.layouts import coarse, fused
-from choreo.parts import RESERVED
-from choreo.recipe import Recipe
-from choreo.runs import Run, Timing
-from choreo.training import EpisodeReturns, load, resume, train
+from choreo.runs import checkpoint, descriptions, registry
+from choreo.runs.config import Recipe
+from choreo.runs.folder import RunFolder
+from choreo.runs.requirements import RESERVED
+from choreo.runs.run import Run, Timing
+from choreo.runs.training import EpisodeReturns, load, resume, train
 
 TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
 Tiny = registry.algorithm_class(TINY)

@@ -18,9 +18,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from choreo import report
 from choreo.errors import RunError, printable
-from choreo.folder import Row, RunFolder
+from choreo.runs import figures
+from choreo.runs.folder import Row, RunFolder
 
 EPISODES_PER_RETURN = 100
 """As in training: so many episodes make a return, once there are so many."""
@@ -146,9 +146,9 @@ class Record:
         return int(reached[0]) if len(reached) else None
 
     @property
-    def curve(self) -> report.Curve:
+    def curve(self) -> figures.Curve:
         at = self.boundaries
-        return report.Curve(str(self.path), self.env_steps, self.returns, self.seconds[at], self.returns[at])
+        return figures.Curve(str(self.path), self.env_steps, self.returns, self.seconds[at], self.returns[at])
 
     @property
     def _reliable_returns(self) -> np.ndarray:
@@ -214,9 +214,9 @@ class Comparison:
                 table.add_row(label, *(Text(printable(text)) for text in texts))
         return table
 
-    def figure(self) -> report.Figure:
+    def figure(self) -> figures.Figure:
         """The returns over steps and over seconds."""
-        return report.comparison([record.curve for record in self.records], title=self.title)
+        return figures.comparison([record.curve for record in self.records], title=self.title)
 
     def _numbers(self, record: Record) -> dict[str, Any]:
         first = self.records[0]

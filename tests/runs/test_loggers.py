@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from choreo import registry
 from choreo.errors import RunError, UnknownNameError
-from choreo.folder import to_json
-from choreo.loggers import check_loggers
-from choreo.training import train
+from choreo.runs import registry
+from choreo.runs.folder import to_json
+from choreo.runs.loggers import check_loggers
+from choreo.runs.training import train
 
 Tiny = registry.algorithm_class(f"{Path(__file__).parent / 'tiny.py'}:Tiny")
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from choreo import files
 from choreo.errors import RunError
+from choreo.runs import files
 
 
 def plant(kind, place, victim):

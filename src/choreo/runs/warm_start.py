@@ -19,10 +19,10 @@ import equinox as eqx
 import jax
 import safetensors
 
-from choreo import checkpoint
 from choreo.errors import AlgorithmError, RunError
-from choreo.folder import RunFolder
-from choreo.recipe import InitFrom, Recipe
+from choreo.runs import checkpoint
+from choreo.runs.config import InitFrom, Recipe
+from choreo.runs.folder import RunFolder
 from choreo.types import PyTree
 
 

@@ -10,7 +10,7 @@ One process writes at a time: it holds a lock, which the system drops when the p
 is replaced whole; `metrics.jsonl` grows by whole lines. A run that never reached its first boundary leaves no folder.
 
 A folder may come from anybody. What is read is checked here: it has the form that a run writes, and no characters that
-change a terminal. Nothing is written through a link (`choreo.files`).
+change a terminal. Nothing is written through a link (`choreo.runs.files`).
 """
 
 import fcntl
@@ -25,8 +25,8 @@ from typing import IO, Any
 import numpy as np
 import tomli_w
 
-from choreo import descriptions, files, own_runs
 from choreo.errors import RunError, printable
+from choreo.runs import descriptions, files, own_runs
 
 Row = dict[str, float | int]
 """The metrics of one iteration."""

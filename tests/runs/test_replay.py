@@ -6,7 +6,7 @@ import pytest
 
 import choreo
 from choreo.cli import main
-from choreo.training import load
+from choreo.runs.training import load
 
 TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
 

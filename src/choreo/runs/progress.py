@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from choreo.loggers import Metrics
+from choreo.runs.loggers import Metrics
 
 PLAIN_LINES = 10
 """Lines per run where there is no terminal."""

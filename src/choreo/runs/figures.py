@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from choreo.errors import printable
-from choreo.progress import short
+from choreo.runs.progress import short
 from choreo.runtime.engine.profile import Profile
 
 # Matplotlib obeys a file `matplotlibrc` in the current folder, which may be a run folder of somebody else's.
@@ -90,7 +90,7 @@ def save_png(figure: Figure, path: Path) -> None:
     """Write a figure whole, or not at all."""
     import io
 
-    from choreo.files import write_atomic
+    from choreo.runs.files import write_atomic
 
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=120)

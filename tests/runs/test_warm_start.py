@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from choreo import checkpoint, networks, registry
+from choreo import networks
 from choreo.algos import PPO
 from choreo.errors import AlgorithmError, RunError
-from choreo.folder import RunFolder
-from choreo.recipe import Recipe
-from choreo.training import load, resume, train
-from choreo.weights import Weights
+from choreo.runs import checkpoint, registry
+from choreo.runs.config import Recipe
+from choreo.runs.folder import RunFolder
+from choreo.runs.training import load, resume, train
+from choreo.runs.warm_start import Weights
 
 Tiny = registry.algorithm_class(f"{Path(__file__).parent / 'tiny.py'}:Tiny")
 CARTPOLE = "jax:CartPole-v1"

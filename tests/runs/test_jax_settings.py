@@ -9,7 +9,7 @@ import pytest
 
 BEGIN = """
 import jax
-import choreo.training
+import choreo.runs.training
 from choreo.errors import ChoreoError
 from tiny import Tiny
 
