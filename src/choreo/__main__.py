@@ -2,7 +2,7 @@
 
 import sys
 
-from choreo.cli import main
+from choreo.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

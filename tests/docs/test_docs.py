@@ -26,7 +26,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from choreo.cli import main
+from choreo.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from choreo import arguments, cli, envs
+from choreo import envs
+from choreo.cli import arguments, main
 from choreo.errors import EnvError, RunError, UnknownNameError
 from choreo.runs import descriptions, registry
 from choreo.testing import check_env
@@ -210,7 +211,7 @@ def test_arguments_on_the_command_line():
 def test_the_command_line_makes_it(tmp_path, capsys):
     file = tmp_path / "my_env.py"
     file.write_text("from host.toys import Count\n\ndef make_env(length):\n    return Count(length)\n")
-    assert cli.main(["graph", "ppo", f"{file}:make_env", "--env.length=4", "--num-envs", "4", "--unroll", "64"]) == 0
+    assert main.main(["graph", "ppo", f"{file}:make_env", "--env.length=4", "--num-envs", "4", "--unroll", "64"]) == 0
     assert "step" in capsys.readouterr().out
-    assert cli.main(["graph", "ppo", f"{file}:make_env", "--env.lenght=4"]) == 1
+    assert main.main(["graph", "ppo", f"{file}:make_env", "--env.lenght=4"]) == 1
     assert "`make_env` could not be made: TypeError: make_env() got an unexpected keyword" in capsys.readouterr().err

@@ -234,7 +234,7 @@ class Watch:
 def open_folder(command: str, folder: Path) -> str:
     """Run one command; what it printed."""
     import choreo
-    from choreo.cli import main
+    from choreo.cli.main import main
 
     run, output = str(folder), io.StringIO()
     out = folder.parent / "out"

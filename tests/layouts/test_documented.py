@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from choreo import arguments, cli
+from choreo.cli import arguments, main
 from choreo.layouts import ALIASES, PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
@@ -39,7 +39,7 @@ def commands():
 
 @pytest.mark.parametrize("command", list(commands()))
 def test_command(command):
-    assert cli.main(["graph", *shlex.split(command.replace("ENV", "jax:CartPole-v1", 1))]) == 0
+    assert main.main(["graph", *shlex.split(command.replace("ENV", "jax:CartPole-v1", 1))]) == 0
 
 
 def test_the_tables_are_found_and_name_every_preset():

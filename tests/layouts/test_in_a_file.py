@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import choreo
-from choreo.cli import main
+from choreo.cli.main import main
 from choreo.errors import ChoreoError
 from choreo.layouts import PRESETS, Group, Layout, apex, central, coarse, fine, fused, multi_learner, per_agent, sebulba
 from choreo.runs import registry

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from choreo.cli import main
+from choreo.cli.main import main
 from choreo.errors import RunError
 from choreo.runs.compare import Comparison, Record
 from choreo.runs.folder import RunFolder, to_json

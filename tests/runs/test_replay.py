@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import choreo
-from choreo.cli import main
+from choreo.cli.main import main
 from choreo.runs.training import load
 
 TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"

@@ -19,7 +19,7 @@ import tomli_w
 
 import choreo
 from choreo import algos, envs, networks
-from choreo.cli import main
+from choreo.cli.main import main
 from choreo.errors import LayoutError, RunError, UntrustedError
 from choreo.networks.control import deterministic
 from choreo.networks.q import q_cnn

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 import choreo
-from choreo import cli, envs
+from choreo import envs
+from choreo.cli import main
 from choreo.errors import RunError
 from choreo.plans.plan import plan
 from choreo.runtime import worker
@@ -126,7 +127,7 @@ class TestRefused:
         options = ["--layout", "multi_learner", "--workers", "2", "--num-envs", "4", "--steps", "16", "--quiet"]
         where = ["--cluster", str(tmp_path / "cluster.toml"), "--out", str(tmp_path / "run")]
         command = ["train", TINY, "jax:CartPole-v1", *options, *where, *["--trust-network"] * trusted]
-        assert cli.main(command) == 1
+        assert main.main(command) == 1
         assert capsys.readouterr().err == f"RunError: {'Launched.' if trusted else REFUSED}\n"
         assert not (tmp_path / "run").exists()
 

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 
 import choreo
-from choreo import cli
+from choreo.cli import main
 from choreo.errors import RunError
 from choreo.host.packages import packages_of
 from choreo.runtime.coordinator.versions import Differences, Versions, compare, cpu_of, this_machine
@@ -74,7 +74,7 @@ def test_whoever_insists_is_warned_and_the_run_records_it(tmp_path, other_gymnas
         port = cluster.hosts[0].port
         file.write_text(f'token_file = "token"\n[[hosts]]\naddress = "127.0.0.1"\nport = {port}\ncpus = 2\n')
         run = ["train", str(tmp_path / "run" / "run.toml"), "--cluster", str(file), "--out", str(tmp_path / "again")]
-        assert cli.main([*run, "--allow-versions", "--same-bits", "--quiet"]) == 1
+        assert main.main([*run, "--allow-versions", "--same-bits", "--quiet"]) == 1
     shown = capfd.readouterr().err
     assert shown.startswith(f"RunError: Host {host} has gymnasium 0.0.7, this machine ")
     assert "Use a host like this machine, or leave out --same-bits (same_bits=True)." in shown

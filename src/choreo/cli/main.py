@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from choreo.arguments import (
+from choreo.cli.arguments import (
     UsageError,
     add_layout,
     add_output,
@@ -304,7 +304,7 @@ def check(args: list[str]) -> int:
 
     from rich.console import Console
 
-    from choreo.check import Verdict
+    from choreo.cli.check import Verdict
     from choreo.runs.folder import to_json
 
     verdict = Verdict.of(

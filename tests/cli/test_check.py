@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from choreo import check, envs
+from choreo import envs
 from choreo.algos import DQN, PPO
-from choreo.check import few_envs, small
-from choreo.cli import main
+from choreo.cli import check
+from choreo.cli.check import few_envs, small
+from choreo.cli.main import main
 from choreo.layouts import apex, coarse, fused, multi_learner
 from choreo.testing.layouts import Deviation
 from tiny import Tiny

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from choreo import arguments
-from choreo.cli import main
+from choreo.cli import arguments
+from choreo.cli.main import main
 from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, multi_learner, sebulba
 from choreo.runs import checkpoint, registry
 from choreo.runs.config import Recipe
