@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from harness import write_result
 
-from choreo.buffers import Replay, Step, Table
+from choreo.buffers import Replay, StoredStep, Table
 
-ONE = Step(jnp.zeros(4), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool))
+ONE = StoredStep(jnp.zeros(4), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool))
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,11 @@ def _additions_before(case: Case) -> int:
     return min(case.capacity // case.num_envs // case.unroll // 2, 2_000)
 
 
-def _filled(one: Step, lead: tuple[int, ...]) -> Step:
+def _filled(one: StoredStep, lead: tuple[int, ...]) -> StoredStep:
     return jax.tree.map(lambda x: jnp.ones((*lead, *x.shape), x.dtype), one)
 
 
-def _priority(steps: Step, probability: jax.Array) -> jax.Array:
+def _priority(steps: StoredStep, probability: jax.Array) -> jax.Array:
     return jnp.abs(steps.reward[:, 0]) + probability
 
 

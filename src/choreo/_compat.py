@@ -247,7 +247,7 @@ def rename_in(jaxpr: jec.Jaxpr, rename: Callable[[str], str]) -> jec.Jaxpr:
 
 
 @dataclass(frozen=True)
-class Scan:
+class ScanParams:
     """The parameters of a `lax.scan` equation."""
 
     body: jec.ClosedJaxpr
@@ -259,17 +259,17 @@ class Scan:
     unroll: int | bool
 
 
-def scan_params(eqn: jec.JaxprEqn) -> Scan:
+def scan_params(eqn: jec.JaxprEqn) -> ScanParams:
     p = eqn.params
     if "ft_in" in p:  # JAX 0.12
         num_consts, num_carry, _ = (len(part) for part in p["ft_in"].unpack())
     else:
         num_consts, num_carry = p["num_consts"], p["num_carry"]
-    return Scan(_closed(p["jaxpr"]), num_consts, num_carry, p["length"], p["reverse"], p["unroll"])
+    return ScanParams(_closed(p["jaxpr"]), num_consts, num_carry, p["length"], p["reverse"], p["unroll"])
 
 
 @dataclass(frozen=True)
-class While:
+class WhileParams:
     """The parameters of a `lax.while_loop` equation."""
 
     cond: jec.ClosedJaxpr
@@ -278,9 +278,9 @@ class While:
     num_body_consts: int
 
 
-def while_params(eqn: jec.JaxprEqn) -> While:
+def while_params(eqn: jec.JaxprEqn) -> WhileParams:
     p = eqn.params
-    return While(_closed(p["cond_jaxpr"]), _closed(p["body_jaxpr"]), p["cond_nconsts"], p["body_nconsts"])
+    return WhileParams(_closed(p["cond_jaxpr"]), _closed(p["body_jaxpr"]), p["cond_nconsts"], p["body_nconsts"])
 
 
 def innermost(compiled: Any) -> Callable[..., Any]:

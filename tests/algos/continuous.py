@@ -17,8 +17,8 @@ from choreo import ops
 from choreo.algos import control
 from choreo.algos.control import Network
 from choreo.algos.off_policy import Batches
-from choreo.buffers import Step as Stored
-from choreo.envs import Step
+from choreo.buffers import EnvStep as Stored
+from choreo.envs import EnvStep
 from choreo.networks.control import bounds_of
 from choreo.roles import SHARD_AXIS
 
@@ -45,7 +45,7 @@ class Shoot:
         return target, target
 
     def step(self, target, action, key):
-        return target, Step(target, -((action[0] - self.best(target)) ** 2), jnp.ones((), bool))
+        return target, EnvStep(target, -((action[0] - self.best(target)) ** 2), jnp.ones((), bool))
 
     @staticmethod
     def best(obs):
@@ -72,7 +72,7 @@ class Walk:
         action = within_one(action[0]).astype(place.dtype)
         paid = 1 - (action - place) ** 2 - (place - 0.5) ** 2
         after = jnp.stack([jnp.ones_like(place), action])
-        return after, Step(after, jnp.where(moved > 0, paid, 0.0), moved > 0)
+        return after, EnvStep(after, jnp.where(moved > 0, paid, 0.0), moved > 0)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Rest:
         return jnp.int32(0), jnp.ones(1, jnp.result_type(float))
 
     def step(self, state, action, key):
-        return state, Step(
+        return state, EnvStep(
             jnp.ones(1, jnp.result_type(float)), 1 - number(within_one(action[0])) ** 2, jnp.zeros((), bool)
         )
 

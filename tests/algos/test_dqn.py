@@ -16,7 +16,7 @@ from algos.one_step import FORBIDDEN, OneStep
 from algos.toys import Match, batch, one_hot
 from choreo import envs
 from choreo.algos.dqn import DQN, Params
-from choreo.buffers import Step
+from choreo.buffers import StoredStep
 from choreo.errors import AlgorithmError, LayoutError
 from choreo.layouts import apex
 from choreo.networks.q import q_cnn, q_mlp
@@ -104,11 +104,11 @@ def test_masked_actions_are_never_taken_and_spaces_begin_anywhere():
     assert metrics["episode_return"][-20:].mean() >= 0.95
 
 
-def window(last=(False, False, False, False), discount=(1.0, 1.0, 1.0, 1.0)) -> Step:
+def window(last=(False, False, False, False), discount=(1.0, 1.0, 1.0, 1.0)) -> StoredStep:
     """Four steps that see 0, 1, 2, 3 and pay 1, 10, 100, 1000."""
     obs = jnp.arange(4.0)[:, None]
     reward = jnp.array([1.0, 10.0, 100.0, 1000.0])
-    return Step(obs, jnp.array([1, 0, 0, 0]), reward, jnp.array(discount), jnp.array(last))
+    return StoredStep(obs, jnp.array([1, 0, 0, 0]), reward, jnp.array(discount), jnp.array(last))
 
 
 class Linear(eqx.Module):
@@ -127,7 +127,7 @@ def test_the_target_by_hand(double):
     network, target = Linear(jnp.array([-1.0, 1.0])), Linear(jnp.array([3.0, 2.0]))
     best = 2.0 if double else 3.0  # the network would take action 1, the target network action 0
 
-    def item_loss(steps: Step):
+    def item_loss(steps: StoredStep):
         item = algo.item(steps)
         return algo.item_loss(network, item, algo.values(target, item.next_obs))
 

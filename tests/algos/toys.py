@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo.envs import JaxEnv, Step, VmapEnv
+from choreo.envs import EnvStep, JaxEnv, VmapEnv
 
 
 def box(num: int) -> gymnasium.spaces.Box:
@@ -37,7 +37,7 @@ class Match:
         return sign, one_hot(sign, 3)
 
     def step(self, sign, action, key):
-        return sign, Step(one_hot(sign, 3), number(action == sign), jnp.ones((), bool))
+        return sign, EnvStep(one_hot(sign, 3), number(action == sign), jnp.ones((), bool))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TwoStep:
         paid = jnp.where(right, number(action == 0), 0.5)
         reward = jnp.where(start, 0.0, paid)
         place = jnp.where(start, 1 + action, place)
-        return place, Step(one_hot(place, 3), reward, ~start)
+        return place, EnvStep(one_hot(place, 3), reward, ~start)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Aim:
         return target, target
 
     def step(self, target, action, key):
-        return target, Step(target, -((action[0] - target[0] / 2) ** 2), jnp.ones((), bool))
+        return target, EnvStep(target, -((action[0] - target[0] / 2) ** 2), jnp.ones((), bool))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Recall:
     def step(self, state, action, key):
         sign, t = state
         over = t == 1
-        return (sign, t + 1), Step(jnp.zeros(2, jnp.result_type(float)), number(over & (action == sign)), over)
+        return (sign, t + 1), EnvStep(jnp.zeros(2, jnp.result_type(float)), number(over & (action == sign)), over)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Income:
         return jnp.int32(0), jnp.ones(1, jnp.result_type(float))
 
     def step(self, state, action, key):
-        return state, Step(
+        return state, EnvStep(
             jnp.ones(1, jnp.result_type(float)), jnp.ones((), jnp.result_type(float)), jnp.zeros((), bool)
         )
 
@@ -139,7 +139,7 @@ class OneOf:
         pairs = [task.step(state, action, key) for task, state in zip(self.tasks, states, strict=True)]
         states, steps = zip(*pairs, strict=True)
         obs = self.chosen([self.filled(step.obs) for step in steps])
-        return states, Step(obs, self.chosen([x.reward for x in steps]), self.chosen([x.terminated for x in steps]))
+        return states, EnvStep(obs, self.chosen([x.reward for x in steps]), self.chosen([x.terminated for x in steps]))
 
     def chosen(self, each):
         return jnp.stack(each)[self.which]

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo.buffers import Step
+from choreo.buffers import StoredStep
 
-ONE_STEP = Step(jnp.zeros((2,)), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool))
+ONE_STEP = StoredStep(jnp.zeros((2,)), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool))
 
 
-def steps(first: int | jax.Array, unroll: int, num_envs: int) -> Step:
+def steps(first: int | jax.Array, unroll: int, num_envs: int) -> StoredStep:
     """Steps [time, env] whose every part tells which they are: step `t` of environment `e` is 1000 t + e."""
     number = jnp.add.outer(1000 * (first + jnp.arange(unroll)), jnp.arange(num_envs)).astype(jnp.int32)
     real = number.astype(jnp.float32)
-    return Step(jnp.stack([real, real + 0.5], axis=-1), number, real, jnp.ones_like(real), number % 7 == 0)
+    return StoredStep(jnp.stack([real, real + 0.5], axis=-1), number, real, jnp.ones_like(real), number % 7 == 0)
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Model:
         return [item for together in zip(*rows, strict=True) for item in together]
 
 
-def numbers(drawn: Step) -> list[tuple[int, ...]]:
+def numbers(drawn: StoredStep) -> list[tuple[int, ...]]:
     """Which steps the items are; every part of them agrees."""
     action = np.asarray(drawn.action)
     np.testing.assert_array_equal(np.asarray(drawn.obs)[..., 0], action)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import FrameStackObservation
 
-from choreo.buffers import Replay, Step, Table
+from choreo.buffers import Replay, StoredStep, Table
 
 
 class Numbered(gymnasium.Env):
@@ -76,7 +76,7 @@ def test_as_the_environment_made_them(stack, sampler, additions):
 def fill_and_draw(replay: Replay, obs, last):
     number = jnp.broadcast_to(jnp.arange(len(obs), dtype=jnp.int32)[:, None], last.shape)
     real = number.astype(jnp.float32)
-    steps = Step(obs, number, real, real, last)
+    steps = StoredStep(obs, number, real, real, last)
 
     @jax.jit
     def run(steps):

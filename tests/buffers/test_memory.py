@@ -118,11 +118,11 @@ def test_what_a_process_has_taken_after_pong():
 
 RESIDENT = """
 import jax, jax.numpy as jnp, psutil
-from choreo.buffers import Replay, Step, Table
+from choreo.buffers import Replay, StoredStep, Table
 
 # Filled, and drawn from.
 replay = Replay(capacity=100_000, unroll=100, stack=4, tables=(Table(length=2, batch=32, sampler="prioritized"),))
-one = Step(jnp.zeros((84, 84, 4), jnp.uint8), jnp.int32(0), jnp.float32(0), jnp.float32(0), jnp.bool_(False))
+one = StoredStep(jnp.zeros((84, 84, 4), jnp.uint8), jnp.int32(0), jnp.float32(0), jnp.float32(0), jnp.bool_(False))
 new = jax.tree.map(lambda x: jnp.ones((100, 8, *x.shape), x.dtype), one)
 
 def iterate(state, key):

@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from buffers.model import ONE_STEP, Model, numbers, steps
-from choreo.buffers import Replay, ReplayState, Step, Table, memory, sums
+from choreo.buffers import Replay, ReplayState, StoredStep, Table, memory, sums
 from choreo.buffers.counts import LARGEST_ROUND, Count, round_of_steps
 from choreo.buffers.memory import check_fits, memory_bytes
 from choreo.errors import AlgorithmError
@@ -444,7 +444,7 @@ class TestMistakes:
 
 
 def test_extras_and_trees_are_stored_as_they_are():
-    one = Step(
+    one = StoredStep(
         {"a": jnp.zeros(3, jnp.uint8)}, jnp.zeros(2), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool), jnp.zeros(())
     )
     replay = one_table(8)

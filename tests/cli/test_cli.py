@@ -14,7 +14,7 @@ from choreo.cli import arguments
 from choreo.cli.main import main
 from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, multi_learner, sebulba
 from choreo.runs import checkpoint, registry
-from choreo.runs.config import Recipe
+from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from choreo.runs.progress import progress_line
 from choreo.runs.training import load
@@ -140,7 +140,7 @@ def test_a_reader_that_has_seen_enough_is_no_error_worth_words(unbuffered):
 
 def write_recipe(folder, *, layout=None, **options):
     """A run.toml without its run."""
-    recipe = Recipe(
+    recipe = RunConfig(
         algo=registry.algorithm_class(TINY)(learning_rate=0.25),
         env=registry.environment(CARTPOLE, 4),
         layout=layout or coarse(workers=2),

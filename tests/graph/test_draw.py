@@ -37,7 +37,7 @@ def test_roles_keep_their_colours():
 
 
 def test_names_are_escaped_and_long_ones_cut():
-    lanes = [Lane("<script>&", ("a line " * 20,), ("env",), copies=9), *(Lane(f"role{i}" * 9) for i in range(5))]
+    lanes = [Lane("<script>&", ("a line " * 20,), ("env",), replicas=9), *(Lane(f"role{i}" * 9) for i in range(5))]
     boxes = [Box(0, "name" * 40, ("words " * 30,), ("env", "actor"))]
     svg = draw_lanes(
         "T" * 300, "s" * 300, lanes, [*boxes, Arrow(0, 1, "what " * 50, "size"), Arrow(5, 5, "self " * 9, "1 B")]

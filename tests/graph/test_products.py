@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from choreo.graph.ir import Block, Graph, Op
+from choreo.graph.ir import Body, Graph, Op
 from choreo.graph.products import largest_product
 
 
@@ -13,7 +13,7 @@ def graph(fn, *shapes) -> Graph:
     """As much of a graph as is looked at."""
     eqns = jax.make_jaxpr(fn)(*(jnp.zeros(shape) for shape in shapes)).jaxpr.eqns
     ops = tuple(Op(eqn, (), (), frozenset()) for eqn in eqns)
-    return Graph("iterate", Block((), ops, (), {}, 0, 0), (), (), 1)
+    return Graph("iterate", Body((), ops, (), {}, 0, 0), (), (), 1)
 
 
 def image(x, kernel):

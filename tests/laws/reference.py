@@ -13,7 +13,7 @@ from choreo.layouts import Layout
 from choreo.partition.trace import merge_shards, split_shards
 from choreo.plans.plan import Plan, plan
 from choreo.roles import SHARD_AXIS
-from choreo.runtime.engine.schedule import Read
+from choreo.runtime.engine.schedule import VersionRead
 from choreo.runtime.inprocess import InProcess, combine_metrics
 from choreo.testing import unmarked
 
@@ -68,7 +68,13 @@ def sharded_reference(
 
 
 def merged_reference(
-    algo: Any, env: Any, workers: int, log: list[Read], key: jax.Array, *, jit: Callable[..., Any] = eqx.filter_jit
+    algo: Any,
+    env: Any,
+    workers: int,
+    log: list[VersionRead],
+    key: jax.Array,
+    *,
+    jit: Callable[..., Any] = eqx.filter_jit,
 ) -> Run:
     """The meaning of merge="any" without lag: `iterate` on the environments of one worker after the other, as logged."""
     init_key, run_key = jax.random.split(key)
@@ -208,7 +214,7 @@ def plain(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32 if kind(array) == "floating" else np.int32)
 
 
-def check_bounds(log: list[Read], run: Run, layout: Layout, iterations: int) -> None:
+def check_bounds(log: list[VersionRead], run: Run, layout: Layout, iterations: int) -> None:
     """Law level 4, beside the replay: never older than allowed, never backwards, every update from as many parts as stated."""
     workers = next(group.replicas for group in layout.groups if group.replicas)
     assert all(0 <= read.lag <= layout.max_lag for read in log)

@@ -21,7 +21,7 @@ from choreo.errors import AlgorithmError, ChoreoError, LayoutError, PartitionErr
 from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.trace import trace
 from choreo.plans.plan import Plan, plan_traced, trace_for
-from choreo.runtime.engine.schedule import Read
+from choreo.runtime.engine.schedule import VersionRead
 from choreo.runtime.inprocess import InProcess
 from choreo.testing import unmarked
 from laws.reference import Run, assert_close, merged_reference, named, reference_run, sharded_reference, stacked
@@ -139,11 +139,13 @@ def as_jax(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x, tree)
 
 
-def planned_run(planned: Plan, runtime: type[InProcess], replay: list[Read] | None = None) -> Run:
+def planned_run(planned: Plan, runtime: type[InProcess], replay: list[VersionRead] | None = None) -> Run:
     return run_and_log(planned, runtime, replay)[0]
 
 
-def run_and_log(planned: Plan, runtime: type[InProcess], replay: list[Read] | None = None) -> tuple[Run, list[Read]]:
+def run_and_log(
+    planned: Plan, runtime: type[InProcess], replay: list[VersionRead] | None = None
+) -> tuple[Run, list[VersionRead]]:
     running = runtime(planned, replay=replay)
     running.start(jax.random.key(KEY))
     metrics = running.run(0, 3)
@@ -163,7 +165,7 @@ def run_without_lag(planned: Plan, runtime: type[InProcess]) -> Run:
 def run_merged(algo: Any, env: Any, planned: Plan, runtime: type[InProcess]) -> tuple[Run, Run]:
     """With merge="any" and no lag: what it gives, and what it means."""
     run, log = run_and_log(planned, runtime)
-    return run, merged_reference(algo, env, planned.copies, log, jax.random.key(KEY), jit=lambda fn: fn)
+    return run, merged_reference(algo, env, planned.num_workers, log, jax.random.key(KEY), jit=lambda fn: fn)
 
 
 def names_the_users_line(refusal: Exception, file: str) -> None:

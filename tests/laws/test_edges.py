@@ -20,7 +20,7 @@ import choreo
 from choreo.errors import AlgorithmError
 from choreo.layouts import Group, Layout, coarse, fine, fused
 from choreo.plans.plan import plan
-from choreo.runs.config import Recipe
+from choreo.runs.config import RunConfig
 from choreo.runs.evaluation import evaluate
 from choreo.runs.run import Run, Timing
 from choreo.testing import unmarked
@@ -399,7 +399,7 @@ def test_acting_with_algorithms_that_compare_equal(marks):
     env, obs = choreo.envs.make("jax:CartPole-v1", 4), np.array([0.0, 0.0, 0.1, 0.1], np.float32)
     actions = {}
     for sign in (1, 1.0):
-        recipe = Recipe(
+        recipe = RunConfig(
             algo=edges.Learner(sign=sign), env=env, layout=fused(), steps=16, seed=0, runtime=None, eval_every=None,
             eval_episodes=2, stop_at_return=None, checkpoint_every=None,
         )  # fmt: skip

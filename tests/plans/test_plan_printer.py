@@ -57,7 +57,9 @@ ENV = make("jax:CartPole-v1", 12)
 def planned(name: str) -> Plan:
     """Made where it is looked at first."""
     algo, layout = algorithm(name), LAYOUTS[name]
-    return plan_traced(traced(algo, layout.shards, layout.copies), layout, title=f"{type(algo).__name__} on {ENV.name}")
+    return plan_traced(
+        traced(algo, layout.shards, layout.num_workers), layout, title=f"{type(algo).__name__} on {ENV.name}"
+    )
 
 
 def algorithm(name: str):
@@ -67,10 +69,12 @@ def algorithm(name: str):
 
 
 @functools.cache
-def traced(algo, shards: int, copies: int):
+def traced(algo, shards: int, num_workers: int):
     """Of each algorithm only one trace for so many shards."""
     layouts = [layout for name, layout in LAYOUTS.items() if algorithm(name) == algo]
-    return trace_for(algo, ENV, next(each for each in layouts if (each.shards, each.copies) == (shards, copies)))
+    return trace_for(
+        algo, ENV, next(each for each in layouts if (each.shards, each.num_workers) == (shards, num_workers))
+    )
 
 
 def printed(name: str) -> str:
@@ -200,10 +204,10 @@ def test_messages_between_replicas_that_share_environments():
 def test_messages_are_those_of_worker_processes(name):
     shown = planned(name)
     alone = {(group, 0): group for group in shown.sites.replicas}
-    homes = alone if shown.copies > 1 else {site: f"{site}" for site in shown.all_sites}
+    homes = alone if shown.num_workers > 1 else {site: f"{site}" for site in shown.all_sites}
     hood = Neighbourhood(me="", homes=homes)
     transfers = [step for step, _ in walk(shown.iterate.steps) if isinstance(step, Transfer)]
-    counts = [len(messages(step, hood)) * shown.copies for step in transfers]
+    counts = [len(messages(step, hood)) * shown.num_workers for step in transfers]
     assert counts == [c.num_messages for c in crossings(shown, shown.iterate)]
 
 

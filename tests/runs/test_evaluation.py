@@ -8,7 +8,7 @@ import pytest
 
 import choreo
 from choreo import envs
-from choreo.envs import Step, VmapEnv
+from choreo.envs import EnvStep, VmapEnv
 from choreo.errors import AlgorithmError, RunError
 from choreo.runs.evaluation import evaluate
 
@@ -30,7 +30,7 @@ class ShortOrLong:
     def step(self, state, action, key):
         length, time = state
         reward = (action == time).astype(jnp.float32)
-        return (length, time + 1), Step(jnp.zeros(1, jnp.float32), reward, time + 1 >= length)
+        return (length, time + 1), EnvStep(jnp.zeros(1, jnp.float32), reward, time + 1 >= length)
 
 
 @dataclass(frozen=True, kw_only=True)

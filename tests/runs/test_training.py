@@ -18,7 +18,7 @@ from choreo import envs, loops
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
 from choreo.layouts import coarse, fused
 from choreo.runs import checkpoint, descriptions, registry
-from choreo.runs.config import Recipe
+from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from choreo.runs.requirements import RESERVED
 from choreo.runs.run import Run, Timing
@@ -42,7 +42,7 @@ def run_tiny(iterations=6, *, fields=None, **options):
 
 def make_recipe(**fields):
     options = {"layout": None, "steps": 1, "seed": 0, "runtime": "inprocess", "eval_every": None, "eval_episodes": 1}
-    return Recipe(**(options | {"stop_at_return": None, "checkpoint_every": None} | fields))
+    return RunConfig(**(options | {"stop_at_return": None, "checkpoint_every": None} | fields))
 
 
 def without_seconds(rows):

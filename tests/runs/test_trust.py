@@ -24,7 +24,7 @@ from choreo.errors import LayoutError, RunError, UntrustedError
 from choreo.networks.control import deterministic
 from choreo.networks.q import q_cnn
 from choreo.runs import descriptions, public_names, registry
-from choreo.runs.config import Recipe
+from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from tiny import Tiny
 
@@ -171,7 +171,7 @@ def write_run(folder: Path, *, algo: Any = None) -> Path:
     """The run.toml of a run that never ran, of an algorithm of the user's if nothing is said."""
     options: dict[str, Any] = {"steps": 16, "seed": 0, "runtime": None, "eval_every": None, "eval_episodes": 1}
     algo, options = algo or registry.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
-    recipe = Recipe(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
+    recipe = RunConfig(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
     folder.mkdir(parents=True)
     RunFolder(folder).write_recipe(recipe.to_toml())
     return folder / "run.toml"
@@ -179,22 +179,22 @@ def write_run(folder: Path, *, algo: Any = None) -> Path:
 
 def test_the_own_run_needs_no_trust_and_a_copy_of_it_does(tmp_path, capsys):
     file = write_run(tmp_path / "mine")
-    assert Recipe.read(file).algo == registry.algorithm(TINY)
+    assert RunConfig.read(file).algo == registry.algorithm(TINY)
     shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
     theirs = tmp_path / "theirs" / "run.toml"
     with pytest.raises(UntrustedError) as error:
-        Recipe.read(theirs)
+        RunConfig.read(theirs)
     assert str(error.value) == (
         f'The run names code, which was not run: `algorithm.class = "{TINY}"`.\n'
         f"  at  {theirs}\n"
         "This account did not write the file, or it was changed or moved since. If you trust its author, add --trust "
         "(trust=True), which runs all of it."
     )
-    assert Recipe.read(theirs, trust=True).algo == Recipe.read(file).algo
-    assert Recipe.read(theirs, algo=Tiny()).algo == Tiny()
+    assert RunConfig.read(theirs, trust=True).algo == RunConfig.read(file).algo
+    assert RunConfig.read(theirs, algo=Tiny()).algo == Tiny()
     file.write_bytes(file.read_bytes() + b"\n")  # changed by somebody
     with pytest.raises(UntrustedError):
-        Recipe.read(file)
+        RunConfig.read(file)
 
 
 @pytest.mark.parametrize("command", ["train", "graph", "check", "evaluate", "resume", "replay"])
@@ -219,7 +219,7 @@ def test_trust_is_for_a_run(capsys):
 
 def test_only_a_run_with_code_is_put_on_the_list(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert Recipe.read(write_run(tmp_path / "x", algo=choreo.PPO())).algo == choreo.PPO()
+    assert RunConfig.read(write_run(tmp_path / "x", algo=choreo.PPO())).algo == choreo.PPO()
     assert not (tmp_path / "state").exists()
     write_run(tmp_path / "y")
     assert (tmp_path / "state" / "choreo" / "runs").read_text().endswith(f"  {tmp_path / 'y' / 'run.toml'}\n")
@@ -241,7 +241,7 @@ def test_a_file_of_the_wrong_form(tmp_path, old, new, message):
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new, 1))
     with pytest.raises(RunError, match=message):
-        Recipe.read(file)
+        RunConfig.read(file)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_file_of_the_wrong_form(tmp_path, old, new, message):
 def test_a_table_that_is_something_else(tmp_path, table, data):
     recipe = tomllib.loads(write_run(tmp_path / "x", algo=choreo.PPO()).read_text())
     with pytest.raises(RunError, match=f"`{table}` in run.toml is no {table}"):
-        Recipe.from_toml(recipe | {table: data})
+        RunConfig.from_toml(recipe | {table: data})
 
 
 # What else is read from a folder.
@@ -332,7 +332,7 @@ def test_a_file_that_is_nested_deeply_is_refused(tmp_path, depth):
         f'{head}class = "Layout"\n[algorithm]\nclass = "ppo"\n[algorithm.fields]\nunroll = {"[" * depth}{"]" * depth}\n'
     )
     with pytest.raises(RunError):
-        Recipe.read(file)
+        RunConfig.read(file)
 
 
 def test_all_code_of_a_file_is_named(tmp_path):
@@ -343,7 +343,7 @@ def test_all_code_of_a_file_is_named(tmp_path):
     data["environment"] = {"name": "evil:Id-v0", "num_envs": 2, "kwargs": {"level_file": "x"}}
     file.write_text(tomli_w.dumps(data))
     with pytest.raises(UntrustedError) as error:
-        Recipe.read(file)
+        RunConfig.read(file)
     for entry in ("environment.name", "environment.kwargs.level_file", "algorithm.class", "algorithm.squash.name"):
         assert f"`{entry} = " in str(error.value)
 
@@ -352,9 +352,9 @@ def test_going_on_with_a_run_of_somebody_else_does_not_make_it_ones_own(tmp_path
     write_run(tmp_path / "mine")
     shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
     file = tmp_path / "theirs" / "run.toml"
-    RunFolder(file.parent).write_recipe(Recipe.read(file, trust=True).to_toml())  # as `resume --trust` does
+    RunFolder(file.parent).write_recipe(RunConfig.read(file, trust=True).to_toml())  # as `resume --trust` does
     with pytest.raises(UntrustedError):
-        Recipe.read(file)
+        RunConfig.read(file)
 
 
 def test_a_layout_cannot_forge_lines():
@@ -394,4 +394,4 @@ def test_data_that_does_not_fit_is_refused(tmp_path, kwargs, optimizer):
         tomli_w.dumps({"run": run, "environment": environment, "algorithm": algorithm, "layout": {"class": "Layout"}})
     )
     with pytest.raises(RunError, match="cannot be|do not fit"):
-        Recipe.read(file)
+        RunConfig.read(file)

@@ -15,7 +15,7 @@ from choreo import networks
 from choreo.algos import PPO
 from choreo.errors import AlgorithmError, RunError
 from choreo.runs import checkpoint, registry
-from choreo.runs.config import Recipe
+from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from choreo.runs.training import load, resume, train
 from choreo.runs.warm_start import Weights
@@ -35,7 +35,7 @@ def run_tiny(iterations=2, **options):
 def make_recipe(algo, *, seed=0, num_envs=8):
     options = dict.fromkeys(("eval_every", "stop_at_return", "checkpoint_every"))
     env, layout = registry.environment(CARTPOLE, num_envs), registry.layout("fused")
-    return Recipe(
+    return RunConfig(
         algo=algo, env=env, layout=layout, steps=1, seed=seed, runtime="inprocess", eval_episodes=1, **options
     )
 

@@ -12,7 +12,7 @@ import pytest
 
 import choreo
 from choreo import loops
-from choreo.envs import Step, VmapEnv
+from choreo.envs import EnvStep, VmapEnv
 from choreo.errors import AlgorithmError
 from choreo.testing import check_algorithm
 from choreo.testing.algorithms import require_parts
@@ -31,7 +31,7 @@ class Nothing:
         return jnp.zeros(()), jnp.zeros(1)
 
     def step(self, state, action, key):
-        return state, Step(jnp.zeros(1), action.astype(jnp.float32), jnp.zeros((), bool))
+        return state, EnvStep(jnp.zeros(1), action.astype(jnp.float32), jnp.zeros((), bool))
 
 
 ENV = VmapEnv(env=Nothing(), num_envs=2)

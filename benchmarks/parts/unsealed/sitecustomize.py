@@ -6,7 +6,7 @@ import zmq
 from choreo.runtime.channels import sockets, tcp_ends
 
 
-class Unsealed(tcp_ends.Link):
+class Unsealed(tcp_ends.TcpConnection):
     """As a channel was before its frames were sealed: not a copy more than that takes."""
 
     def next(self):
@@ -31,4 +31,4 @@ class Unsealed(tcp_ends.Link):
         self.socket.send(np.ascontiguousarray(array).reshape(-1).view(np.uint8), zmq.SNDMORE if more else 0)
 
 
-tcp_ends.Link = Unsealed
+tcp_ends.TcpConnection = Unsealed

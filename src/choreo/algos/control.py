@@ -17,7 +17,7 @@ from jax.extend import source_info_util
 
 from choreo import networks, ops
 from choreo.algos.off_policy import Batches
-from choreo.buffers import Step
+from choreo.buffers import StoredStep
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.types import Key, PyTree
@@ -67,7 +67,7 @@ def values(critics: PyTree, obs: PyTree, action: jax.Array) -> jax.Array:
     return jnp.stack([critic(obs, action) for critic in networks.thaw(critics)])
 
 
-def item_of(steps: Step, gamma: float) -> Item:
+def item_of(steps: StoredStep, gamma: float) -> Item:
     """From a window of two steps."""
     ret = ops.n_step(steps.reward, steps.discount, steps.last, gamma)
     obs, next_obs = (jax.tree.map(lambda x, i=i: x[i], steps.obs) for i in (0, 1))
@@ -91,7 +91,10 @@ def explore(params: Params, action: jax.Array, any_action: jax.Array) -> jax.Arr
 
 
 def learn(
-    update: Callable[[Any, tuple[Step, Key]], tuple[Any, dict[str, jax.Array]]], train: Any, batches: Batches, key: Key
+    update: Callable[[Any, tuple[StoredStep, Key]], tuple[Any, dict[str, jax.Array]]],
+    train: Any,
+    batches: Batches,
+    key: Key,
 ) -> tuple[Any, dict[str, jax.Array]]:
     """One `update` after another; while too little is stored, nothing but the number of iterations changes."""
     keys = jax.random.split(key, len(batches.probability))

@@ -20,7 +20,7 @@ from choreo.algos import control, off_policy
 from choreo.algos.actor_critic import MakeOptimizer
 from choreo.algos.control import Network, Params
 from choreo.algos.off_policy import Batches, Carry
-from choreo.buffers import Replay, Step
+from choreo.buffers import Replay, StoredStep
 from choreo.envs.base import Env
 from choreo.loops import Position, rollout
 from choreo.networks.control import deterministic
@@ -118,7 +118,7 @@ class DDPG:
         """`updates` steps of the optimiser."""
         return control.learn(self.update, train, batches, key)
 
-    def update(self, train: Train, now: tuple[Step, Key]) -> tuple[Train, dict[str, jax.Array]]:
+    def update(self, train: Train, now: tuple[StoredStep, Key]) -> tuple[Train, dict[str, jax.Array]]:
         """From a batch of items [item, step, ...]: both parts at once; in the paper the policy ascends the newer critic."""
         steps, _ = now
         gradient, metrics = jax.grad(self.loss, has_aux=True)(train.network, train.target, steps)
@@ -128,13 +128,13 @@ class DDPG:
         target = control.follow(train.target, network, self.tau)
         return Train(network, target, optimizer, train.updates + 1, train.iterations), metrics
 
-    def loss(self, network: Network, target: Network, steps: Step):
+    def loss(self, network: Network, target: Network, steps: StoredStep):
         """Of items [item, step, ...]: both losses; each changes parameters that the other leaves alone."""
         metrics = jax.vmap(self.item_losses, (None, None, 0))(network, target, steps)
         metrics = {name: jnp.mean(x) for name, x in metrics.items()}
         return metrics["critic_loss"] + metrics["policy_loss"], metrics
 
-    def item_losses(self, network: Network, target: Network, steps: Step) -> dict[str, jax.Array]:
+    def item_losses(self, network: Network, target: Network, steps: StoredStep) -> dict[str, jax.Array]:
         """Of one item [step, ...]: algorithm 1 of the paper."""
         item, network, target = control.item_of(steps, self.gamma), networks.thaw(network), networks.thaw(target)
         value = jnp.min(control.values(target.critics, item.next_obs, target.policy(item.next_obs)))

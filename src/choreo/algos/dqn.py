@@ -19,7 +19,7 @@ from choreo import networks, ops
 from choreo.algos import off_policy
 from choreo.algos.actor_critic import MakeOptimizer, anneal
 from choreo.algos.off_policy import Batches, Carry
-from choreo.buffers import Replay, Step
+from choreo.buffers import Replay, StoredStep
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, rollout
@@ -212,7 +212,7 @@ class DQN:
             each=self.powers(env.num_envs),
         )
         if self.prioritized:
-            replay = off_policy.learned(self.replay, replay, where, priorities)
+            replay = off_policy.update_priorities(self.replay, replay, where, priorities)
         replay, stored = off_policy.add(self.replay, replay, trajectory, self.buffer_shards, self.first_priority)
         return Carry(train, replay, end), {**episodes, **metrics, **stored}
 
@@ -256,7 +256,7 @@ class DQN:
         params = after.params._replace(env_steps=iterations.astype(num_steps.dtype) * num_steps)
         return after._replace(iterations=iterations, params=params), jnp.abs(errors), metrics
 
-    def item(self, steps: Step) -> Item:
+    def item(self, steps: StoredStep) -> Item:
         """From steps [step, ...]."""
         ret = ops.n_step(steps.reward, steps.discount, steps.last, self.gamma)
         obs, next_obs = (jax.tree.map(lambda x, at=at: x[at], steps.obs) for at in (0, ret.steps))
@@ -307,7 +307,7 @@ class DQN:
         rarest = -all_reduce(-jnp.min(probability, axis=-1, keepdims=True), "max")
         return (jnp.maximum(probability, 1e-30) / jnp.maximum(rarest, 1e-30)) ** -self.importance_exponent
 
-    def first_priority(self, steps: Step) -> jax.Array:
+    def first_priority(self, steps: StoredStep) -> jax.Array:
         """Of a new item, by what its actor knew (Horgan et al. 2018, section 3)."""
         ret, played = ops.n_step(steps.reward, steps.discount, steps.last, self.gamma), steps.extras
         return ret.reward + ret.discount * played.best[ret.steps] - played.chosen[0]

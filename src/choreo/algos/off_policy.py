@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from choreo.buffers import Replay, ReplayState, Sample, Step, Table
+from choreo.buffers import Replay, ReplayState, Sample, StoredStep, Table
 from choreo.buffers.tables import Draw, TableState
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
@@ -29,7 +29,7 @@ from choreo.types import Key, PyTree
 source_info_util.register_exclusion(__file__)
 
 
-Priority = Callable[[Step], jax.Array]
+Priority = Callable[[StoredStep], jax.Array]
 """Of an item, from its steps."""
 
 
@@ -47,7 +47,7 @@ class Carry(NamedTuple):
 class Batches(NamedTuple):
     """What one iteration learns from."""
 
-    steps: Step
+    steps: StoredStep
     """[update, item, step, ...]"""
     probability: jax.Array
     """With which each item was drawn: [update, item]"""
@@ -90,20 +90,20 @@ def make_replay(
     return Replay(capacity=-(-capacity // shards), unroll=unroll, tables=(table,), stack=stack)
 
 
-def step_types(env: Env, act: Callable[..., Any], *args: Any) -> Step:
+def step_types(env: Env, act: Callable[..., Any], *args: Any) -> StoredStep:
     """The types of what is stored of one step of one environment; `act(*args, obs, key)` acts."""
 
-    def one_step(key: Key) -> Step:
+    def one_step(key: Key) -> StoredStep:
         state, obs = env.reset(env.keys(key))
         action, extras = jax.vmap(lambda obs, key: act(*args, obs, key))(obs, env.keys(key))
         _, ts = env.step(state, action)
-        return Step(obs, action, ts.reward, ts.discount, ts.last, extras)
+        return StoredStep(obs, action, ts.reward, ts.discount, ts.last, extras)
 
     every = jax.eval_shape(one_step, jax.random.key(0))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), every)
 
 
-def init_replay(replay: Replay, step: Step, num_envs: int, shards: int) -> ReplayState:
+def init_replay(replay: Replay, step: StoredStep, num_envs: int, shards: int) -> ReplayState:
     if num_envs % shards:
         raise AlgorithmError(
             f"{num_envs} environments cannot be divided evenly among {shards} buffer shards.",
@@ -132,7 +132,7 @@ def draw(
     return state._replace(tables=tables), Batches(steps, probability, sample.ready), sample.where
 
 
-def learned(replay: Replay, state: ReplayState, where: Draw, priorities: jax.Array) -> ReplayState:
+def update_priorities(replay: Replay, state: ReplayState, where: Draw, priorities: jax.Array) -> ReplayState:
     """New priorities [update, item] of the items that were drawn."""
     shards = len(where.env)
     priorities = jnp.moveaxis(priorities.reshape(len(priorities), shards, -1), 0, 2).reshape(shards, -1)
@@ -166,7 +166,7 @@ def add(
 ) -> tuple[ReplayState, dict[str, jax.Array]]:
     """New steps [time, env], in every shard alike."""
     t = trajectory
-    state = replay.add(state, Step(t.obs, t.action, t.reward, t.discount, t.last, t.extras), priority)
+    state = replay.add(state, StoredStep(t.obs, t.action, t.reward, t.discount, t.last, t.extras), priority)
     metrics = replay.metrics(state)
     return state, metrics | {"samples_per_insert": metrics["samples_per_insert"] * shards}
 

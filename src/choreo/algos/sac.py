@@ -19,7 +19,7 @@ from choreo.algos import control, off_policy
 from choreo.algos.actor_critic import MakeOptimizer
 from choreo.algos.control import Network, Params
 from choreo.algos.off_policy import Batches, Carry
-from choreo.buffers import Replay, Step
+from choreo.buffers import Replay, StoredStep
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, rollout
@@ -136,7 +136,7 @@ class SAC:
         """`updates` steps of the optimiser."""
         return control.learn(self.update, train, batches, key)
 
-    def update(self, train: Train, now: tuple[Step, Key]) -> tuple[Train, dict[str, jax.Array]]:
+    def update(self, train: Train, now: tuple[StoredStep, Key]) -> tuple[Train, dict[str, jax.Array]]:
         """From a batch of items [item, step, ...]: all parts at once; in the paper the policy ascends the newer critics."""
         gradient, metrics = jax.grad(self.loss, has_aux=True)(train.learned, train.target, *now)
         learned, optimizer = control.descend(
@@ -145,14 +145,14 @@ class SAC:
         target = control.follow(train.target, learned.network.critics, self.tau)
         return Train(learned, target, optimizer, train.updates + 1, train.iterations), metrics
 
-    def loss(self, learned: Learned, target: PyTree, steps: Step, key: Key):
+    def loss(self, learned: Learned, target: PyTree, steps: StoredStep, key: Key):
         """Of items [item, step, ...]: all three losses; each changes parameters that the others leave alone."""
         keys = jax.random.split(key, len(steps.reward))
         metrics = jax.vmap(self.item_losses, (None, None, 0, 0))(learned, target, steps, keys)
         metrics = {name: jnp.mean(x) for name, x in metrics.items()}
         return metrics["critic_loss"] + metrics["policy_loss"] + metrics["temperature_loss"], metrics
 
-    def item_losses(self, learned: Learned, target: PyTree, steps: Step, key: Key) -> dict[str, jax.Array]:
+    def item_losses(self, learned: Learned, target: PyTree, steps: StoredStep, key: Key) -> dict[str, jax.Array]:
         """Of one item [step, ...]."""
         item, network = control.item_of(steps, self.gamma), networks.thaw(learned.network)
         fixed = jax.lax.stop_gradient(network)

@@ -19,7 +19,7 @@ from choreo.algos import control, off_policy
 from choreo.algos.actor_critic import MakeOptimizer
 from choreo.algos.control import Network, Params
 from choreo.algos.off_policy import Batches, Carry
-from choreo.buffers import Replay, Step
+from choreo.buffers import Replay, StoredStep
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, rollout
@@ -129,7 +129,7 @@ class TD3:
         """`updates` steps of the critics' optimiser."""
         return control.learn(self.update, train, batches, key)
 
-    def update(self, train: Train, now: tuple[Step, Key]) -> tuple[Train, dict[str, jax.Array]]:
+    def update(self, train: Train, now: tuple[StoredStep, Key]) -> tuple[Train, dict[str, jax.Array]]:
         """Algorithm 1 of the paper, from a batch of items [item, step, ...] on."""
         (steps, key), optimizer, network = now, self.make_optimizer(), train.network
         gradient, metrics = jax.grad(self.critic_loss, has_aux=True)(network.critics, train.target, steps, key)
@@ -150,13 +150,13 @@ class TD3:
         network = Network(policy, critics)
         return Train(network, target, policy_state, critics_state, train.updates + 1, train.iterations), metrics
 
-    def critic_loss(self, critics: PyTree, target: Network, steps: Step, key: Key):
+    def critic_loss(self, critics: PyTree, target: Network, steps: StoredStep, key: Key):
         keys = jax.random.split(key, len(steps.reward))
         losses, q = jax.vmap(self.item_loss, (None, None, 0, 0))(critics, target, steps, keys)
         loss = jnp.mean(losses)
         return loss, {"critic_loss": loss, "q": jnp.mean(q)}
 
-    def item_loss(self, critics: PyTree, target: Network, steps: Step, key: Key) -> tuple[jax.Array, jax.Array]:
+    def item_loss(self, critics: PyTree, target: Network, steps: StoredStep, key: Key) -> tuple[jax.Array, jax.Array]:
         """Of one item [step, ...]: the critics' loss, and what they say of its action."""
         item, target = control.item_of(steps, self.gamma), networks.thaw(target)
         noise = self.target_noise * jax.random.normal(key, (item.action.size,), item.action.dtype)

@@ -35,7 +35,7 @@ from choreo.types import Key, PyTree
 source_info_util.register_exclusion(__file__)
 
 
-class Step(NamedTuple):
+class StoredStep(NamedTuple):
     """What is stored of one step of one environment."""
 
     obs: PyTree
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 class ReplayState(NamedTuple):
     """Everything stored."""
 
-    steps: Step
+    steps: StoredStep
     """[env, time, ...]"""
     inserted: Count
     """Steps of each environment so far, also those overwritten."""
@@ -65,7 +65,7 @@ class ReplayState(NamedTuple):
 class Sample(NamedTuple):
     """Items drawn."""
 
-    steps: Step
+    steps: StoredStep
     """[item, step, ...]"""
     where: Draw
     """Which items they are."""
@@ -106,7 +106,7 @@ class Replay:
         steps = max(-(-self.capacity // num_envs), self.unroll + longest)
         return -(-steps // self.unroll) * self.unroll
 
-    def init(self, step: Step, num_envs: int) -> ReplayState:
+    def init(self, step: StoredStep, num_envs: int) -> ReplayState:
         """Nothing stored yet; `step` is one of one environment, arrays or their types."""
         check_fits(jax.eval_shape(lambda: self._empty(step, num_envs)), capacity=self.capacity)
         if self.ring(num_envs) * num_envs >= LARGEST_ROUND:
@@ -116,14 +116,16 @@ class Replay:
             )
         return self._empty(step, num_envs)
 
-    def _empty(self, step: Step, num_envs: int) -> ReplayState:
+    def _empty(self, step: StoredStep, num_envs: int) -> ReplayState:
         ring = self.ring(num_envs)
         step = step._replace(obs=jax.eval_shape(lambda obs: newest(obs, self.stack), step.obs))
         steps = jax.tree.map(lambda x: jnp.zeros((num_envs, ring, *x.shape), x.dtype), step)
         tables = {table.name: table.init(num_envs, ring) for table in self.tables}
         return ReplayState(steps, none_counted(), tables)
 
-    def add(self, state: ReplayState, steps: Step, priority: Callable[[Step], jax.Array] | None = None) -> ReplayState:
+    def add(
+        self, state: ReplayState, steps: StoredStep, priority: Callable[[StoredStep], jax.Array] | None = None
+    ) -> ReplayState:
         """Add `unroll` steps of every environment: [time, env, ...].
 
         `priority` gives that of an item, from its steps; without it, all new ones have priority 1.
@@ -153,7 +155,7 @@ class Replay:
         tables = {name: table.numbered_back(back) for name, table in tables.items()}
         return ReplayState(stored, inserted, tables)
 
-    def _check_added(self, steps: Step, num_envs: int) -> None:
+    def _check_added(self, steps: StoredStep, num_envs: int) -> None:
         if steps.last.shape != (self.unroll, num_envs):
             raise AlgorithmError(
                 f"This replay takes {self.unroll} steps of {num_envs} environments at a time, [time, env]; it was given "
@@ -170,7 +172,7 @@ class Replay:
         after = after._replace(held=after.held | _once_read(steps, state.inserted.rest))
         return state._replace(tables=state.tables | {drawn.name: after}), Sample(steps, where, ready)
 
-    def window(self, state: ReplayState, env: jax.Array, time: jax.Array, length: int) -> Step:
+    def window(self, state: ReplayState, env: jax.Array, time: jax.Array, length: int) -> StoredStep:
         """The items at (env, time): [item, step, ...]."""
         ring = state.steps.last.shape[1]
         at = (env[:, None], times(time, length, ring))
@@ -218,7 +220,7 @@ class Replay:
         return found
 
 
-def _once_read(steps: Step, inserted: jax.Array) -> jax.Array:
+def _once_read(steps: StoredStep, inserted: jax.Array) -> jax.Array:
     """False, but known only when every part of `steps` is.
 
     XLA orders reading an array and overwriting it only where one depends on the other. If what is added did not wait for what

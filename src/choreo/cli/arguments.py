@@ -128,9 +128,9 @@ def _recipe(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -
             fix="Give the algorithm and the environment by name, or only the file.",
         )
 
-    from choreo.runs.config import Recipe
+    from choreo.runs.config import RunConfig
 
-    recipe = Recipe.read(Path(names[0]), trust=trust)
+    recipe = RunConfig.read(Path(names[0]), trust=trust)
     options = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     parser.set_defaults(**options, num_envs=None)
     return recipe

@@ -11,8 +11,8 @@ from choreo.envs.gymnasium import from_factory as from_factory
 from choreo.envs.gymnasium import make_envpool, make_gymnasium
 from choreo.envs.gymnasium import makes_environments as makes_environments
 from choreo.envs.pendulum import Pendulum
+from choreo.envs.vmap import EnvStep as EnvStep
 from choreo.envs.vmap import JaxEnv as JaxEnv
-from choreo.envs.vmap import Step as Step
 from choreo.envs.vmap import VmapEnv as VmapEnv
 from choreo.errors import EnvError, unknown_name
 

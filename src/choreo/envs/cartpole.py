@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo.envs.vmap import Step
+from choreo.envs.vmap import EnvStep
 from choreo.types import Key
 
 GRAVITY, FORCE, TAU = 9.8, 10.0, 0.02
@@ -48,7 +48,7 @@ class CartPole:
         obs = jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
         return CartPoleState(*obs), obs
 
-    def step(self, state: CartPoleState, action: jax.Array, key: Key) -> tuple[CartPoleState, Step]:
+    def step(self, state: CartPoleState, action: jax.Array, key: Key) -> tuple[CartPoleState, EnvStep]:
         del key
         x, x_dot, theta, theta_dot = state
         force = jnp.where(action == 1, FORCE, -FORCE).astype(x.dtype)
@@ -61,4 +61,4 @@ class CartPole:
             x + TAU * x_dot, x_dot + TAU * x_acc, theta + TAU * theta_dot, theta_dot + TAU * theta_acc
         )
         terminated = (jnp.abs(state.x) > X_LIMIT) | (jnp.abs(state.theta) > THETA_LIMIT)
-        return state, Step(jnp.stack(state), jnp.ones((), x.dtype), terminated)
+        return state, EnvStep(jnp.stack(state), jnp.ones((), x.dtype), terminated)

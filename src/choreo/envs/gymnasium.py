@@ -23,7 +23,7 @@ from choreo.envs.base import Env, TimeStep, check_kind
 from choreo.envs.vmap import JaxEnv, VmapEnv
 from choreo.errors import EnvError
 from choreo.host import HostMethod, Spec, spaces
-from choreo.host.batch import Form, MakeBatch
+from choreo.host.batch import EnvForm, MakeBatch
 from choreo.host.gymnasium import probe, probe_anew
 from choreo.host.sources import NotGymnasium, Source
 from choreo.roles import Fragment, host_method
@@ -131,7 +131,7 @@ class HostEnv:
         return self.name.startswith("envpool:")
 
     @property
-    def form(self) -> Form:
+    def form(self) -> EnvForm:
         return probe(self.source)
 
     @property

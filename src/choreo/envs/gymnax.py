@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo import static_key
-from choreo.envs.vmap import Step
+from choreo.envs.vmap import EnvStep
 from choreo.errors import EnvError, unknown_name
 from choreo.types import Key, PyTree
 
@@ -63,11 +63,11 @@ class GymnaxEnv:
         obs, state = env.reset_env(key, params)
         return _strong(state), self._observation(obs)
 
-    def step(self, state: PyTree, action: jax.Array, key: Key) -> tuple[PyTree, Step]:
+    def step(self, state: PyTree, action: jax.Array, key: Key) -> tuple[PyTree, EnvStep]:
         env, params = self._build()
         obs, state, reward, terminated, _ = env.step_env(key, state, action, params)
         terminated = jnp.asarray(terminated, bool)
-        step = Step(self._observation(obs), jnp.asarray(reward), terminated, env.is_truncated(state, params))
+        step = EnvStep(self._observation(obs), jnp.asarray(reward), terminated, env.is_truncated(state, params))
         return _strong(state), step
 
     def _observation(self, obs: jax.Array) -> jax.Array:

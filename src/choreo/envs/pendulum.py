@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from choreo.envs.vmap import Step
+from choreo.envs.vmap import EnvStep
 from choreo.types import Key
 
 MAX_SPEED, MAX_TORQUE, DT = 8.0, 2.0, 0.05
@@ -47,7 +47,7 @@ class Pendulum:
         state = PendulumState(theta * jnp.pi, theta_dot)
         return state, observe(state)
 
-    def step(self, state: PendulumState, action: jax.Array, key: Key) -> tuple[PendulumState, Step]:
+    def step(self, state: PendulumState, action: jax.Array, key: Key) -> tuple[PendulumState, EnvStep]:
         del key
         theta, theta_dot = state
         torque = jnp.clip(action[0], -MAX_TORQUE, MAX_TORQUE).astype(theta.dtype)
@@ -57,7 +57,7 @@ class Pendulum:
         acceleration = 3 * self.gravity / (2 * LENGTH) * jnp.sin(theta) + 3.0 / (MASS * LENGTH**2) * torque
         theta_dot = jnp.clip(theta_dot + acceleration * DT, -MAX_SPEED, MAX_SPEED)
         state = PendulumState(theta + theta_dot * DT, theta_dot)
-        return state, Step(observe(state), -cost, jnp.zeros((), bool))
+        return state, EnvStep(observe(state), -cost, jnp.zeros((), bool))
 
 
 def observe(state: PendulumState) -> jax.Array:

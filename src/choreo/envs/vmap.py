@@ -23,7 +23,7 @@ from choreo.types import Key, PyTree
 source_info_util.register_exclusion(__file__)
 
 
-class Step(NamedTuple):
+class EnvStep(NamedTuple):
     """What the dynamics of one environment give."""
 
     obs: PyTree
@@ -56,7 +56,7 @@ class JaxEnv(Protocol):
 
     def reset(self, key: Key) -> tuple[PyTree, PyTree]: ...
 
-    def step(self, state: PyTree, action: jax.Array, key: Key) -> tuple[PyTree, Step]: ...
+    def step(self, state: PyTree, action: jax.Array, key: Key) -> tuple[PyTree, EnvStep]: ...
 
 
 class VmapState(NamedTuple):

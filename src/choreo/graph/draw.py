@@ -1,7 +1,7 @@
 """A graph as a picture: one lane per role, one for the carry; fragments in order, and what flows between them."""
 
 from choreo.graph.edges import CARRY, METRICS, Edge, End, find_edges
-from choreo.graph.ir import Block, Graph, Op
+from choreo.graph.ir import Body, Graph, Op
 from choreo.graph.printer import count, describe, end_names, format_bytes, user_line, vmapped
 from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
 
@@ -21,7 +21,7 @@ class _Drawer:
         self.names, self.edges = end_names(graph), find_edges(graph)
         self.lane_of_role = {role: i + 1 for i, role in enumerate(graph.roles)}
 
-    def block(self, block: Block) -> list[Item]:
+    def block(self, block: Body) -> list[Item]:
         items: list[Item] = []
         for op in block.ops:
             if op.body:
@@ -31,7 +31,7 @@ class _Drawer:
                 items.append(self.fragment(op))
         return items
 
-    def loop(self, op: Op, body: Block) -> Frame:
+    def loop(self, op: Op, body: Body) -> Frame:
         inside = self.block(body)
         inside += [self.arrow(edge) for edge in self.edges if edge.next_of is op and edge.src is not edge.dst]
         return Frame(f"× {body.length}" + (" backwards" if body.reverse else ""), user_line(op), tuple(inside))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from choreo.graph.ir import Block, Graph, Op, Operand, Value
+from choreo.graph.ir import Body, Graph, Op, Operand, Value
 
 CARRY, METRICS = "carry", "metrics"
 End: TypeAlias = Op | Literal["carry", "metrics"]
@@ -19,7 +19,7 @@ Turns: TypeAlias = tuple[tuple[Op, Literal["first", "next"]], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class ReadValue:
     """One value as a fragment reads it."""
 
     label: str
@@ -32,7 +32,7 @@ class Edge:
 
     src: End
     dst: End
-    reads: tuple[Read, ...]
+    reads: tuple[ReadValue, ...]
     turns: Turns
     """In which rounds of the scans around it."""
     times: int
@@ -60,12 +60,12 @@ def find_edges(graph: Graph) -> list[Edge]:
     order: list[End] = [CARRY, *graph.fragments(), METRICS]
     edges = []
     for dst, reads in flow.reads.items():
-        bundles: dict[tuple[End, Turns], list[Read]] = {}
+        bundles: dict[tuple[End, Turns], list[ReadValue]] = {}
         for operand, origins in reads:
             label = operand.label if isinstance(dst, str) else names.get(operand, "")
             ends: set[tuple[End, Turns]] = {(CARRY if isinstance(src, Value) else src, turns) for src, turns in origins}
             for bundle in ends:
-                bundles.setdefault(bundle, []).append(Read(label, operand))
+                bundles.setdefault(bundle, []).append(ReadValue(label, operand))
         found = [
             Edge(src, dst, tuple(given), turns, _share(flow.runs[dst], turns))
             for (src, turns), given in bundles.items()
@@ -84,7 +84,7 @@ def value_names(graph: Graph) -> dict[Value, str]:
     return names
 
 
-def _name_block(block: Block, names: dict[Value, str]) -> None:
+def _name_block(block: Body, names: dict[Value, str]) -> None:
     def pass_on(known: Operand | None, other: Operand | None) -> None:
         if isinstance(known, Value) and isinstance(other, Value) and known in names:
             names.setdefault(other, names[known])
@@ -144,7 +144,7 @@ class _Flow:
     def _read(self, end: End, value: Value, origins: _Origins) -> None:
         self.reads.setdefault(end, []).append((value, origins))
 
-    def _through(self, block: Block, given: Sequence[_Origins], times: int) -> list[_Origins]:
+    def _through(self, block: Body, given: Sequence[_Origins], times: int) -> list[_Origins]:
         known = dict(zip(block.ins, given, strict=False))
 
         def origins(operand: Operand) -> _Origins:
@@ -166,7 +166,7 @@ class _Flow:
             known.update((value, found) for value, found in zip(op.outs, results, strict=False) if value)
         return [origins(operand) for operand in block.outs]
 
-    def _through_scan(self, op: Op, body: Block, ins: list[_Origins], times: int) -> list[_Origins]:
+    def _through_scan(self, op: Op, body: Body, ins: list[_Origins], times: int) -> list[_Origins]:
         c, k = body.num_consts, body.num_carry
         fixed = [before is after for before, after in zip(body.carry_ins, body.carry_outs, strict=False)]
         start = ins[c : c + k]

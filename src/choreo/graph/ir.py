@@ -60,7 +60,7 @@ class Op:
     """Roles of the fragments in it; empty for glue."""
     call: Call | None = None
     """For a fragment: how it was called."""
-    body: "Block | None" = None
+    body: "Body | None" = None
     """For a scan with fragments in it: its inside, should it be split."""
     at: str = ""
     """The user's line."""
@@ -83,7 +83,7 @@ class Op:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class Body:
     """A straight line of ops: the whole program, or the body of a scan."""
 
     ins: tuple[Value, ...]
@@ -129,7 +129,7 @@ class Graph:
     """One traced function of an algorithm: `init` or `iterate`."""
 
     name: str
-    block: Block
+    block: Body
     in_names: tuple[str, ...]
     out_names: tuple[str, ...]
     num_envs: int
@@ -139,7 +139,7 @@ class Graph:
         """In order of first appearance."""
         return list(dict.fromkeys(role for op in self.fragments() for role in op.roles))
 
-    def fragments(self, block: Block | None = None) -> Iterator[Op]:
+    def fragments(self, block: Body | None = None) -> Iterator[Op]:
         for op in (block or self.block).ops:
             if op.body:
                 yield from self.fragments(op.body)

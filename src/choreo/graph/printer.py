@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from choreo import _compat
-from choreo.graph.edges import Edge, End, Read, find_edges, runs, value_names
-from choreo.graph.ir import Block, Graph, Op, Value
+from choreo.graph.edges import Edge, End, ReadValue, find_edges, runs, value_names
+from choreo.graph.ir import Body, Graph, Op, Value
 
 WIDTH = 100
 
@@ -42,7 +42,7 @@ class _Printer:
     def __init__(self, graph: Graph, names: dict[End, str]):
         self.names, self.values, self.runs = names, value_names(graph), runs(graph)
 
-    def block(self, block: Block, indent: str) -> list[str]:
+    def block(self, block: Body, indent: str) -> list[str]:
         lines: list[str] = []
         for op in block.ops:
             if op.body:
@@ -65,7 +65,7 @@ class _Printer:
         ]
 
     def values_line(self, start: str, values: Iterable[Value]) -> list[str]:
-        reads = [Read(self.values.get(value, ""), value) for value in values]
+        reads = [ReadValue(self.values.get(value, ""), value) for value in values]
         return [start + shorten(describe_size(reads), WIDTH - len(start))]
 
 
@@ -80,14 +80,14 @@ def _edge_row(edge: Edge, names: dict[End, str]) -> list[str]:
     return [ends, describe(edge.reads), f"{edge.times} x", size, format_bytes(edge.nbytes * edge.times)]
 
 
-def _blocks(block: Block) -> Iterable[Block]:
+def _blocks(block: Body) -> Iterable[Body]:
     yield block
     for op in block.ops:
         if op.body:
             yield from _blocks(op.body)
 
 
-def _glue(block: Block) -> Iterable[Op]:
+def _glue(block: Body) -> Iterable[Op]:
     return (op for op in block.ops if not op.roles)
 
 
@@ -138,7 +138,7 @@ def describe(reads: Iterable[Any]) -> str:
     return ", ".join(_describe_tree(leaves) for leaves in named.values()) or "nothing"
 
 
-def describe_size(reads: Sequence[Read]) -> str:
+def describe_size(reads: Sequence[ReadValue]) -> str:
     size = format_bytes(sum(read.value.nbytes for read in reads))
     return f"{size}: {describe(reads)}" if reads else "nothing"
 

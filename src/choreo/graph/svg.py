@@ -30,7 +30,7 @@ class Lane:
     """Beneath the title."""
     roles: tuple[str, ...] = ()
     """Whose colours it has; none: grey."""
-    copies: int = 1
+    replicas: int = 1
     """Drawn as a pile of cards, if more than one."""
 
 
@@ -126,13 +126,13 @@ class _Painter:
 
     def pile(self, lane: Lane) -> Pixels:
         """How far the cards of a pile stick out; more than three look like three."""
-        return 5 * (min(lane.copies, 3) - 1)
+        return 5 * (min(lane.replicas, 3) - 1)
 
     def header(self, i: int, height: Pixels) -> Pixels:
         lane, left = self.lanes[i], self.x(i) - self.card / 2
         colours = [role_colour(role) for role in lane.roles] or [QUIET]
         edge = colours[0] if len(colours) == 1 else QUIET
-        for behind in range(min(lane.copies, 3) - 1, -1, -1):
+        for behind in range(min(lane.replicas, 3) - 1, -1, -1):
             self.rect(left + 5 * behind, HEADER_TOP + 5 * behind, self.card, height, fill=PAPER, stroke=edge)
         stripe = self.card / len(colours)
         for k, colour in enumerate(colours):

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.extend.core as jec
 
-from choreo.graph.ir import Block, Graph, Operand, Value
+from choreo.graph.ir import Body, Graph, Operand, Value
 
 
 def verify(graph: Graph, after: str) -> Graph:
@@ -18,7 +18,7 @@ def verify(graph: Graph, after: str) -> Graph:
     return graph
 
 
-def _verify_block(block: Block, seen: set[int]) -> None:
+def _verify_block(block: Body, seen: set[int]) -> None:
     known: set[Value] = set()
 
     def define(value: Value, what: str) -> None:

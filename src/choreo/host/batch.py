@@ -26,7 +26,7 @@ Prepare = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class EnvForm:
     """What one look at an environment told."""
 
     observation_space: gymnasium.Space
@@ -47,7 +47,7 @@ class MakeBatch:
 
     source: Source
     """How one environment is made."""
-    form: Form = dataclasses.field(compare=False)
+    form: EnvForm = dataclasses.field(compare=False)
     """What they are like; follows from `source`."""
     info_keys: tuple[str, ...] = ()
     """Numbers of `info` that are handed on."""

@@ -15,7 +15,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from choreo.errors import EnvError
 from choreo.host import spaces
-from choreo.host.batch import Batch, Form, MakeBatch, Prepare, raised, words
+from choreo.host.batch import Batch, EnvForm, MakeBatch, Prepare, raised, words
 from choreo.host.packages import packages_of
 from choreo.host.sources import Source, import_prefix
 
@@ -23,14 +23,14 @@ MASK = "action_mask"
 """Which actions are possible, in `info` or in a dictionary of observations."""
 
 
-def probe(source: Source) -> Form:
+def probe(source: Source) -> EnvForm:
     """Make one environment, look at it, close it; once per process."""
     if source not in _forms:
         _forms[source] = _look(source)
     return _forms[source]
 
 
-_forms: dict[Source, Form] = {}
+_forms: dict[Source, EnvForm] = {}
 
 
 def probe_anew(source: Source) -> Source:
@@ -41,7 +41,7 @@ def probe_anew(source: Source) -> Source:
     return source
 
 
-def _look(source: Source) -> Form:
+def _look(source: Source) -> EnvForm:
     import_prefix(source.recipe.target)
     env = source.make_any()
     try:
@@ -53,7 +53,7 @@ def _look(source: Source) -> Form:
         mask = None if vector or own else _mask(env, source)
         if mask is not None:
             obs_space = gymnasium.spaces.Dict({"obs": obs_space, MASK: gymnasium.spaces.MultiBinary(np.shape(mask))})
-        return Form(
+        return EnvForm(
             observation_space=obs_space,
             action_space=action_space,
             masked=mask is not None,
@@ -224,7 +224,7 @@ def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
 def _each(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callable[..., Sequence[Any]]:
     """From the leaves of all actions to the action of each environment."""
     if isinstance(space, gymnasium.spaces.Discrete):
-        return lambda leaves: list(map(Choice, leaves[0].tolist()))
+        return lambda leaves: list(map(DiscreteAction, leaves[0].tolist()))
     if not isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
         return lambda leaves: prepare[0](leaves[0])  # pyright: ignore[reportReturnType]
 
@@ -235,7 +235,7 @@ def _each(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callabl
     return each
 
 
-class Choice(int):
+class DiscreteAction(int):
     """An action of a Discrete space. Gymnasium's are numpy's numbers, and this answers like one; but a check that it is
     within its space, which most environments make in every step, takes a tenth of the time for an int."""
 

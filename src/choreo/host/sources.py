@@ -38,23 +38,23 @@ class NotGymnasium(EnvError):
 class Source:
     """How one environment (or, if `vector`, a vector environment) is made."""
 
-    def __init__(self, name: str, identity: Hashable, load: Callable[[], "Recipe"]):
+    def __init__(self, name: str, identity: Hashable, load: Callable[[], "FactoryCall"]):
         self.name, self.identity, self._load = name, identity, load
         self._hash = hash(identity)  # asked for with every call of a host method
-        self._recipe: Recipe | None = None
+        self._recipe: FactoryCall | None = None
 
     @classmethod
     def of_id(cls, env_id: str, kwargs: dict[str, Any], *, vector: bool = False) -> "Source":
         """What Gymnasium calls `env_id`; with `vector`, its `vector_entry_point`."""
-        return cls._of(env_id, Recipe(env_id, kwargs, vector))
+        return cls._of(env_id, FactoryCall(env_id, kwargs, vector))
 
     @classmethod
     def of_factory(cls, factory: Callable[..., Any], kwargs: dict[str, Any], *, name: str | None = None) -> "Source":
         """What `factory(**kwargs)` makes; a vector environment if it takes `num_envs` and makes one."""
-        return cls._of(name or _name(factory), Recipe(factory, kwargs, _takes_num_envs(factory)))
+        return cls._of(name or _name(factory), FactoryCall(factory, kwargs, _takes_num_envs(factory)))
 
     @classmethod
-    def _of(cls, name: str, recipe: "Recipe") -> "Source":
+    def _of(cls, name: str, recipe: "FactoryCall") -> "Source":
         identity = (name, _freeze(recipe.target), _freeze(recipe.kwargs), recipe.vector)
         source = _sources[identity] = cls(name, identity, lambda: recipe)
         return source
@@ -66,7 +66,7 @@ class Source:
         return source
 
     @property
-    def recipe(self) -> "Recipe":
+    def recipe(self) -> "FactoryCall":
         if self._recipe is None:
             self._recipe = self._load()
         return self._recipe
@@ -136,7 +136,7 @@ class Source:
         return _arrive, (self.name, self.identity, payload, _paths(recipe.target))
 
 
-class Recipe:
+class FactoryCall:
     """What is called, and with what."""
 
     def __init__(self, target: str | Callable[..., Any], kwargs: dict[str, Any], vector: bool):
@@ -148,11 +148,11 @@ _sources: "weakref.WeakValueDictionary[Hashable, Source]" = weakref.WeakValueDic
 
 
 def _arrive(name: str, identity: Hashable, payload: bytes, paths: list[str]) -> Source:
-    def load() -> Recipe:
+    def load() -> FactoryCall:
         # What the user's file imports from its own folder must be found here too.
         sys.path.extend(path for path in paths if path not in sys.path)
         try:
-            return Recipe(*cloudpickle.loads(payload))
+            return FactoryCall(*cloudpickle.loads(payload))
         except Exception as error:
             raise EnvError(
                 f"`{name}` cannot be made in this process: {type(error).__name__}: {error}",

@@ -163,7 +163,7 @@ class Layout:
             default=self.group_of("learner").name,
             num_envs=num_envs,
             shards=self.shards,
-            copies=self.copies,
+            num_workers=self.num_workers,
         )
 
     @property
@@ -172,7 +172,7 @@ class Layout:
         return self.max_lag > 0 or self.merge == "any"
 
     @property
-    def copies(self) -> int:
+    def num_workers(self) -> int:
         """How many workers the learner hears one by one."""
         return next((g.replicas for g in self.groups if g.replicas), 1) if self.merge == "any" else 1
 

@@ -7,7 +7,7 @@ sends what the learner should have kept to itself.
 from collections import Counter
 from collections.abc import Iterator
 
-from choreo.graph.ir import Block
+from choreo.graph.ir import Body
 from choreo.layouts.base import Layout
 from choreo.partition.place import Placement, Sites, place
 from choreo.partition.trace import Traced
@@ -25,7 +25,7 @@ def forgotten_marks(traced: Traced, layout: Layout, sites: Sites) -> tuple[str, 
     missing = [role for role, roles in MEANT.items() if role in named and roles.isdisjoint(traced.iterate.roles)]
     if len(layout.groups) == 1 or not missing:
         return ()
-    sites = sites.of_one_copy() if sites.copies > 1 else sites
+    sites = sites.of_one_worker() if sites.num_workers > 1 else sites
     placement = place(traced.iterate, sites, traced.carry_axes)
     found = Counter(_glue(traced.iterate.block, placement))
     instead = "; ".join(text for group in sites.replicas if (text := _at(group, found)))
@@ -54,7 +54,7 @@ def _at(group: GroupName, found: Counter[tuple[GroupName, str]]) -> str:
     return f"at `{group}` {', '.join([*names, *more])}" if names else ""
 
 
-def _glue(block: Block, placement: Placement, around: GroupName | None = None) -> Iterator[tuple[GroupName, str]]:
+def _glue(block: Body, placement: Placement, around: GroupName | None = None) -> Iterator[tuple[GroupName, str]]:
     """(home, line) of every op without a role; `around`: the home of a scan that is not split."""
     for op in block.ops:
         home = around or placement.ops.get(op)

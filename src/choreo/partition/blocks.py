@@ -33,7 +33,7 @@ from choreo.roles import SHARD_NUMBERS, find_call, find_reduction, without_numbe
 
 
 @dataclass(eq=False)
-class Step:
+class InferredEqn:
     """One equation with the forms of its operands and results, and its way to run on blocks."""
 
     eqn: jec.JaxprEqn
@@ -115,7 +115,9 @@ class Pruned:
         return [next(results) if want else None for want in self.wanted]
 
 
-def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "", facts: Sequence[Fact] = ()) -> Step:
+def infer_step(
+    eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "", facts: Sequence[Fact] = ()
+) -> InferredEqn:
     """The forms of an equation's results.
 
     `at`: the user's line, if it is known; `facts`: what is known of its operands, see `rows.py`.
@@ -145,7 +147,7 @@ def infer_step(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "
             outs.append(Form(False, None, name_the_mark(axis, call)))
         else:
             outs.append(Form(axis is None, axis))
-    return Step(eqn, whole, way, tuple(outs))
+    return InferredEqn(eqn, whole, way, tuple(outs))
 
 
 def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
@@ -243,7 +245,7 @@ class Inference:
 
     closed: jec.ClosedJaxpr
     size: Size
-    steps: list[Step]
+    steps: list[InferredEqn]
     outs: list[Form]
     demands: dict[Any, tuple[Pieces, list[Pieces]]] = field(default_factory=dict)
     """What `demand` found before: without it, calls nested d deep would be gone through 2^d times."""

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from choreo.errors import PartitionError
-from choreo.graph.ir import Block, Graph, Op, Operand, Value
+from choreo.graph.ir import Body, Graph, Op, Operand, Value
 from choreo.partition.demand import Needs
 from choreo.partition.forms import cut as cut_block
 from choreo.partition.place import Sites
@@ -54,7 +54,7 @@ def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axi
     return Program(graph.name, tuple(steps), tuple(ins), tuple(outs))
 
 
-Piece = tuple[Operand, GroupName, Axis]
+PieceAt = tuple[Operand, GroupName, Axis]
 """A piece of a value at a group."""
 
 
@@ -83,7 +83,7 @@ class _Cutter:
         return Port(name, value.aval, {group: (self.slot(value, axis), axis) for group, axis in axes.items()})
 
     def block_steps(
-        self, block: Block, exits: list[Piece], *, stacked: frozenset[Value], fixed: frozenset[Value]
+        self, block: Body, exits: list[PieceAt], *, stacked: frozenset[Value], fixed: frozenset[Value]
     ) -> list[Step]:
         """The steps of a block.
 
@@ -102,7 +102,7 @@ class _Cutter:
         steps += self._transfers([v for v in block.carry_ins if v not in fixed], ready)
         rest = [op for op in block.ops if self._live(op)]
         producers = block.producers()
-        made_already: set[Piece] = set()
+        made_already: set[PieceAt] = set()
         while rest:
             op = next((op for op in rest if self._can_run(op, ready, producers)), None)
             if op is None:
@@ -143,11 +143,11 @@ class _Cutter:
             steps += self._transfers(made, ready)
         return steps + self._make(exits, made_already, block, producers, stacked)
 
-    def _host_call(self, op: Op, home: GroupName, producers: dict[Value, Op]) -> tuple[HostCall, list[Piece]]:
+    def _host_call(self, op: Op, home: GroupName, producers: dict[Value, Op]) -> tuple[HostCall, list[PieceAt]]:
         """A call of Python, and the pieces that must be there before it."""
         assert op.call is not None and op.call.host is not None
         axis = 0 if self.sites.size(home) else None
-        ins: list[Piece] = []
+        ins: list[PieceAt] = []
         for operand in op.ins:
             whole = not isinstance(operand, Value) or operand in self.consts
             if isinstance(operand, Value) and not whole and not self._homeless(operand, producers):
@@ -216,7 +216,7 @@ class _Cutter:
         """Does the group run this op, or perhaps a part of it? (A split scan runs in several groups.)"""
         return op not in self.placement.ops or self.placement.ops[op] == group
 
-    def _ends(self, exits: Iterable[Piece], group: GroupName, made: set[Piece],
+    def _ends(self, exits: Iterable[PieceAt], group: GroupName, made: set[PieceAt],
               ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
         """Outputs that a group's last segment computes as well: a counter in glue is not worth a segment of its own."""
         here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
@@ -229,13 +229,13 @@ class _Cutter:
         read = self._sources(producers[operand], producers) if self._homeless(operand, producers) else {operand}
         return read - set(self.consts) <= ready
 
-    def _make(self, pieces: Iterable[Piece], made: set[Piece], block: Block, producers, stacked) -> list[Step]:
+    def _make(self, pieces: Iterable[PieceAt], made: set[PieceAt], block: Body, producers, stacked) -> list[Step]:
         """Segments for pieces that no other segment makes."""
         wanted = self._unmade(pieces, made, producers)
         return [self._segment(group, [], block, producers, stacked, extra=extra) for group, extra in wanted.items()]
 
     def _unmade(
-        self, pieces: Iterable[Piece], made: set[Piece], producers: dict[Value, Op]
+        self, pieces: Iterable[PieceAt], made: set[PieceAt], producers: dict[Value, Op]
     ) -> dict[GroupName, list[tuple[Value, Axis]]]:
         """Pieces that are nobody's results: of what has no home, and of what is held whole but wanted cut. Adds
         them to `made`."""
@@ -252,7 +252,7 @@ class _Cutter:
     def _homeless(self, value: Value, producers: dict[Value, Op]) -> bool:
         return self.placement.home(value) is None and value in producers and producers[value] in self.placement.ops
 
-    def _segment(self, group: GroupName, ops: Sequence[Op], block: Block, producers: dict[Value, Op],
+    def _segment(self, group: GroupName, ops: Sequence[Op], block: Body, producers: dict[Value, Op],
                  stacked: frozenset[Value], extra: Sequence[tuple[Value, Axis]]) -> Segment:  # fmt: skip
         needs, size = self.needs, self.sites.size(group)
         everything = self._with_homeless(ops, [v for v, _ in extra], block, producers)
@@ -286,7 +286,7 @@ class _Cutter:
         aval = _piece_aval(outer.aval, outer_axis, size)
         return Input(self.slot(value, axis), stacked, aval, outer_axis, value.label)
 
-    def _with_homeless(self, ops: Sequence[Op], extra: Iterable[Value], block: Block, producers) -> list[Op]:
+    def _with_homeless(self, ops: Sequence[Op], extra: Iterable[Value], block: Body, producers) -> list[Op]:
         """The ops, and all that has no home and goes into them, in program order."""
         found = set(ops)
         todo = [v for op in ops for v in op.values()] + list(extra)
@@ -297,7 +297,7 @@ class _Cutter:
                 todo += producers[value].values()
         return [op for op in block.ops if op in found]
 
-    def _used_outside(self, value: Value, group: GroupName, ops: Sequence[Op], block: Block, producers) -> bool:
+    def _used_outside(self, value: Value, group: GroupName, ops: Sequence[Op], block: Body, producers) -> bool:
         if not self.needs.at(value, group):
             return False
         inside = set(ops)
@@ -307,7 +307,7 @@ class _Cutter:
     def _runs_at(self, op: Op, group: GroupName) -> bool:
         return op not in self.placement.ops or self.placement.ops[op] in (None, group)
 
-    def _stacked_here(self, op: Op, block: Block) -> list[tuple[Value, GroupName, Operand]]:
+    def _stacked_here(self, op: Op, block: Body) -> list[tuple[Value, GroupName, Operand]]:
         """Stacked results that a group makes by itself, since it sees every slice anyway."""
         body = op.body
         assert body is not None
@@ -322,14 +322,14 @@ class _Cutter:
             found += [(value, group, inner) for group in seen_by]
         return found
 
-    def _read_at(self, value: Value, group: GroupName, block: Block) -> bool:
+    def _read_at(self, value: Value, group: GroupName, block: Body) -> bool:
         return value in block.outs or any(value in op.ins and self._runs_at(op, group) for op in block.ops)
 
     def _sees(self, inner: Operand, outer: Value, group: GroupName) -> bool:
         shifted = {axis if axis is None else axis - 1 for axis in self.needs.at(outer, group)}
         return 0 not in self.needs.at(outer, group) and shifted <= self.needs.at(inner, group)
 
-    def _loop(self, op: Op, block: Block) -> tuple[Loop, list[Piece]]:
+    def _loop(self, op: Op, block: Body) -> tuple[Loop, list[PieceAt]]:
         """A split scan, and the pieces that must be there before it."""
         body = op.body
         assert body is not None
@@ -339,8 +339,8 @@ class _Cutter:
         single = {v for inner in body.ops if inner not in self.placement.ops or inner.host for v in inner.values()}
         single |= {v for v in body.outs if isinstance(v, Value)}  # read one slice at a time by others than segments
         fixed = {v for v, out in zip(body.carry_ins, body.carry_outs, strict=True) if v is out}
-        entries: list[Piece] = []
-        exits: list[Piece] = []
+        entries: list[PieceAt] = []
+        exits: list[PieceAt] = []
 
         def entry(operand: Operand, group: GroupName, axis: Axis) -> Ref:
             entries.append((operand, group, axis))

@@ -6,8 +6,8 @@ A value that is needed away from its home crosses; what has no home is computed 
 from collections.abc import Iterable, Mapping
 
 from choreo.errors import PartitionError
-from choreo.graph.ir import Block, Op, Operand, Value
-from choreo.partition.blocks import Pruned, Step, infer_step
+from choreo.graph.ir import Body, Op, Operand, Value
+from choreo.partition.blocks import InferredEqn, Pruned, infer_step
 from choreo.partition.forms import Mixed
 from choreo.partition.place import Placement
 from choreo.partition.split import Axis, Mixes
@@ -17,17 +17,17 @@ from choreo.types import GroupName
 class Needs:
     """For every value, the pieces that each group needs."""
 
-    def __init__(self, placement: Placement, top: Block):
+    def __init__(self, placement: Placement, top: Body):
         self.placement, self.sites = placement, placement.sites
         self.pieces: dict[Value, dict[GroupName, set[Axis]]] = {}
-        self.steps: dict[tuple[Op, GroupName], Step] = {}
+        self.steps: dict[tuple[Op, GroupName], InferredEqn] = {}
         self._pruned: dict[tuple[Op, tuple[bool, ...]], Pruned] = {}
         self.outside: set[Value] = set()
         """What is not made by a segment: inputs, and results of split loops."""
         self._find_inputs(top)
         self.grew = False
 
-    def _find_inputs(self, block: Block) -> None:
+    def _find_inputs(self, block: Body) -> None:
         self.outside.update(v for v in [*block.ins, *block.consts])
         for op in block.ops:
             if op.body:
@@ -64,7 +64,7 @@ class Needs:
         home = self.placement.home(value)
         return [] if home is None else [group for group in self.groups(value) if group != home]
 
-    def step(self, op: Op, group: GroupName) -> Step | None:
+    def step(self, op: Op, group: GroupName) -> InferredEqn | None:
         """How an op runs on the blocks of a replicated group; None where the group sees all environments."""
         size = self.sites.size(group)
         if size is None:
@@ -93,7 +93,7 @@ class Needs:
         return [self.at(value, group) if value else set() for value in op.outs]
 
 
-def find_needs(placement: Placement, block: Block, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
+def find_needs(placement: Placement, block: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
     """`outputs`: which piece of which output a group must hold in the end. What is carried stays at its home anyhow."""
     needs = Needs(placement, block)
     while True:
@@ -109,7 +109,7 @@ def find_needs(placement: Placement, block: Block, outputs: Mapping[int, Mapping
             return needs
 
 
-def _block_needs(needs: Needs, block: Block) -> None:
+def _block_needs(needs: Needs, block: Body) -> None:
     for value, out in zip(block.carry_ins, block.carry_outs, strict=True):
         _carry_needs(needs, value, out)
     for op in reversed(block.ops):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from choreo import _compat
 from choreo.errors import PartitionError
-from choreo.graph.ir import Block, Graph, Op, Operand, Value
+from choreo.graph.ir import Body, Graph, Op, Operand, Value
 from choreo.host import HostMethod
 from choreo.partition.blocks import infer_step
 from choreo.partition.forms import WHOLE, Form
@@ -40,7 +40,7 @@ class Sites:
     """If there are several, they are what is divided among replicas: an environment belongs to one of them."""
     along_axis: int = 0
     """If another axis than that of the environments is divided (agents, say): how many there are along it."""
-    copies: int = 1
+    num_workers: int = 1
     """How many workers run the program, each with environments of its own, for one site that learns (merge="any")."""
     python: frozenset[GroupName] = frozenset()
     """Groups that only run Python: nothing is compiled there, so that their workers need no JAX."""
@@ -54,10 +54,10 @@ class Sites:
         count = self.along_axis or (self.shards if self.shards > 1 else self.num_envs)
         return None if replicas is None or replicas == 1 else Size(count, count // replicas, self.shards > 1)
 
-    def of_one_copy(self) -> "Sites":
+    def of_one_worker(self) -> "Sites":
         """Where one worker's program runs."""
         alone = dict.fromkeys(self.replicas)
-        return replace(self, replicas=alone, num_envs=self.num_envs // self.copies)
+        return replace(self, replicas=alone, num_envs=self.num_envs // self.num_workers)
 
     def any_size(self) -> Size | None:
         """Some group's: whether environments mix depends on the number of blocks only where they are divided into groups."""
@@ -108,7 +108,7 @@ def place(
 
 
 class _Placer:
-    def __init__(self, sites: Sites, top: Block, wanted_at: Mapping[int, GroupName], glue_at: Mapping[Op, GroupName]):
+    def __init__(self, sites: Sites, top: Body, wanted_at: Mapping[int, GroupName], glue_at: Mapping[Op, GroupName]):
         self.sites, self.result, self.glue_at = sites, Placement(sites), glue_at
         self.consumers: dict[Value, list[Op | GroupName]] = {}
         self._find_consumers(top)
@@ -116,14 +116,14 @@ class _Placer:
             if isinstance(out := top.outs[position], Value):
                 self.consumers.setdefault(out, []).append(group)
 
-    def _find_consumers(self, block: Block) -> None:
+    def _find_consumers(self, block: Body) -> None:
         for op in block.ops:
             for value in op.values():
                 self.consumers.setdefault(value, []).append(op)
             if op.body:
                 self._find_consumers(op.body)
 
-    def place_top(self, block: Block, carry_axes: list[Axis]) -> None:
+    def place_top(self, block: Body, carry_axes: list[Axis]) -> None:
         for value, axis in zip(block.carry_ins, carry_axes, strict=True):
             self._set(value, None, WHOLE if axis is None else Form(False, axis))
         self._settle(block, init=None)
@@ -131,7 +131,7 @@ class _Placer:
     def _set(self, value: Value, home: GroupName | None, form: Form) -> None:
         self.result.values[value], self.result.forms[value] = home, form
 
-    def _settle(self, block: Block, init: list[Operand] | None) -> None:
+    def _settle(self, block: Body, init: list[Operand] | None) -> None:
         """Go through the ops until no home changes. `init`: where the carry of a loop starts."""
         for value in [*block.consts, *block.xs]:
             if value not in self.result.forms:
@@ -147,7 +147,7 @@ class _Placer:
             if settled and (homes == self._homes(block) or rounds > len(block.carry_ins) + MOST_SWAPS):
                 return
 
-    def _homes(self, block: Block) -> list[GroupName | None]:
+    def _homes(self, block: Body) -> list[GroupName | None]:
         return [self.result.values.get(v) for v in block.carry_ins] + [self.result.ops.get(op) for op in block.ops]
 
     def _place_carry(self, value: Value, out: Operand, init: Operand | None) -> None:
@@ -166,7 +166,7 @@ class _Placer:
             form = Form(False, out_form.axis)
         if not form.whole and home is None:
             home = self._some_reader(value)
-        if home is None and out is not value and (self._read_by_python(value) or self.sites.copies > 1):
+        if home is None and out is not value and (self._read_by_python(value) or self.sites.num_workers > 1):
             home = self.sites.default
         self._set(value, home, form)
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from choreo import _compat
 from choreo.errors import LayoutError
-from choreo.graph.ir import Block, Graph, Op, Operand, Value
+from choreo.graph.ir import Body, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition.place import Placement
 from choreo.partition.program import Program, Transfer, walk
@@ -35,7 +35,7 @@ def copy_for_readers(graph: Graph, placement: Placement) -> tuple[Graph, dict[Op
 
 
 class _Copier:
-    def __init__(self, block: Block, placement: Placement):
+    def __init__(self, block: Body, placement: Placement):
         self.block, self.placement, self.producers = block, placement, block.producers()
         self.numbers = itertools.count(1 + max((v.number for v in _values(block)), default=0))
         self.copies: dict[tuple[Value, GroupName], Value] = {}
@@ -99,7 +99,7 @@ class _Copier:
         yield copy
 
 
-def _values(block: Block) -> Iterator[Value]:
+def _values(block: Body) -> Iterator[Value]:
     yield from block.ins
     yield from block.consts
     for op in block.ops:

@@ -25,7 +25,7 @@ from jax.extend import source_info_util
 import choreo.roles
 from choreo import _compat
 from choreo.errors import AlgorithmError, PartitionError
-from choreo.graph.ir import Block, Graph, Op, Operand, Value
+from choreo.graph.ir import Body, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition import carry
 from choreo.partition.split import Axis
@@ -287,13 +287,13 @@ class _Builder:
 
     def block(
         self, closed: jec.ClosedJaxpr, *, labels: Sequence[str] | None = None, at: str = "", **shape: Any
-    ) -> Block:
+    ) -> Body:
         labels = labels or [""] * len(closed.jaxpr.invars)
         ins = tuple(self.value(v.aval, label) for v, label in zip(closed.jaxpr.invars, labels, strict=True))
         ops: list[Op] = []
         consts: dict[Value, Any] = {}
         outs = self.inline(closed, ins, ops, consts, at)
-        return Block(ins, tuple(ops), tuple(outs), consts, **shape)
+        return Body(ins, tuple(ops), tuple(outs), consts, **shape)
 
     def inline(
         self, closed: jec.ClosedJaxpr, args: Sequence[Operand], ops: list[Op], consts: dict, at: str
@@ -347,7 +347,7 @@ class _Builder:
         return [read(v) for v in jaxpr.outvars]
 
 
-def _out_labels(eqn: jec.JaxprEqn, call: Call | None, body: Block | None) -> list[str]:
+def _out_labels(eqn: jec.JaxprEqn, call: Call | None, body: Body | None) -> list[str]:
     """For people: `step_one[1].reward` for a fragment's result, and the same name after the scan around it."""
     if call and len(call.out_names) == len(eqn.outvars):  # else it was differentiated, and returns more
         return [call.name + name for name in call.out_names]

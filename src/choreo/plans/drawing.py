@@ -27,7 +27,7 @@ GLUE = "glue"
 def draw_plan(plan: Plan) -> str:
     """The plan of one iteration as SVG text."""
     lanes = [
-        Lane(name, tuple(where(plan, group).split(", ")), _roles(plan, name), copies=num_replicas(plan, name))
+        Lane(name, tuple(where(plan, group).split(", ")), _roles(plan, name), replicas=num_replicas(plan, name))
         for group in plan_groups(plan)
         for name in [group.name]
     ]

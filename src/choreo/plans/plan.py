@@ -93,9 +93,9 @@ class Plan:
         return self.sites.shards
 
     @property
-    def copies(self) -> int:
+    def num_workers(self) -> int:
         """With merge="any": how many workers are learned from one by one."""
-        return self.sites.copies
+        return self.sites.num_workers
 
     @property
     def num_sites(self) -> int:
@@ -216,7 +216,7 @@ def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
     traced = trace(algo, env, layout.shards)
     if layout.merge == "all":
         return traced
-    part = trace(algo, env.with_num_envs(env.num_envs // layout.copies))
+    part = trace(algo, env.with_num_envs(env.num_envs // layout.num_workers))
     return replace(traced, iterate=part.iterate, uncut=_uncut_leaf(type(algo).__name__, traced, part))
 
 
@@ -236,7 +236,7 @@ def _check_buffers(algo: Any, layout: Layout) -> None:
 def _uncut_leaf(name: str, whole: Traced, part: Traced) -> AlgorithmError | None:
     """With merge="any", `init` is run for all environments, `iterate` for those of one worker: each leaf must be a block of
     the whole, or the same."""
-    axes, copies = iter(whole.carry_axes), whole.num_envs // part.num_envs
+    axes, num_workers = iter(whole.carry_axes), whole.num_envs // part.num_envs
     if not same_structure(jax.tree.structure(whole.carry), jax.tree.structure(part.carry)):
         raise AlgorithmError(
             f"`{name}.init` returns a carry whose structure depends on the number of environments.",
@@ -244,7 +244,7 @@ def _uncut_leaf(name: str, whole: Traced, part: Traced) -> AlgorithmError | None
         )
     rows = zip(jax.tree_util.tree_leaves_with_path(whole.carry), jax.tree.leaves(part.carry), strict=True)
     for (path, leaf), own in rows:
-        expected = block_type(leaf, next(axes), copies) if is_type(leaf) else leaf
+        expected = block_type(leaf, next(axes), num_workers) if is_type(leaf) else leaf
         if not same_leaf(expected, own):
             said = [leaf_text(each) for each in (leaf, own)]
             return AlgorithmError(
@@ -270,8 +270,8 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     relaxed = functools.partial(relax, max_lag=layout.max_lag, merge=layout.merge, layout=layout.name)
     relaxed = relaxed if layout.is_relaxed else None
     if layout.merge == "any":
-        init, iterate = partition(traced, sites.of_one_copy(), init_sites=sites, relaxed=relaxed)
-        iterate = _blocks_of_copies(iterate, traced, sites)
+        init, iterate = partition(traced, sites.of_one_worker(), init_sites=sites, relaxed=relaxed)
+        iterate = _blocks_of_workers(iterate, traced, sites)
         if traced.uncut is not None:
             raise traced.uncut
     else:
@@ -355,7 +355,7 @@ def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
     return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
 
 
-def _blocks_of_copies(iterate: Program, traced: Traced, sites: Sites) -> Program:
+def _blocks_of_workers(iterate: Program, traced: Traced, sites: Sites) -> Program:
     """The program of one worker, whose share of the carry is a block of the whole."""
     num_carry = traced.iterate.block.num_carry
 

@@ -52,8 +52,8 @@ def where(plan: Plan, group: Group) -> str:
     """`2 replicas, 4 environments each, on cpu`, or with shards `2 replicas, 8 environments each, 2 shards each`"""
     n, size = num_replicas(plan, group.name), plan.sites.size(group.name)
     words = ["1 site", f"all {count(plan.num_envs, 'environment')}"]
-    if n == 1 and plan.copies > 1:
-        words = ["1 site", f"{count(plan.num_envs // plan.copies, 'environment')} at a time"]
+    if n == 1 and plan.num_workers > 1:
+        words = ["1 site", f"{count(plan.num_envs // plan.num_workers, 'environment')} at a time"]
     elif n > 1:
         words = [f"{n} replicas", f"{count(plan.num_envs // n, 'environment')} each"]
     if group.axis:
@@ -127,14 +127,14 @@ def crossings(plan: Plan, program: Program) -> Iterator[Crossing]:
     """Every transfer of a program, in order."""
     names = slot_names(program)
     # With merge="any", `iterate` is the program of one worker and of who learns from it, and there are several.
-    copies = plan.copies if program is plan.iterate else 1
+    num_workers = plan.num_workers if program is plan.iterate else 1
     for step, times in walk(program.steps):
         if isinstance(step, Transfer):
-            senders, receivers = (1 if copies > 1 else num_replicas(plan, group) for group in (step.src, step.dst))
+            senders, receivers = (1 if num_workers > 1 else num_replicas(plan, group) for group in (step.src, step.dst))
             pairs = {pair for move in step.moves for pair in _pairs(move, senders, receivers)}
             nbytes = sum(_nbytes(move.aval) * (receivers if move.dst_axis is None else 1) for move in step.moves)
             what = describe(_Named(names.get(move.src) or _own(move.label), move) for move in step.moves)
-            yield Crossing(step.src, step.dst, what, times, len(pairs) * copies, nbytes * copies)
+            yield Crossing(step.src, step.dst, what, times, len(pairs) * num_workers, nbytes * num_workers)
 
 
 def _pairs(move: Move, senders: int, receivers: int) -> Iterator[tuple[int, int]]:

@@ -41,7 +41,7 @@ class InitFrom:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class RunConfig:
     """Everything a run depends on; `run.toml` is this, written down."""
 
     algo: Any
@@ -154,7 +154,7 @@ class Recipe:
         }
 
     @classmethod
-    def read(cls, file: Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> "Recipe":
+    def read(cls, file: Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> "RunConfig":
         """The recipe in a run.toml. Code that it names is run if `trust`, or if this account wrote just this file."""
         text = read_file(file)
         trust = trust or own_runs.is_own(file, text)
@@ -169,7 +169,7 @@ class Recipe:
         env: Any = None,
         file: str | Path = "run.toml",
         trust: bool = False,
-    ) -> "Recipe":
+    ) -> "RunConfig":
         """The recipe of a run; `algo` and `env` stand in for what the file cannot name. `file` is named in errors.
 
         Every way to open a run passes here. Without `trust`, a file that names code is refused (UntrustedError) before
@@ -205,7 +205,7 @@ class Recipe:
 def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, Any]:
     """The table [run], every option there and of the right kind."""
     kinds = {
-        name: kind for name, kind in typing.get_type_hints(Recipe).items() if name not in ("algo", "env", "layout")
+        name: kind for name, kind in typing.get_type_hints(RunConfig).items() if name not in ("algo", "env", "layout")
     }
     options: dict[str, Any] = {name: None for name, kind in kinds.items() if isinstance(None, kind)}
     for name, value in given.items():

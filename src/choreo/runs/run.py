@@ -14,7 +14,7 @@ import numpy as np
 from choreo import static_key
 from choreo.errors import EnvError, RunError
 from choreo.runs import checkpoint, jax_settings
-from choreo.runs.config import Recipe
+from choreo.runs.config import RunConfig
 from choreo.runs.evaluation import Evaluation, act, evaluate, initial_state
 from choreo.runs.folder import Row
 from choreo.runtime.compilation_cache import use_compilation_cache
@@ -38,7 +38,7 @@ class Timing:
 class Run:
     """What a training run gave."""
 
-    recipe: Recipe
+    recipe: RunConfig
     """Everything the run depended on."""
     train_state: PyTree
     """Everything learned."""

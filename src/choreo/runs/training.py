@@ -27,7 +27,7 @@ from choreo.errors import ChoreoWarning, DivergedError, RunError
 from choreo.plans import plan as plans
 from choreo.plans.plan import Plan
 from choreo.runs import checkpoint, jax_settings, registry, requirements
-from choreo.runs.config import InitFrom, Recipe, make_runtime
+from choreo.runs.config import InitFrom, RunConfig, make_runtime
 from choreo.runs.evaluation import evaluate
 from choreo.runs.folder import Row, RunFolder, free_folder, to_json
 from choreo.runs.loggers import Logger, Metrics, check_loggers, make_loggers
@@ -36,7 +36,7 @@ from choreo.runs.run import Run, Timing
 from choreo.runs.warm_start import Weights
 from choreo.runtime.compilation_cache import use_compilation_cache
 from choreo.runtime.coordinator.cluster import Cluster
-from choreo.runtime.engine.schedule import Read
+from choreo.runtime.engine.schedule import VersionRead
 from choreo.runtime.inprocess import as_numbers
 from choreo.types import PyTree
 
@@ -96,7 +96,7 @@ def train(
         jax_settings.prepare(layout)  # before a file of the user's is imported, which may use JAX
         algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
         jax_settings.prepare(layout, env)
-        recipe = Recipe(
+        recipe = RunConfig(
             algo=algo,
             env=env,
             layout=layout,
@@ -122,7 +122,7 @@ def train(
         start = Start(done=0, rows=[], carry=None, weights=weights)
         if cluster is not None and not isinstance(cluster, Cluster):
             cluster = Cluster.from_toml(cluster)
-        watching = Watching(
+        watching = RunOptions(
             env_timeout_s=float(env_timeout),
             profile=profile,
             cluster=cluster,
@@ -166,7 +166,7 @@ def resume(
         folder = RunFolder(path)
         folder.check_run()
         folder.check_not_in_use()
-        recipe = Recipe.read(folder.recipe, algo=algo, env=env, trust=trust)
+        recipe = RunConfig.read(folder.recipe, algo=algo, env=env, trust=trust)
         jax_settings.prepare(recipe.layout, recipe.env)
         if isinstance(recipe.env, HostEnv):
             raise RunError(
@@ -187,7 +187,7 @@ def resume(
             rows=folder.read_metrics(before=done),
             carry=checkpoint.load(folder.checkpoint, recipe.carry_structure()),
         )
-        watching = Watching()
+        watching = RunOptions()
         return _drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
@@ -201,15 +201,15 @@ def replay(
     with jax_settings.put_back():
         folder = RunFolder(path)
         folder.check_run()
-        recipe = Recipe.read(folder.recipe, algo=algo, env=env, trust=trust)
+        recipe = RunConfig.read(folder.recipe, algo=algo, env=env, trust=trust)
         jax_settings.prepare(recipe.layout, recipe.env)
-        log = [Read(*read) for read in folder.read_log()]
+        log = [VersionRead(*read) for read in folder.read_log()]
         if recipe.layout.is_relaxed and not log:
             raise RunError(f"{folder.path} has no log of what was read.", fix="Only a run that was begun here has one.")
         recipe = dataclasses.replace(recipe, runtime="inprocess")
         weights = None if recipe.init_from is None else Weights.read(recipe, recipe.init_from)
         start, done = Start(done=0, rows=[], carry=None, weights=weights), checkpoint.iteration(folder.checkpoint)
-        watching, is_done = Watching(replay=log or None), lambda iteration, _: iteration + 1 >= done
+        watching, is_done = RunOptions(replay=log or None), lambda iteration, _: iteration + 1 >= done
         return _drive(recipe, None, start, watching, loggers=(), on_iteration=is_done, progress=progress)
 
 
@@ -223,7 +223,7 @@ def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = F
         use_compilation_cache()
         folder = RunFolder(path)
         folder.check_run()
-        recipe = Recipe.read(folder.recipe, algo=algo, env=env, trust=trust)
+        recipe = RunConfig.read(folder.recipe, algo=algo, env=env, trust=trust)
         done = checkpoint.iteration(folder.checkpoint)
         carry = checkpoint.load(folder.checkpoint, recipe.carry_structure())
         rows = folder.read_metrics(before=done)
@@ -245,7 +245,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watching:
+class RunOptions:
     """How a run is watched and where its workers are; its result does not depend on it."""
 
     env_timeout_s: float = 60.0
@@ -260,15 +260,15 @@ class Watching:
     """Refuse hosts whose CPU or XLA_FLAGS may round differently?"""
     trust_network: bool = False
     """Let workers on different machines combine values, although nothing protects that?"""
-    replay: list[Read] | None = None
+    replay: list[VersionRead] | None = None
     """What another run has read, to be read again."""
 
 
 def _drive(
-    recipe: Recipe,
+    recipe: RunConfig,
     folder: RunFolder | None,
     start: Start,
-    watching: Watching,
+    watching: RunOptions,
     *,
     loggers: Sequence[str | Logger],
     on_iteration: OnIteration | None,
@@ -404,12 +404,12 @@ class Clock:
         yield
         self.seconds += time.perf_counter() - began - (runtime.compile_seconds - compiled)
 
-    def steps_per_second(self, recipe: Recipe, first: int, stop: int) -> float:
+    def steps_per_second(self, recipe: RunConfig, first: int, stop: int) -> float:
         return (stop - first) * recipe.steps_per_iteration / self.seconds if self.seconds > 0 else math.nan
 
 
 def _rows(
-    recipe: Recipe, stacked: Mapping[str, Any], first: int, stop: int, returns: EpisodeReturns, *, seconds: float
+    recipe: RunConfig, stacked: Mapping[str, Any], first: int, stop: int, returns: EpisodeReturns, *, seconds: float
 ) -> list[Row]:
     columns = {name: as_numbers(values).tolist() for name, values in stacked.items()}
     rows = []
@@ -430,7 +430,7 @@ def _first_not_finite(rows: Sequence[Row]) -> tuple[int, str, float] | None:
     return None
 
 
-def _diverged(recipe: Recipe, folder: RunFolder | None, iteration: int, metric: str, value: float) -> DivergedError:
+def _diverged(recipe: RunConfig, folder: RunFolder | None, iteration: int, metric: str, value: float) -> DivergedError:
     places = {}
     if folder is not None and folder.checkpoint.exists():
         places["last_checkpoint"] = f"{folder.checkpoint} (iteration {checkpoint.iteration(folder.checkpoint)})"
@@ -441,7 +441,7 @@ def _diverged(recipe: Recipe, folder: RunFolder | None, iteration: int, metric: 
     )
 
 
-def _good_enough(recipe: Recipe, row: Row) -> bool:
+def _good_enough(recipe: RunConfig, row: Row) -> bool:
     if recipe.stop_at_return is None:
         return False
     score = row.get("eval_return" if recipe.eval_every else "train_return", math.nan)

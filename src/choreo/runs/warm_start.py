@@ -21,7 +21,7 @@ import safetensors
 
 from choreo.errors import AlgorithmError, RunError
 from choreo.runs import checkpoint
-from choreo.runs.config import InitFrom, Recipe
+from choreo.runs.config import InitFrom, RunConfig
 from choreo.runs.folder import RunFolder
 from choreo.types import PyTree
 
@@ -38,7 +38,7 @@ class Weights:
     """Where they are from."""
 
     @classmethod
-    def read(cls, recipe: Recipe, source: str | Path | InitFrom) -> "Weights":
+    def read(cls, recipe: RunConfig, source: str | Path | InitFrom) -> "Weights":
         """The weights in the run folder `source`; refuses those that do not fit the algorithm of `recipe`."""
         folder = RunFolder(source.path if isinstance(source, InitFrom) else source)
         folder.check_run()

@@ -4,7 +4,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from choreo.runtime.engine.schedule import Read
+from choreo.runtime.engine.schedule import VersionRead
 from choreo.types import Key, PyTree
 
 
@@ -18,7 +18,7 @@ class Runtime(Protocol):
         ...
 
     @property
-    def log(self) -> list[Read]:
+    def log(self) -> list[VersionRead]:
         """What was read, where that may be out of date, since somebody cleared it."""
         ...
 

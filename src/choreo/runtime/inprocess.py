@@ -18,7 +18,7 @@ from choreo.runtime.engine.device import Device, block, join
 from choreo.runtime.engine.execution import Execution, Orders
 from choreo.runtime.engine.messages import Neighbourhood
 from choreo.runtime.engine.profile import Profile, Recorder
-from choreo.runtime.engine.schedule import Read, lag_metrics
+from choreo.runtime.engine.schedule import VersionRead, lag_metrics
 from choreo.runtime.engine.threads import start_jax
 from choreo.types import Key, PyTree
 
@@ -26,7 +26,7 @@ from choreo.types import Key, PyTree
 class InProcess:
     """Executes a plan serially."""
 
-    def __init__(self, plan: Plan, *, profile: bool = False, replay: list[Read] | None = None):
+    def __init__(self, plan: Plan, *, profile: bool = False, replay: list[VersionRead] | None = None):
         """`replay`: the log of another run of this plan, if what it read may have been out of date."""
         self.plan, self.recorder = plan, Recorder() if profile else None
         self.replayed, self.log = replay, []
@@ -40,7 +40,7 @@ class InProcess:
                 self.device.check_devices(group.name, group.devices)
         orders = orders_of(plan, plan.init, plan.iterate)
         hood = Neighbourhood(me="here", homes=dict.fromkeys(plan.all_sites, "here"))
-        self.execution = (Arrivals if orders.copies > 1 else Execution)(orders, hood, self.device, watch)
+        self.execution = (Arrivals if orders.num_workers > 1 else Execution)(orders, hood, self.device, watch)
 
     @property
     def compile_seconds(self) -> float:
@@ -88,7 +88,7 @@ def orders_of(plan: Plan, init: Program, iterate: Program) -> Orders:
     assert single is None or isinstance(single, Segment)
     return Orders(
         init=init, iterate=iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes, shards=plan.shards,
-        max_lag=plan.layout.max_lag, copies=plan.copies, learner=plan.sites.default, single=single,
+        max_lag=plan.layout.max_lag, num_workers=plan.num_workers, learner=plan.sites.default, single=single,
     )  # fmt: skip
 
 
@@ -99,25 +99,25 @@ def split_key(key: Key) -> tuple[np.ndarray, np.ndarray]:
 
 
 def join_metrics(
-    plan: Plan, pieces: dict[Any, dict[str, np.ndarray]], log: list[Read], iterations: range
+    plan: Plan, pieces: dict[Any, dict[str, np.ndarray]], log: list[VersionRead], iterations: range
 ) -> dict[str, np.ndarray]:
     """Each metric from what the sites hold of it, one entry per iteration; `log`: what was read in them."""
-    if plan.copies > 1:
-        updates = range(iterations.start * plan.copies, iterations.stop * plan.copies)
-        return _join_parts(plan, pieces, log) | lag_metrics(log, updates, plan.copies)
+    if plan.num_workers > 1:
+        updates = range(iterations.start * plan.num_workers, iterations.stop * plan.num_workers)
+        return _join_parts(plan, pieces, log) | lag_metrics(log, updates, plan.num_workers)
     metrics = _join_sites(plan, pieces)
     return metrics | lag_metrics(log, iterations) if plan.layout.is_relaxed else metrics
 
 
-def _join_parts(plan: Plan, pieces: dict[Any, dict[str, np.ndarray]], log: list[Read]) -> dict[str, np.ndarray]:
+def _join_parts(plan: Plan, pieces: dict[Any, dict[str, np.ndarray]], log: list[VersionRead]) -> dict[str, np.ndarray]:
     """With merge="any": the metrics of the parts that make an iteration, as of so many shards."""
     order = [int(read.reader.rpartition("-")[2]) for read in log]
     metrics = {}
     for port in plan.iterate.outs[plan.num_carry :] if pieces else ():
         group = next(iter(port.held))
         rows = {r: iter(values[port.name]) for (g, r), values in pieces.items() if g == group}
-        found = [next(rows[copy if plan.sites.size(group) else 0]) for copy in order]
-        metrics[port.name] = np.stack(found).reshape(-1, plan.copies, *found[0].shape)
+        found = [next(rows[worker if plan.sites.size(group) else 0]) for worker in order]
+        metrics[port.name] = np.stack(found).reshape(-1, plan.num_workers, *found[0].shape)
     return combine_metrics(metrics)
 
 

@@ -54,7 +54,7 @@ from choreo.runtime.engine.backend import host_type
 from choreo.runtime.engine.bundles import BUNDLE
 from choreo.runtime.engine.messages import Neighbourhood, messages
 from choreo.runtime.engine.profile import Profile
-from choreo.runtime.engine.schedule import Read, from_json
+from choreo.runtime.engine.schedule import VersionRead, from_json
 from choreo.runtime.engine.threads import XLA_THREADS, useful_threads
 from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
 from choreo.types import Key, PyTree
@@ -94,7 +94,7 @@ class Local:
         self.plan, self.profiling, self.env_timeout_s = plan, profile, env_timeout_s
         self.on_output, self.on_states = on_output or _print_line, on_states
         self.seconds: dict[str, float] = {}
-        self.log: list[Read] = []
+        self.log: list[VersionRead] = []
         """What was read, where that may be out of date."""
         self.differences: dict[str, dict[str, str]] = {}
         """What hosts have that this machine has not, by host."""
@@ -125,7 +125,7 @@ class Local:
     def run(self, first: int, stop: int) -> dict[str, np.ndarray]:
         self._tell({"kind": "run", "first": first, "stop": stop})
         pieces: dict[Any, dict[str, np.ndarray]] = {}
-        log: list[Read] = []
+        log: list[VersionRead] = []
         for header, arrays in self._await("ran", doing=f"iterations {first} to {stop - 1}"):
             log += from_json(header["log"])
             for (group, r, name), array in zip(header["names"], arrays, strict=True):
@@ -323,13 +323,13 @@ class Local:
 
     def _hoods(self) -> list[Neighbourhood]:
         """Who takes part in an iteration: everybody; or, one after the other, each worker with who learns from it."""
-        if self.plan.copies == 1:
+        if self.plan.num_workers == 1:
             return [self.hood]
         learner = self.plan.sites.default
         return [
             Neighbourhood(me="coordinator", homes={
-                (group, 0): self.hood.homes[group, 0 if group == learner else copy] for group in self.plan.sites.replicas
-            }) for copy in range(self.plan.copies)
+                (group, 0): self.hood.homes[group, 0 if group == learner else worker] for group in self.plan.sites.replicas
+            }) for worker in range(self.plan.num_workers)
         ]  # fmt: skip
 
     def _environment(self, name: str) -> dict[str, str]:
@@ -387,10 +387,10 @@ class Local:
         lost, deadline = [member], time.monotonic() + GRACE_S
         while member.talks and member in self._select(timeout_s=0.0):
             self._hear(member)
-        while all(each.only_suffers for each in lost) and time.monotonic() < deadline:
+        while all(each.lost_a_peer for each in lost) and time.monotonic() < deadline:
             heard = [other for other in self._select(timeout_s=0.05) if self._hear(other) is None]
             lost += [other for other in dict.fromkeys([*heard, *self._ended()]) if other not in lost]
-        culprit = next((each for each in lost if not each.only_suffers), None)
+        culprit = next((each for each in lost if not each.lost_a_peer), None)
         if culprit is None and (silent := self._silent(lost)):
             self._kill()
             raise silent

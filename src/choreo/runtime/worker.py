@@ -157,7 +157,7 @@ class Worker:
             _join_others(together, meet_at[together["group"]])
             self.joined_others = True
         backend = _device(header, watch) if header["compiled"] else PythonOnly()
-        self.execution = (Arrivals if orders.copies > 1 else Execution)(orders, hood, backend, watch)
+        self.execution = (Arrivals if orders.num_workers > 1 else Execution)(orders, hood, backend, watch)
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
 
     def _next(self, kind: str) -> dict[str, Any]:

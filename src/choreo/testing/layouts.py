@@ -27,7 +27,7 @@ from choreo.envs.gymnasium import HostEnv
 from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
 from choreo.plans.plan import Plan, plan
-from choreo.runtime.engine.schedule import Read
+from choreo.runtime.engine.schedule import VersionRead
 from choreo.runtime.inprocess import InProcess, combine_metrics
 from choreo.testing.marks import unmarked
 
@@ -144,8 +144,8 @@ def _with_one_worker(layout: Layout) -> Layout:
 
 
 def _planned_run(
-    the_plan: Plan, key: jax.Array, iterations: int, replay: list[Read] | None = None
-) -> tuple[Values, list[Read]]:
+    the_plan: Plan, key: jax.Array, iterations: int, replay: list[VersionRead] | None = None
+) -> tuple[Values, list[VersionRead]]:
     runtime = InProcess(the_plan, replay=replay)
     with contextlib.closing(runtime):
         runtime.start(key)

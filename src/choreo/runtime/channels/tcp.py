@@ -22,7 +22,15 @@ from choreo.runtime.channels.base import ChannelError, ChannelTimeout, HelloRefu
 from choreo.runtime.channels.keys import KeyPair, doorkeeper, name_of, show_key, show_ticket
 from choreo.runtime.channels.sockets import LINGER_S, Connections, bind, context_of_process, milliseconds_to
 from choreo.runtime.channels.sockets import connect as connect_socket
-from choreo.runtime.channels.tcp_ends import END_OF, End, Link, TcpOptions, TcpReceiver, TcpSender, close_finished
+from choreo.runtime.channels.tcp_ends import (
+    END_OF,
+    End,
+    TcpConnection,
+    TcpOptions,
+    TcpReceiver,
+    TcpSender,
+    close_finished,
+)
 
 HELLO_TIMEOUT_S = 30.0
 KEY_BYTES, TICKET_BYTES = 32, 16
@@ -114,10 +122,10 @@ class TcpListener:
             caller = _Caller(identity, end, str(frames[-1].get("Peer-Address")))
             self._callers[name_of(frames[-1]), channel.decode(errors="replace")] = caller
 
-    def _join(self, caller: "_Caller", peer: str, options: TcpOptions, deadline: float) -> Link:
+    def _join(self, caller: "_Caller", peer: str, options: TcpOptions, deadline: float) -> TcpConnection:
         """Open the channel's own socket, tell its port, ticket and keys, and wait for the caller to come there."""
         ticket, seal, unseal = secrets.token_hex(TICKET_BYTES).encode(), *_new_keys()
-        link = Link(peer, options, seal=seal, unseal=unseal)
+        link = TcpConnection(peer, options, seal=seal, unseal=unseal)
         doorkeeper().admit_ticket(link.socket, ticket)
         port = bind(link.socket, self._host)
         self._socket.send_multipart([caller.identity, str(port).encode(), ticket, unseal, seal])
@@ -199,7 +207,7 @@ def connect(
     deadline = time.monotonic() + options.get("hello_timeout_s", HELLO_TIMEOUT_S)
     host = address.rpartition(":")[0]
     port, ticket, seal, unseal = _say_hello(address, name, keys, peer, peer_key, end, deadline)
-    link = Link(peer, options, seal=seal, unseal=unseal)
+    link = TcpConnection(peer, options, seal=seal, unseal=unseal)
     show_ticket(link.socket, ticket)
     connect_socket(link.socket, host, port)
     link.say(_HELLO)

@@ -98,7 +98,7 @@ class Seal:
         self._cipher.decrypt_into(self._nonce(), sealed, None, frame.data)
 
 
-class Link:
+class TcpConnection:
     """A channel's own socket, its two seals, and what ZeroMQ tells about its connection."""
 
     def __init__(self, peer: str, options: TcpOptions, *, seal: bytes, unseal: bytes):
@@ -203,7 +203,7 @@ class _TcpEnd(abc.ABC):
     _idle: str
     """What a peer does that keeps this end waiting."""
 
-    def __init__(self, link: Link, peer: str, options: TcpOptions):
+    def __init__(self, link: TcpConnection, peer: str, options: TcpOptions):
         slots = options.get("slots", 2)
         if slots < 1:
             raise ChannelError(f"A channel of {slots} slots can hold no message.", fix="Give it one slot or more.")
@@ -386,7 +386,7 @@ def _or_never(timeout_s: float | None) -> int:
     return -1 if timeout_s is None else int(1000 * timeout_s)
 
 
-_finished: list[tuple[Link, int]] = []
+_finished: list[tuple[TcpConnection, int]] = []
 """Links of senders that have finished, and the count that says that everything was read."""
 _finished_lock = threading.Lock()
 
@@ -412,7 +412,7 @@ def _finish_at_exit() -> None:
     atexit.register(close_finished, LINGER_S)
 
 
-def _is_read(link: Link, last: int) -> bool:
+def _is_read(link: TcpConnection, last: int) -> bool:
     link.wait(0)
     try:
         while (frame := link.next()) is not None:

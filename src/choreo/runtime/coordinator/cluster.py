@@ -161,7 +161,7 @@ class Cluster:
         return text
 
 
-class Placement(NamedTuple):
+class SiteHost(NamedTuple):
     """Where one site is."""
 
     group: GroupName
@@ -172,7 +172,7 @@ class Placement(NamedTuple):
 
 def place(
     sites: Mapping[GroupName, int | None], cluster: Cluster, *, devices: Mapping[GroupName, str | None] | None = None
-) -> list[Placement]:
+) -> list[SiteHost]:
     """A host for every site: `sites` says how many replicas a group has, None for one that is not replicated.
 
     Replicas go around the hosts in proportion to their cpus; those of two groups with the same number of replicas meet on
@@ -186,7 +186,7 @@ def place(
             # The host that would still have most of a cpu for each of its workers; the first of equals.
             host = hosts[0] if replicas is None else min(hosts, key=lambda h: (workers[h] + 1) / h.cpus)
             workers[host] += 1
-            placements.append(Placement(group, replica, host))
+            placements.append(SiteHost(group, replica, host))
     return placements
 
 

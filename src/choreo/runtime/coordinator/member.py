@@ -128,7 +128,7 @@ class Member:
         return self.process.poll() is None and heard
 
     @property
-    def only_suffers(self) -> bool:
+    def lost_a_peer(self) -> bool:
         """Did it end because another one did?"""
         if self.error is None:
             return self.combines and self.process.poll() == -signal.SIGABRT  # so does JAX end who lost a peer

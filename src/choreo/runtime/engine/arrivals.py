@@ -21,7 +21,7 @@ from choreo.runtime.engine.bundles import NoMoreWork
 from choreo.runtime.engine.execution import Execution, Orders
 from choreo.runtime.engine.machine import Machine
 from choreo.runtime.engine.messages import Neighbourhood
-from choreo.runtime.engine.schedule import Read, Seeded, Traffic
+from choreo.runtime.engine.schedule import Seeded, Traffic, VersionRead
 
 POLL_S = 50e-6
 """How long to sleep between two looks for an arrival; it doubles up to `LONGEST_POLL_S`."""
@@ -33,40 +33,40 @@ class Arrivals(Execution):
 
     def __init__(self, orders: Orders, hood: Neighbourhood, backend: Backend, watch: Watch | None = None):
         super().__init__(orders, hood, backend, watch)
-        self.copies = [c for c in range(orders.copies) if self._lives_here(c)]
-        self.machines = {c: self._machine(c, watch) for c in self.copies}
-        self.parts = dict.fromkeys(self.copies, 0)
+        self.workers = [c for c in range(orders.num_workers) if self._lives_here(c)]
+        self.machines = {c: self._machine(c, watch) for c in self.workers}
+        self.parts = dict.fromkeys(self.workers, 0)
         """How many parts each worker has made."""
         watch = watch or (lambda kind, name, fn: fn)
-        self.sleeps = {c: watch("wait", self._homes_of(c)[0], time.sleep) for c in self.copies}
-        self.traffic = Traffic(orders.copies, orders.max_lag)
-        self.replayed: list[Read] | None = None
+        self.sleeps = {c: watch("wait", self._homes_of(c)[0], time.sleep) for c in self.workers}
+        self.traffic = Traffic(orders.num_workers, orders.max_lag)
+        self.replayed: list[VersionRead] | None = None
         self.reads_at: dict[int, list[int]] = {}
         """By the log that is replayed: the workers that read a version."""
 
-    def _lives_here(self, copy: int) -> bool:
-        return any(self._site(site, copy) in self.hood.sites for site in self._program_sites())
+    def _lives_here(self, worker: int) -> bool:
+        return any(self._site(site, worker) in self.hood.sites for site in self._program_sites())
 
     def _program_sites(self) -> list[Site]:
         return [(group, 0) for group in dict.fromkeys(group for group, _ in self.hood.homes)]
 
-    def _site(self, site: Site, copy: int) -> Site:
+    def _site(self, site: Site, worker: int) -> Site:
         """The site of the plan that a site of one worker's program stands for."""
-        return site if site[0] == self.orders.learner else (site[0], copy)
+        return site if site[0] == self.orders.learner else (site[0], worker)
 
-    def _machine(self, copy: int, watch: Watch | None) -> Machine:
-        homes = {site: self.hood.homes[self._site(site, copy)] for site in self._program_sites()}
+    def _machine(self, worker: int, watch: Watch | None) -> Machine:
+        homes = {site: self.hood.homes[self._site(site, worker)] for site in self._program_sites()}
         hood = Neighbourhood(me=self.hood.me, homes=homes, links=self.hood.links)
         hosts = {
-            site: HostObjects(copy, self.orders.copies, sharing=self.hosts[own], each=True)
-            for site in homes if (own := self._site(site, copy)) in self.hosts
+            site: HostObjects(worker, self.orders.num_workers, sharing=self.hosts[own], each=True)
+            for site in homes if (own := self._site(site, worker)) in self.hosts
         }  # fmt: skip
         return Machine(self.orders.iterate, hood, self.backend, hosts, watch, one_by_one=True)
 
     def host_objects(self) -> list[HostObjects]:
         return super().host_objects() + [own for machine in self.machines.values() for own in machine.hosts.values()]
 
-    def replay(self, log: list[Read]) -> None:
+    def replay(self, log: list[VersionRead]) -> None:
         self.replayed, self.reads_at = log, {}
         for read in log:
             self.reads_at.setdefault(read.version, []).append(_copy_of(read.reader))
@@ -94,14 +94,14 @@ class Arrivals(Execution):
         }
 
     def _do_all(self, first: int, stop: int, rows: dict[Site, list[dict[str, Any]]]) -> None:
-        for number in range(first * self.orders.copies, stop * self.orders.copies):
+        for number in range(first * self.orders.num_workers, stop * self.orders.num_workers):
             if self.replayed is None:
-                for copy in self.traffic.start(stop * self.orders.copies - number):
-                    self._publish(copy, number)
-                copy = self.pick(self.traffic.eligible())
+                for worker in self.traffic.start(stop * self.orders.num_workers - number):
+                    self._publish(worker, number)
+                worker = self.pick(self.traffic.eligible())
             else:
-                copy = self._next_logged(number)
-            self._one_part(copy, number, rows)
+                worker = self._next_logged(number)
+            self._one_part(worker, number, rows)
 
     def pick(self, eligible: list[int]) -> int:
         assert isinstance(self.versions, Seeded)
@@ -112,19 +112,19 @@ class Arrivals(Execution):
         assert self.replayed is not None
         if number >= len(self.replayed):
             raise RunError(f"The log ends before update {number}.", fix="Replay no more than was logged.")
-        for copy in self.reads_at.get(number, ()):
-            self._publish(copy, number)
-            self.traffic.under_way[copy] = number
+        for worker in self.reads_at.get(number, ()):
+            self._publish(worker, number)
+            self.traffic.under_way[worker] = number
         return _copy_of(self.replayed[number].reader)
 
     def _learn_from_others(
         self, first: int, stop: int, rows: dict[Site, list[dict[str, Any]]], begins: Callable[[int], None] | None
     ) -> None:
-        for number in range(first * self.orders.copies, stop * self.orders.copies):
-            if begins is not None and number % self.orders.copies == 0:
-                begins(number // self.orders.copies)
-            for copy in self.traffic.start(stop * self.orders.copies - number):
-                self._publish(copy, number)
+        for number in range(first * self.orders.num_workers, stop * self.orders.num_workers):
+            if begins is not None and number % self.orders.num_workers == 0:
+                begins(number // self.orders.num_workers)
+            for worker in self.traffic.start(stop * self.orders.num_workers - number):
+                self._publish(worker, number)
             self._one_part(self._arrived(self.traffic.eligible()), number, rows)
         for machine in self.machines.values():
             machine.say_no_more_work()
@@ -134,62 +134,62 @@ class Arrivals(Execution):
         pause = POLL_S
         ready = {c: self.hood.links[home].ready for c in eligible for home in self._homes_of(c)}
         while True:
-            for copy in eligible:
-                if ready[copy]():
-                    return copy
+            for worker in eligible:
+                if ready[worker]():
+                    return worker
             self.sleeps[eligible[0]](pause)
             pause = min(2 * pause, LONGEST_POLL_S)
 
-    def _homes_of(self, copy: int) -> list[str]:
-        return [home for site, home in self.machines[copy].hood.homes.items() if site[0] != self.orders.learner]
+    def _homes_of(self, worker: int) -> list[str]:
+        return [home for site, home in self.machines[worker].hood.homes.items() if site[0] != self.orders.learner]
 
     def _work(self, rows: dict[Site, list[dict[str, Any]]], begins: Callable[[int], None] | None) -> None:
-        ((copy, _),) = self.machines.items()
+        ((worker, _),) = self.machines.items()
         while True:
             if begins is not None:
-                begins(self.parts[copy])
+                begins(self.parts[worker])
             try:
-                self._one_part(copy, 0, rows)
+                self._one_part(worker, 0, rows)
             except NoMoreWork:
                 return
 
-    def _publish(self, copy: int, number: int) -> None:
-        self.machines[copy].updates.number = number
-        self.machines[copy].publish(self._given(copy))
+    def _publish(self, worker: int, number: int) -> None:
+        self.machines[worker].updates.number = number
+        self.machines[worker].publish(self._given(worker))
 
-    def _one_part(self, copy: int, number: int, rows: dict[Site, list[dict[str, Any]]]) -> None:
+    def _one_part(self, worker: int, number: int, rows: dict[Site, list[dict[str, Any]]]) -> None:
         """Run the program of one worker, as far as it lives here."""
-        machine, read = self.machines[copy], number
+        machine, read = self.machines[worker], number
         machine.updates.number = number
-        given = self._given(copy)
+        given = self._given(worker)
         results = machine.run(given)
         if self.learns:
-            read = self.traffic.under_way[copy] if self.replayed is not None else self.traffic.learned_from(copy)
-            worker = next(group for group, _ in self._program_sites() if group != self.orders.learner)
-            self.log.append(Read(f"{worker}-{copy}", number, read))
+            read = self.traffic.under_way[worker] if self.replayed is not None else self.traffic.learned_from(worker)
+            group = next(name for name, _ in self._program_sites() if name != self.orders.learner)
+            self.log.append(VersionRead(f"{group}-{worker}", number, read))
         machine.updates.log.clear()
         owned = self._owned(self.orders.iterate, results)
         for site, leaves in owned.items():
-            self.leaves[self._site(site, copy)] = leaves
+            self.leaves[self._site(site, worker)] = leaves
         for site, metrics in self._metrics(results, owned).items():
-            rows[self._site(site, copy)].append(metrics)
-        self.parts[copy] += 1
+            rows[self._site(site, worker)].append(metrics)
+        self.parts[worker] += 1
 
-    def _given(self, copy: int) -> Mapping[Site, Mapping[int, Any]]:
+    def _given(self, worker: int) -> Mapping[Site, Mapping[int, Any]]:
         num_carry, given = self.orders.num_carry, {}
-        for site in self.machines[copy].stores:
-            own = self._site(site, copy)
+        for site in self.machines[worker].stores:
+            own = self._site(site, worker)
             leaves = dict(enumerate(self.leaves[own]))
-            number = np.asarray(self.parts[copy], np.int32)
-            given[site] = {**leaves, num_carry: self.keys[copy, site[0]], num_carry + 1: number}
+            number = np.asarray(self.parts[worker], np.int32)
+            given[site] = {**leaves, num_carry: self.keys[worker, site[0]], num_carry + 1: number}
         return given
 
     def _set_keys(self, run_key: np.ndarray) -> None:
         """Every worker has a key of its own."""
         super()._set_keys(run_key)
         self.keys = {
-            (copy, site[0]): self.backend.fold_in(self._keys(run_key, site), copy)
-            for copy in self.copies for site in self.machines[copy].stores
+            (worker, site[0]): self.backend.fold_in(self._keys(run_key, site), worker)
+            for worker in self.workers for site in self.machines[worker].stores
         }  # fmt: skip
 
 

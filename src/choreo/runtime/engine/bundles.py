@@ -18,7 +18,7 @@ import numpy as np
 from choreo.partition.program import Ref, Transfer
 from choreo.runtime.engine.backend import Backend, Site, Watch
 from choreo.runtime.engine.messages import Neighbourhood, Piece, piece_type, taken_type
-from choreo.runtime.engine.schedule import Read, Versions
+from choreo.runtime.engine.schedule import VersionRead, Versions
 
 BUNDLE = " (bundle)"
 """After the name of a peer: the link for what may be out of date."""
@@ -37,7 +37,7 @@ class Updates:
     versions: Versions | None = None
     """Says which version is read, where sender and reader are both here."""
     number: int = 0
-    log: list[Read] = field(default_factory=list)
+    log: list[VersionRead] = field(default_factory=list)
 
 
 class BundleHere:
@@ -58,7 +58,7 @@ class BundleHere:
         for r in self.receivers:
             reader = f"{self.step.dst}-{r}"
             version = self._version(reader)
-            self.updates.log.append(Read(reader, self.updates.number, version))
+            self.updates.log.append(VersionRead(reader, self.updates.number, version))
             parts = next(parts for v, parts in self.kept if v == version)
             for move, own in zip(self.step.moves, parts, strict=True):
                 value = self.backend.reshard(own, move, r, len(self.receivers), self.step)
@@ -116,7 +116,7 @@ class BundleReceiver:
         for value, (move, d) in zip(self.held, self.targets, strict=True):
             self.stores[self.step.dst, d][move.dst] = value
         for d in self.readers:
-            self.updates.log.append(Read(f"{self.step.dst}-{d}", self.updates.number, self.version))
+            self.updates.log.append(VersionRead(f"{self.step.dst}-{d}", self.updates.number, self.version))
 
     def _is_too_old(self) -> bool:
         assert self.step.lag is not None

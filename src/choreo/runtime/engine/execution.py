@@ -12,7 +12,7 @@ from choreo.runtime.engine.backend import Backend, Site, Watch
 from choreo.runtime.engine.machine import Machine
 from choreo.runtime.engine.messages import Neighbourhood
 from choreo.runtime.engine.profile import kind_of
-from choreo.runtime.engine.schedule import Read, Replayed, Seeded, Versions
+from choreo.runtime.engine.schedule import Replayed, Seeded, VersionRead, Versions
 from choreo.types import GroupName
 
 
@@ -30,7 +30,7 @@ class Orders:
     """The env axis of each leaf of the carry."""
     shards: int = 1
     max_lag: int = 0
-    copies: int = 1
+    num_workers: int = 1
     """With merge="any": how many workers are learned from one by one."""
     learner: GroupName = ""
     """With merge="any": who learns."""
@@ -59,9 +59,9 @@ class Execution:
         self.init = Machine(orders.init, hood, backend, self.hosts, watch)
         self.versions: Versions | None = None
         """Who reads which version, where that is decided here."""
-        self.log: list[Read] = []
+        self.log: list[VersionRead] = []
         """What was read in the last call of `run`."""
-        if orders.copies > 1:
+        if orders.num_workers > 1:
             return  # see `Arrivals`
         self.iterate = Machine(orders.iterate, hood, backend, self.hosts, watch, versions=self._version)
         self.chunks = None
@@ -95,7 +95,7 @@ class Execution:
         """Is all of it here? Then what may be out of date is drawn at random, from the run's key."""
         return len(self.hood.sites) == len(self.hood.homes)
 
-    def replay(self, log: list[Read]) -> None:
+    def replay(self, log: list[VersionRead]) -> None:
         """Read what another run has read."""
         self.versions = Replayed(log)
 

@@ -13,7 +13,7 @@ from choreo.types import GroupName
 
 
 @runtime_checkable
-class Link(Protocol):
+class TwoWayChannel(Protocol):
     """The two channels between this worker and another."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> None: ...
@@ -29,7 +29,7 @@ class Neighbourhood:
     """The name of this process."""
     homes: Mapping[Site, str]
     """The process in which each site lives."""
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Mapping[str, TwoWayChannel] = field(default_factory=dict)
     """How to reach the other processes."""
 
     def replicas(self, group: GroupName) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from choreo.errors import RunError
 
 
-class Read(NamedTuple):
+class VersionRead(NamedTuple):
     """One entry of the log."""
 
     reader: str
@@ -53,7 +53,7 @@ class Seeded:
 class Replayed:
     """What another run read."""
 
-    def __init__(self, log: Iterable[Read]):
+    def __init__(self, log: Iterable[VersionRead]):
         self.versions = {(read.reader, read.update): read.version for read in log}
 
     def __call__(self, reader: str, update: int, oldest: int) -> int:
@@ -99,7 +99,7 @@ class Traffic:
         return self.under_way.pop(worker)
 
 
-def lag_metrics(log: list[Read], updates: range, per_iteration: int = 1) -> dict[str, np.ndarray]:
+def lag_metrics(log: list[VersionRead], updates: range, per_iteration: int = 1) -> dict[str, np.ndarray]:
     """Mean and largest lag of each iteration."""
     lags: dict[int, list[int]] = {}
     for read in log:
@@ -108,5 +108,5 @@ def lag_metrics(log: list[Read], updates: range, per_iteration: int = 1) -> dict
     return {"lag_mean": np.array([np.mean(row) for row in rows]), "lag_max": np.array([np.max(row) for row in rows])}
 
 
-def from_json(rows: Iterable[Any]) -> list[Read]:
-    return [Read(*row) for row in rows]
+def from_json(rows: Iterable[Any]) -> list[VersionRead]:
+    return [VersionRead(*row) for row in rows]
