@@ -16,7 +16,7 @@ from choreo.layouts import apex, coarse, fused, multi_learner
 from choreo.testing.layouts import Deviation
 from tiny import Tiny
 
-TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
 CARTPOLE = "jax:CartPole-v1"
 
 

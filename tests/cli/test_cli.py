@@ -20,7 +20,7 @@ from choreo.runs.progress import progress_line
 from choreo.runs.training import load
 from choreo.runtime.compilation_cache import cache_folder
 
-TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
 CARTPOLE = "jax:CartPole-v1"
 TRAIN = ["train", TINY, CARTPOLE, "--total-steps", "1280"]
 

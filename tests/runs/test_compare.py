@@ -63,7 +63,7 @@ def printed(comparison):
 
 def test_it_says_what_training_says():
     run = train_for_real(
-        f"{Path(__file__).parent / 'tiny.py'}:Tiny",
+        f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny",
         "jax:CartPole-v1",
         steps=4000,
         out="x",

@@ -25,7 +25,7 @@ def run(script: str, folder: Path, **env: str) -> None:
     """Without the settings of our tests; compiled programs are kept, as they are for users."""
     ours = ("JAX_", "XLA_", "CHOREO_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    paths = f"{Path(__file__).parent}:{Path(__file__).parent.parent / 'src'}"
+    paths = f"{Path(__file__).parents[1]}:{Path(__file__).parents[2] / 'src'}"
     env = kept | {"JAX_PLATFORMS": "cpu", "CHOREO_CACHE": str(folder / "cache"), "PYTHONPATH": paths} | env
     ran = subprocess.run([sys.executable, "-c", BEGIN + script], cwd=folder, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -12,7 +12,7 @@ from choreo.runs.folder import to_json
 from choreo.runs.loggers import check_loggers
 from choreo.runs.training import train
 
-Tiny = registry.algorithm_class(f"{Path(__file__).parent / 'tiny.py'}:Tiny")
+Tiny = registry.algorithm_class(f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny")
 
 
 class Recorder:

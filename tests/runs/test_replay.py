@@ -8,7 +8,7 @@ import choreo
 from choreo.cli.main import main
 from choreo.runs.training import load
 
-TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
 
 
 @pytest.fixture(scope="module")

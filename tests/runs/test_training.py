@@ -24,7 +24,7 @@ from choreo.runs.requirements import RESERVED
 from choreo.runs.run import Run, Timing
 from choreo.runs.training import EpisodeReturns, load, resume, train
 
-TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
 Tiny = registry.algorithm_class(TINY)
 CARTPOLE = "jax:CartPole-v1"
 PER_ITERATION = 16 * 8

@@ -29,7 +29,7 @@ from choreo.runs.folder import RunFolder
 from tiny import Tiny
 
 CARTPOLE = "jax:CartPole-v1"
-TINY = f"{Path(__file__).parent / 'tiny.py'}:Tiny"
+TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
 
 
 # The closed table.

@@ -20,7 +20,7 @@ from choreo.runs.folder import RunFolder
 from choreo.runs.training import load, resume, train
 from choreo.runs.warm_start import Weights
 
-Tiny = registry.algorithm_class(f"{Path(__file__).parent / 'tiny.py'}:Tiny")
+Tiny = registry.algorithm_class(f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny")
 CARTPOLE = "jax:CartPole-v1"
 PER_ITERATION = 16 * 8
 SMALL_PPO = PPO(

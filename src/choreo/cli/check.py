@@ -162,7 +162,7 @@ def small(algo: Any, env: Any, layout: Layout, iterations: int) -> Any:
 
     As it was given, if it does not run with these.
     """
-    each = env.num_envs // (layout.shards * layout.copies)  # environments that `iterate` sees
+    each = env.num_envs // (layout.shards * layout.num_workers)  # environments that `iterate` sees
     unroll = min(algo.unroll, FEW_STEPS)
     batch = FEW_STEPS * getattr(algo, "buffer_shards", 1)
     stored = max(unroll * env.num_envs, batch)

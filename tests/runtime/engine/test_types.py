@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime.test_channel import at_once, make_shm, make_tcp
+from runtime.channels.test_channel import at_once, make_shm, make_tcp
 
 import choreo
 from choreo.dtypes import FOUR_BITS, NAMES, dtype_named, name_of
