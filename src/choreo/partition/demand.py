@@ -27,9 +27,9 @@ class Needs:
         self._find_inputs(top)
         self.grew = False
 
-    def _find_inputs(self, block: Body) -> None:
-        self.outside.update(v for v in [*block.ins, *block.consts])
-        for op in block.ops:
+    def _find_inputs(self, body: Body) -> None:
+        self.outside.update(v for v in [*body.ins, *body.consts])
+        for op in body.ops:
             if op.body:
                 self._find_inputs(op.body)
                 self.outside.update(v for v in op.outs if v and op not in self.placement.ops)
@@ -93,26 +93,26 @@ class Needs:
         return [self.at(value, group) if value else set() for value in op.outs]
 
 
-def find_needs(placement: Placement, block: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
+def find_needs(placement: Placement, body: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
     """`outputs`: which piece of which output a group must hold in the end. What is carried stays at its home anyhow."""
-    needs = Needs(placement, block)
+    needs = Needs(placement, body)
     while True:
         needs.grew = False
-        for value in block.carry_ins:
+        for value in body.carry_ins:
             home = placement.home(value) or needs.sites.default
             needs.add(value, home, {placement.natural(value, home)})
         for position, groups in outputs.items():
             for group, axis in groups.items():
-                needs.add(block.outs[position], group, {axis})
-        _block_needs(needs, block)
+                needs.add(body.outs[position], group, {axis})
+        _body_needs(needs, body)
         if not needs.grew:
             return needs
 
 
-def _block_needs(needs: Needs, block: Body) -> None:
-    for value, out in zip(block.carry_ins, block.carry_outs, strict=True):
+def _body_needs(needs: Needs, body: Body) -> None:
+    for value, out in zip(body.carry_ins, body.carry_outs, strict=True):
         _carry_needs(needs, value, out)
-    for op in reversed(block.ops):
+    for op in reversed(body.ops):
         if op not in needs.placement.ops:
             _split_needs(needs, op)
             continue
@@ -167,7 +167,7 @@ def _split_needs(needs: Needs, op: Op) -> None:
         for group in needs.groups(value) if value else []:
             if placement.home(inner) in (None, group):
                 needs.add(inner, group, {placement.natural(inner, group)})
-    _block_needs(needs, body)
+    _body_needs(needs, body)
     for position, (inner, outer) in enumerate(zip(body.ins, op.ins, strict=True)):
         carried = c <= position < c + k
         invariant = carried and body.carry_outs[position - c] is inner
