@@ -12,7 +12,7 @@ Randomness comes out the same however many replicas there are, because a value t
 whole and cut; the cut sinks back through every equation that can run on a block, so only the first producer runs whole.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from jax import lax
 
 from choreo import _compat
 from choreo.host import HostMethod
-from choreo.partition.forms import WHOLE, Form, Get, Mixed, Pieces, Way, cut
+from choreo.partition.forms import WHOLE, Demand, Form, Get, Mixed, Way, cut
 from choreo.partition.mapped import Mapped, name_the_mark
 from choreo.partition.reduce import AllReduce, combines
 from choreo.partition.rows import Fact, Facts, OwnRows
@@ -32,7 +32,7 @@ from choreo.partition.split import Axis, Mixes, Size, Split, split
 from choreo.roles import SHARD_NUMBERS, find_call, find_reduction, without_number
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class InferredEqn:
     """One equation with the forms of its operands and results, and its way to run on blocks."""
 
@@ -42,7 +42,7 @@ class InferredEqn:
     way: Way | None
     outs: tuple[Form, ...]
 
-    def uses(self, wanted: Pieces) -> tuple[bool, list[bool]]:
+    def uses(self, wanted: Demand) -> tuple[bool, list[bool]]:
         """Does it run whole, and which results come from its blocks, to give the wanted pieces?"""
         run_whole, native = False, [False] * len(wanted)
         for o, pieces in enumerate(wanted):
@@ -62,7 +62,7 @@ class InferredEqn:
                     )
         return run_whole, native
 
-    def demand(self, wanted: Pieces) -> Pieces:
+    def demand(self, wanted: Demand) -> Demand:
         run_whole, native = self.uses(wanted)
         use_way = self._uses_way(run_whole, native)
         need = self.way.demand(native) if self.way and use_way else [set() for _ in self.eqn.invars]
@@ -77,7 +77,7 @@ class InferredEqn:
         """An effect happens even if no result is wanted: on blocks if it can, else whole."""
         return self.way is not None and (any(native) or (bool(self.eqn.effects) and not run_whole))
 
-    def emit(self, get: Get, wanted: Pieces, index: Any, size: Size) -> list[dict[Axis, Any]]:
+    def emit(self, get: Get, wanted: Demand, index: Any, size: Size) -> list[dict[Axis, Any]]:
         run_whole, native = self.uses(wanted)
         results: list[dict[Axis, Any]] = [{} for _ in wanted]
         use_way = self._uses_way(run_whole, native)
@@ -100,17 +100,32 @@ def run(eqn: jec.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return _compat.bind(eqn, _compat.rename_calls(eqn, without_number).params, values)
 
 
+@dataclass(frozen=True, eq=False)
 class Pruned:
-    """An equation without what its wanted results do not need: a critic's weights stay away from those who only act."""
+    """A program without the equations and inputs that its wanted results do not need.
 
-    def __init__(self, eqn: jec.JaxprEqn, wanted: Sequence[bool]):
+    A site that only acts does not receive the critic's weights: they are inputs that no wanted result needs.
+    """
+
+    closed: jec.ClosedJaxpr
+    """The program that is left."""
+    used: tuple[bool, ...]
+    """Which inputs of the unpruned program are left."""
+    wanted: tuple[bool, ...]
+    """Which results of the unpruned program are left."""
+
+    @classmethod
+    def of(cls, closed: jec.ClosedJaxpr, wanted: Sequence[bool]) -> "Pruned":
+        pruned, used = _compat.prune(closed, wanted)
+        return cls(pruned, used, tuple(wanted))
+
+    @classmethod
+    def of_eqn(cls, eqn: jec.JaxprEqn, wanted: Sequence[bool]) -> "Pruned":
         avals = [_compat.struct_of(v.aval) for v in eqn.invars]
-        whole = jax.make_jaxpr(lambda *values: run(eqn, values))(*avals)
-        self.closed, self.used = _compat.prune(whole, wanted)
-        self.wanted = tuple(wanted)
+        return cls.of(jax.make_jaxpr(lambda *values: run(eqn, values))(*avals), wanted)
 
     def run(self, values: Sequence[Any]) -> list[Any]:
-        """Takes the used operands; gives None for results that were not wanted."""
+        """Compute the results from the used inputs; None for each result that is not wanted."""
         results = iter(_compat.eval_jaxpr(self.closed, values))
         return [next(results) if want else None for want in self.wanted]
 
@@ -216,7 +231,7 @@ class OnHost:
         self.native = [0] * len(eqn.outvars)
         self.num_ins = len(eqn.invars)
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         return [{0} for _ in range(self.num_ins)]
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
@@ -232,7 +247,7 @@ class Cut:
                 raise Mixes(f"`{eqn.primitive.name}` needs data of other environments")
         self.eqn, self.rule, self.native = eqn, rule, rule.outs
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         return [{axis} for axis in self.rule.ins]
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
@@ -247,7 +262,7 @@ class Inference:
     size: Size
     steps: list[InferredEqn]
     outs: list[Form]
-    demands: dict[Any, tuple[Pieces, list[Pieces]]] = field(default_factory=dict)
+    demands: dict[Any, tuple[Demand, list[Demand]]] = field(default_factory=dict)
     """What `demand` found before: without it, calls nested d deep would be gone through 2^d times."""
 
     def native(self) -> list[Axis | Mixed]:
@@ -273,8 +288,8 @@ def infer(
     return Inference(closed, size, steps, [form(v) for v in jaxpr.outvars])
 
 
-def demand(inference: Inference, wanted: Pieces) -> tuple[Pieces, list[Pieces]]:
-    """Pieces needed of the inputs, and of the results of every equation."""
+def demand(inference: Inference, wanted: Demand) -> tuple[Demand, list[Demand]]:
+    """Demand needed of the inputs, and of the results of every equation."""
     asked = tuple(frozenset(pieces) for pieces in wanted)
     if asked in inference.demands:
         return inference.demands[asked]
@@ -287,7 +302,7 @@ def demand(inference: Inference, wanted: Pieces) -> tuple[Pieces, list[Pieces]]:
 
     for var, pieces in zip(jaxpr.outvars, wanted, strict=True):
         need(var, pieces)
-    per_step: list[Pieces] = []
+    per_step: list[Demand] = []
     for step in reversed(inference.steps):
         outs = [needs.get(v, set()) for v in step.eqn.outvars]
         per_step.append(outs)
@@ -299,7 +314,7 @@ def demand(inference: Inference, wanted: Pieces) -> tuple[Pieces, list[Pieces]]:
 
 
 def emit(
-    inference: Inference, inputs: Sequence[Mapping[Axis, Any]], wanted: Pieces, index: Any
+    inference: Inference, inputs: Sequence[Mapping[Axis, Any]], wanted: Demand, index: Any
 ) -> list[dict[Axis, Any]]:
     """Compute the wanted pieces of the outputs from pieces of the inputs."""
     jaxpr, size = inference.closed.jaxpr, inference.size
@@ -330,10 +345,10 @@ class Called:
     def __init__(self, inner: Inference):
         self.inner, self.native = inner, inner.native()
 
-    def wanted(self, outs: Sequence[bool]) -> Pieces:
+    def wanted(self, outs: Sequence[bool]) -> Demand:
         return [{axis} if out else set() for axis, out in zip(self.native, outs, strict=True)]  # pyright: ignore[reportReturnType]
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         return demand(self.inner, self.wanted(outs))[0]
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
@@ -342,7 +357,7 @@ class Called:
         return [_single(pieces) for pieces in results]
 
 
-def _given(get: Get, need: Pieces) -> list[dict[Axis, Any]]:
+def _given(get: Get, need: Demand) -> list[dict[Axis, Any]]:
     return [{axis: get(i, axis) for axis in axes} for i, axes in enumerate(need)]
 
 
@@ -365,15 +380,15 @@ class Scan:
         ys = [axis + 1 if isinstance(axis, int) else axis for axis in self.inner.native()[k:]]
         self.native = [*(form.axis for form in self.carry), *ys]
 
-    def _wanted(self, outs: Sequence[bool]) -> Pieces:
+    def _wanted(self, outs: Sequence[bool]) -> Demand:
         ys = [axis - 1 if isinstance(axis, int) else axis for axis in self.native[self.p.num_carry :]]
         wanted = [{axis} if out else set() for axis, out in zip(ys, outs[self.p.num_carry :], strict=True)]
         return [*({form.axis} for form in self.carry), *wanted]  # pyright: ignore[reportReturnType]
 
-    def _need(self, outs: Sequence[bool]) -> Pieces:
+    def _need(self, outs: Sequence[bool]) -> Demand:
         return demand(self.inner, self._wanted(outs))[0]
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         c, k = self.p.num_consts, self.p.num_carry
         need = self._need(outs)
         xs = [{axis if axis is None else axis + 1 for axis in axes} for axes in need[c + k :]]
@@ -398,7 +413,7 @@ class Scan:
 
 
 def _flat(given: Sequence[Mapping[Axis, Any]]) -> tuple[list[Any], Callable[[Sequence[Any]], list[dict[Axis, Any]]]]:
-    """Pieces as a plain list, and the way back: `None` and numbers cannot be sorted, so this is no pytree."""
+    """Demand as a plain list, and the way back: `None` and numbers cannot be sorted, so this is no pytree."""
     keys = [list(pieces) for pieces in given]
 
     def back(values):
@@ -445,7 +460,7 @@ class Rows:
             raise Mixes("`scan` goes through the environments one by one, and looks at others on its way")
         self.native = [0] * len(eqn.outvars)
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         return [{None} if i < self.p.num_consts else {0} for i in range(len(self.p.body.jaxpr.invars))]
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
@@ -506,11 +521,11 @@ class While:
     def _one_per_environment(self, out: Form) -> bool:
         return not out.mixed and (out.whole or out.axis == self.predicate_axis)
 
-    def _needs(self) -> tuple[Pieces, Pieces]:
+    def _needs(self) -> tuple[Demand, Demand]:
         cond = demand(self.cond, [{self.predicate_axis}])[0]
         return cond, demand(self.body, [{form.axis} for form in self.carry])[0]
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         c, b = self.p.num_cond_consts, self.p.num_body_consts
         cond, body = self._needs()
         return [*cond[:c], *body[:b], *({form.axis} for form in self.carry)]
@@ -559,10 +574,10 @@ class Cond:
             raise Mixes("the branches of `cond` leave the env axis in different places")
         return axes.pop() if axes else None
 
-    def _wanted(self, outs: Sequence[bool]) -> Pieces:
+    def _wanted(self, outs: Sequence[bool]) -> Demand:
         return [{axis} if out else set() for axis, out in zip(self.native, outs, strict=True)]  # pyright: ignore[reportReturnType]
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         needs = [demand(branch, self._wanted(outs))[0] for branch in self.branches]
         return [{None}, *(set().union(*pieces) for pieces in zip(*needs, strict=True))]
 
@@ -589,8 +604,8 @@ class Solve:
         self.inner = Called(infer(solver, [forms[i] for i in self.used], size, at))
         self.native = self.inner.native
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
-        need: Pieces = [set() for _ in range(self.num_ins)]
+    def demand(self, outs: Sequence[bool]) -> Demand:
+        need: list[Set[Axis]] = [set() for _ in range(self.num_ins)]
         for i, pieces in zip(self.used, self.inner.demand(outs), strict=True):
             need[i] = pieces
         return need

@@ -4,18 +4,16 @@ Greedy and in program order: take the group of the first op that is left, run ev
 need, go on. What has no home is computed inside each segment that uses it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import jax
-import jax.extend.core as jec
 import numpy as np
-from jax import lax
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Graph, Op, Operand, Value
+from choreo.partition.code import CodeInput, OpsCode, OpStep, as_segment
 from choreo.partition.demand import Needs
-from choreo.partition.forms import cut as cut_block
+from choreo.partition.forms import piece_type
 from choreo.partition.place import Sites
 from choreo.partition.program import (
     Constant,
@@ -33,7 +31,6 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
-from choreo.partition.reduce import combines
 from choreo.partition.split import Axis, Size
 from choreo.types import GroupName
 
@@ -237,7 +234,7 @@ class _Cutter:
     def _unmade(
         self, pieces: Iterable[PieceAt], made: set[PieceAt], producers: dict[Value, Op]
     ) -> dict[GroupName, list[tuple[Value, Axis]]]:
-        """Pieces that are nobody's results: of what has no home, and of what is held whole but wanted cut. Adds
+        """Demand that are nobody's results: of what has no home, and of what is held whole but wanted cut. Adds
         them to `made`."""
         wanted: dict[GroupName, list[tuple[Value, Axis]]] = {}
         for operand, group, axis in pieces:
@@ -257,7 +254,7 @@ class _Cutter:
         needs, size = self.needs, self.sites.size(group)
         everything = self._with_homeless(ops, [v for v, _ in extra], body, producers)
         made = {v for op in everything for v in op.outs if v}
-        read: list[tuple[Operand, set[Axis]]] = [(v, {axis}) for v, axis in extra]
+        read: list[tuple[Operand, Set[Axis]]] = [(v, {axis}) for v, axis in extra]
         for op in everything:
             read += zip(op.ins, needs.operands(op, group, needs.wanted(op, group)), strict=True)
         keys: dict[tuple[Value, Axis], None] = {}
@@ -266,25 +263,25 @@ class _Cutter:
                 keys.update(
                     dict.fromkeys((operand, axis) for axis in sorted(needs.held(operand, group, axes), key=str))
                 )
-        ins = [self._input(value, axis, size, value in stacked) for value, axis in keys]
+        ins = tuple(self._input(value, axis, size, value in stacked) for value, axis in keys)
         outs = [(v, axis) for op in ops for v in op.outs if v and self._used_outside(v, group, ops, body, producers)
                 for axis in sorted(needs.at(v, group), key=str)]  # fmt: skip
         outs += extra
         consts = {v: self.consts[v] for v, _ in read if isinstance(v, Value) and v in self.consts}
-        fn = _segment_fn(everything, list(keys), ins, outs, consts, needs, group, size)
-        name = "+".join(dict.fromkeys(_fragment_names(ops))) or "glue"
-        out_avals = tuple(_piece_aval(v.aval, axis, size) for v, axis in outs)
-        roles = tuple(dict.fromkeys(role for op in ops for role in sorted(op.roles)))
-        slots = tuple(self.slot(v, axis) for v, axis in outs)
-        together = size is not None and any(combines(op.eqn) for op in everything)
-        out_axes = tuple(axis for _, axis in outs)
-        return Segment(group, name, tuple(ins), slots, out_avals, fn, roles=roles, out_axes=out_axes, combines=together)
+        steps = tuple(self._op_step(op, group) for op in everything)
+        code = OpsCode(group, ins, consts, steps, tuple(outs), size)
+        given = [Input(self.slot(i.value, i.axis), i.stacked, i.aval, i.outer_axis, i.value.label) for i in ins]
+        return as_segment(code, group, given, [self.slot(v, axis) for v, axis in outs])
 
-    def _input(self, value: Value, axis: Axis, size: Size | None, stacked: bool) -> Input:
+    def _op_step(self, op: Op, group: GroupName) -> OpStep:
+        wanted = self.needs.wanted(op, group)
+        evaluation = self.needs.step(op, group) or self.needs.pruned(op, wanted)
+        return OpStep(op, tuple(frozenset(axes) for axes in wanted), evaluation)
+
+    def _input(self, value: Value, axis: Axis, size: Size | None, stacked: bool) -> CodeInput:
         outer = self.xs_outside[value] if stacked else value
         outer_axis = axis + 1 if stacked and axis is not None else axis
-        aval = _piece_aval(outer.aval, outer_axis, size)
-        return Input(self.slot(value, axis), stacked, aval, outer_axis, value.label)
+        return CodeInput(value, axis, stacked, piece_type(outer.aval, outer_axis, size))
 
     def _with_homeless(self, ops: Sequence[Op], extra: Iterable[Value], body: Body, producers) -> list[Op]:
         """The ops, and all that has no home and goes into them, in program order."""
@@ -370,7 +367,7 @@ class _Cutter:
                 carry.append((self.slot(inner, axis), entry(init, group, axis), exit_(out, group, axis), last))
             for value, at, inner in self._stacked_here(op, around):
                 for a in self.needs.at(value, group) if at == group else ():
-                    aval = _piece_aval(value.aval, a, self.sites.size(group))
+                    aval = piece_type(value.aval, a, self.sites.size(group))
                     ys.append((exit_(inner, group, a if a is None else a - 1), self.slot(value, a), aval))
             parts[group] = LoopPart(tuple(consts), tuple(carry), tuple(xs), tuple(slices), tuple(ys))
         steps = self.body_steps(body, exits, stacked=frozenset(body.xs) - single, fixed=frozenset(fixed))
@@ -388,62 +385,5 @@ def _stuck(op: Op, sites: Sites) -> PartitionError:
     )
 
 
-def _fragment_names(ops: Iterable[Op]) -> list[str]:
-    names = []
-    for op in ops:
-        if op.call:
-            names.append(op.call.name)
-        elif op.body:
-            names.append(f"{op.body.length} x ({'+'.join(dict.fromkeys(_fragment_names(op.body.ops)))})")
-        elif op.roles:
-            names.append(op.name)
-    return names
-
-
 def _literal(literal: Any) -> np.ndarray:
     return np.asarray(literal.val, literal.aval.dtype)
-
-
-def _piece_aval(aval: Any, axis: Axis, size: Size | None) -> Any:
-    shape = list(aval.shape)
-    if axis is not None and size is not None:
-        shape[axis] = size.of(shape[axis])
-    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
-
-
-def _segment_fn(ops, keys, ins: Sequence[Input], outs, consts, needs: Needs, group: GroupName, size: Size | None):
-    """The function of a segment: evaluates its ops one by one, so that JAX can trace and compile it."""
-
-    def segment(index, t, *values):
-        held: dict[Value, dict[Axis, Any]] = {v: {None: c} for v, c in consts.items()}
-        for (value, axis), array, given in zip(keys, values, ins, strict=True):
-            # Looked at when it is traced: JAX would compile the segment for any other type that arrives.
-            assert (array.shape, array.dtype) == (given.aval.shape, given.aval.dtype), (
-                f"`{given.label}` arrives at `{group}` as {array.dtype}{list(array.shape)}, and the plan says {given.aval}"
-            )
-            array = lax.dynamic_index_in_dim(array, t, 0, keepdims=False) if given.stacked else array
-            held.setdefault(value, {})[axis] = array
-
-        def piece(operand, axis):
-            if isinstance(operand, jec.Literal):
-                return operand.val
-            pieces = held[operand]
-            if axis not in pieces:
-                assert size is not None
-                pieces[axis] = cut_block(pieces[None], axis, index, size)
-            return pieces[axis]
-
-        for op in ops:
-            step = needs.step(op, group)
-            wanted = needs.wanted(op, group)
-            results: list[dict[Axis, Any]]
-            if step is None or size is None:
-                pruned = needs.pruned(op, wanted)
-                values = [piece(v, None) for v, used in zip(op.ins, pruned.used, strict=True) if used]
-                results = [{None: result} for result in pruned.run(values)]
-            else:
-                results = step.emit(lambda i, axis, op=op: piece(op.ins[i], axis), wanted, index, size)
-            held.update((v, r) for v, r in zip(op.outs, results, strict=True) if v)
-        return [piece(v, axis) for v, axis in outs]
-
-    return segment

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.partition.blocks import InferredEqn, Pruned, infer_step
-from choreo.partition.forms import Mixed
+from choreo.partition.forms import Demand, Mixed
 from choreo.partition.place import Placement
 from choreo.partition.split import Axis, Mixes
 from choreo.types import GroupName
@@ -74,14 +74,14 @@ class Needs:
             self.steps[op, group] = infer_step(op.eqn, forms, size, op.at)
         return self.steps[op, group]
 
-    def pruned(self, op: Op, wanted: list[set[Axis]]) -> Pruned:
+    def pruned(self, op: Op, wanted: Demand) -> Pruned:
         """An op where a group sees all environments."""
         key = (op, tuple(bool(axes) for axes in wanted))
         if key not in self._pruned:
-            self._pruned[key] = Pruned(op.eqn, key[1])
+            self._pruned[key] = Pruned.of_eqn(op.eqn, key[1])
         return self._pruned[key]
 
-    def operands(self, op: Op, group: GroupName, wanted: list[set[Axis]]) -> list[set[Axis]]:
+    def operands(self, op: Op, group: GroupName, wanted: Demand) -> Demand:
         """The pieces of its operands that an op reads at a group."""
         if step := self.step(op, group):
             return step.demand(wanted)
@@ -123,7 +123,7 @@ def _body_needs(needs: Needs, body: Body) -> None:
                 _op_needs(needs, op, group, wanted)
 
 
-def _op_needs(needs: Needs, op: Op, group: GroupName, wanted: list[set[Axis]]) -> None:
+def _op_needs(needs: Needs, op: Op, group: GroupName, wanted: Demand) -> None:
     try:
         pieces = needs.operands(op, group, wanted)
     except Mixes as mixes:

@@ -1,8 +1,9 @@
 """How a value can be had at a replica: the words of `blocks.py`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 from jax import lax
 
 from choreo.partition.split import Axis, Size
@@ -31,8 +32,8 @@ class Form(NamedTuple):
 
 
 WHOLE = Form(True)
-Pieces = list[set[Axis]]
-"""For each of several values, the pieces wanted of it."""
+Demand = Sequence[Set[Axis]]
+"""For each of several values, the pieces that are needed of it."""
 Get = Callable[[int, Axis], Any]
 """The piece of operand number i."""
 
@@ -46,7 +47,7 @@ class Way(Protocol):
         """The one piece of each result that this way computes, or why there is none."""
         ...
 
-    def demand(self, outs: Sequence[bool]) -> Pieces: ...
+    def demand(self, outs: Sequence[bool]) -> Demand: ...
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]: ...
 
 
@@ -56,3 +57,11 @@ def cut(value: Any, axis: Axis, index: Any, size: Size) -> Any:
         return value
     rows = size.of(value.shape[axis])
     return lax.dynamic_slice_in_dim(value, index * rows, rows, axis)
+
+
+def piece_type(aval: Any, axis: Axis, size: Size | None) -> jax.ShapeDtypeStruct:
+    """The type of a block along `axis`, given the type of the whole value; `size` None: there are no blocks."""
+    shape = list(aval.shape)
+    if axis is not None and size is not None:
+        shape[axis] = size.of(shape[axis])
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
