@@ -19,9 +19,9 @@ import jax.extend.core as jec
 import jax.numpy as jnp
 
 from choreo import _compat
-from choreo.partition.blocks import Pruned
 from choreo.partition.code import DrawCode, JoinedCode, OpsCode, RestCode, SegmentCode, as_segment
 from choreo.partition.program import HostCall, Input, Loop, LoopPart, Program, Segment, Slot, Step, walk
+from choreo.partition.whole import Pruned
 
 DRAWS = {"random_bits", "threefry2x32"}
 

@@ -23,11 +23,11 @@ from jax import lax
 
 from choreo import _compat
 from choreo.graph.ir import Op, Operand, Value
-from choreo.partition.blocks import InferredEqn, Pruned
-from choreo.partition.forms import cut, piece_type
+from choreo.partition.forms import Size, piece_type, slice_block
+from choreo.partition.inferred import InferredEqn
 from choreo.partition.program import Axis, Input, Segment, Slot
 from choreo.partition.reduce import combines
-from choreo.partition.split import Size
+from choreo.partition.whole import Pruned
 from choreo.types import GroupName, Role
 
 
@@ -270,7 +270,7 @@ def _evaluate_ops(code: OpsCode, index: Any, t: Any, values: Sequence[Any]) -> l
         pieces = held[operand]
         if axis not in pieces:
             assert size is not None
-            pieces[axis] = cut(pieces[None], axis, index, size)
+            pieces[axis] = slice_block(pieces[None], axis, index, size)
         return pieces[axis]
 
     for step in code.steps:

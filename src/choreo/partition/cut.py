@@ -13,9 +13,10 @@ from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Graph, Op, Operand, Value
 from choreo.partition.code import CodeInput, OpsCode, OpStep, as_segment
 from choreo.partition.demand import Needs
-from choreo.partition.forms import piece_type
+from choreo.partition.forms import Size, piece_type
 from choreo.partition.place import Sites
 from choreo.partition.program import (
+    Axis,
     Constant,
     HostCall,
     Input,
@@ -31,7 +32,6 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
-from choreo.partition.split import Axis, Size
 from choreo.types import GroupName
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Op, Operand, Value
-from choreo.partition.blocks import InferredEqn, Pruned, infer_step
-from choreo.partition.forms import Demand, Mixed
+from choreo.partition.forms import Demand, Mixed, Mixes
+from choreo.partition.inference import infer_step
+from choreo.partition.inferred import InferredEqn
 from choreo.partition.place import Placement
-from choreo.partition.split import Axis, Mixes
+from choreo.partition.program import Axis
+from choreo.partition.whole import Pruned
 from choreo.types import GroupName
 
 

@@ -14,10 +14,10 @@ from choreo import _compat
 from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Graph, Op, Operand, Value
 from choreo.host import HostMethod
-from choreo.partition.blocks import infer_step
-from choreo.partition.forms import WHOLE, Form
+from choreo.partition.forms import WHOLE, Form, Size
+from choreo.partition.inference import infer_step
+from choreo.partition.program import Axis
 from choreo.partition.reduce import combines
-from choreo.partition.split import Axis, Size
 from choreo.roles import SHARD_AXIS
 from choreo.types import GroupName, Role
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from choreo import _compat
-from choreo.partition.forms import Demand, Form, Get
-from choreo.partition.split import Axis, Mixes
+from choreo.partition.forms import Demand, Form, Get, Mixes
+from choreo.partition.program import Axis
 from choreo.roles import find_reduction
 
 REPLICA_AXIS = "choreo_replica"

@@ -20,8 +20,8 @@ import numpy as np
 from jax.extend.core import primitives
 
 from choreo import _compat
-from choreo.partition.forms import Demand, Form, Get
-from choreo.partition.split import Axis, Size
+from choreo.partition.forms import Demand, Form, Get, Size
+from choreo.partition.program import Axis
 
 FALSE = "false"
 Fact = int | tuple[Axis, ...] | str | None

@@ -2,7 +2,7 @@
 
 `iterate` is traced once, at the number of environments of the run: that program is the reference, and everything a site
 computes is derived from it. Only the shapes of what `init` returns are looked at for two numbers of environments, to propose
-the env axis of each leaf of the carry; the proof, equation by equation, is in `blocks.py`.
+the env axis of each leaf of the carry; the proof, equation by equation, is in `inference.py`.
 """
 
 import functools
@@ -28,7 +28,7 @@ from choreo.errors import AlgorithmError, PartitionError
 from choreo.graph.ir import Body, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition import carry
-from choreo.partition.split import Axis
+from choreo.partition.program import Axis
 from choreo.roles import SHARD_AXIS, Call, find_call, shard_numbers, traced_anew
 from choreo.types import PyTree, Role
 

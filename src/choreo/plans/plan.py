@@ -347,7 +347,7 @@ def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
 
 
 def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
-    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/blocks.py`.
+    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/inference.py`.
 
     Where several axes have that length, the first is proposed: a wrong one cannot be proved, or is as good.
     """
