@@ -43,7 +43,7 @@ def test_a_long_delay_line(layout):
     placement = place(traced.iterate, layout.sites(traced.iterate.roles, 6), traced.carry_axes)
     homes = [
         placement.home(v)
-        for v, name in zip(traced.iterate.block.ins, traced.iterate.in_names, strict=True)
+        for v, name in zip(traced.iterate.body.ins, traced.iterate.in_names, strict=True)
         if "line" in name
     ]
     assert len(homes) == LENGTH and set(homes) == {placement.sites.default}, homes

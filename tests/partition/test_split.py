@@ -24,7 +24,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from choreo import _compat
-from choreo.partition.split import RULES, Mixes, Size, split
+from choreo.partition.forms import Mixes, Size
+from choreo.partition.split import RULES, split
 
 E, BLOCK = 6, 3
 SIZE = Size(E, BLOCK)

@@ -146,7 +146,7 @@ class TestTraced:
         assert traced.iterate.out_names == ("['s']", "['slow']", "['w']", "loss")
         assert traced.init.in_names == ("key",) and traced.init.out_names == ("['s']", "['slow']", "['w']")
         assert traced.iterate.roles == ["actor", "env", "learner"] and traced.init.roles == ["env"]
-        assert (traced.num_envs, traced.iterate.block.num_carry) == (6, 3)
+        assert (traced.num_envs, traced.iterate.body.num_carry) == (6, 3)
 
     def test_static_leaves_of_the_carry_are_kept(self):
         def start(env, key):
@@ -165,8 +165,8 @@ class TestTraced:
             return carry, {"b": jnp.ones(2), "a": jnp.ones(3), "c": jnp.ones(())}
 
         graph = trace(Functions(reset, go), Pond()).iterate
-        shapes = [out.aval.shape for out in graph.block.outs[graph.block.num_carry :]]
-        assert dict(zip(graph.out_names[graph.block.num_carry :], shapes, strict=True)) == {
+        shapes = [out.aval.shape for out in graph.body.outs[graph.body.num_carry :]]
+        assert dict(zip(graph.out_names[graph.body.num_carry :], shapes, strict=True)) == {
             "a": (3,),
             "b": (2,),
             "c": (),

@@ -10,7 +10,7 @@ def draw_graph(graph: Graph) -> str:
     """The fragmented dataflow graph as SVG text."""
     lanes = [Lane("carry, metrics"), *(Lane(role, roles=(role,)) for role in graph.roles)]
     drawer = _Drawer(graph)
-    items = [*drawer.block(graph.block), *drawer.ends()]
+    items = [*drawer.body(graph.body), *drawer.ends()]
     fragments, envs = count(len(list(graph.fragments())), "fragment"), count(graph.num_envs, "environment")
     subtitle = f"One iteration of {envs}: {fragments}. A dashed arrow is read in the next round."
     return draw_lanes(f"{graph.name}: the fragmented dataflow graph", subtitle, lanes, items)
@@ -21,9 +21,9 @@ class _Drawer:
         self.names, self.edges = end_names(graph), find_edges(graph)
         self.lane_of_role = {role: i + 1 for i, role in enumerate(graph.roles)}
 
-    def block(self, block: Body) -> list[Item]:
+    def body(self, body: Body) -> list[Item]:
         items: list[Item] = []
-        for op in block.ops:
+        for op in body.ops:
             if op.body:
                 items.append(self.loop(op, op.body))
             elif op.roles:
@@ -32,7 +32,7 @@ class _Drawer:
         return items
 
     def loop(self, op: Op, body: Body) -> Frame:
-        inside = self.block(body)
+        inside = self.body(body)
         inside += [self.arrow(edge) for edge in self.edges if edge.next_of is op and edge.src is not edge.dst]
         return Frame(f"× {body.length}" + (" backwards" if body.reverse else ""), user_line(op), tuple(inside))
 

@@ -76,20 +76,20 @@ def find_edges(graph: Graph) -> list[Edge]:
 
 def value_names(graph: Graph) -> dict[Value, str]:
     """Values by the user's names for them: leaves of the carry and metrics, also where they pass through scans."""
-    names = dict(zip(graph.block.ins, graph.in_names, strict=False))
-    for value, name in zip(graph.block.outs, graph.out_names, strict=False):
+    names = dict(zip(graph.body.ins, graph.in_names, strict=False))
+    for value, name in zip(graph.body.outs, graph.out_names, strict=False):
         if isinstance(value, Value):
             names.setdefault(value, name)
-    _name_block(graph.block, names)
+    _name_body(graph.body, names)
     return names
 
 
-def _name_block(block: Body, names: dict[Value, str]) -> None:
+def _name_body(body: Body, names: dict[Value, str]) -> None:
     def pass_on(known: Operand | None, other: Operand | None) -> None:
         if isinstance(known, Value) and isinstance(other, Value) and known in names:
             names.setdefault(other, names[known])
 
-    for op in block.ops:
+    for op in body.ops:
         for value in op.outs:
             if value and is_path(value.label):
                 names.setdefault(value, value.label)
@@ -98,7 +98,7 @@ def _name_block(block: Body, names: dict[Value, str]) -> None:
                 pass_on(outer, inner)
             for before, after in zip(op.body.carry_ins, op.body.carry_outs, strict=False):
                 pass_on(before, after)
-            _name_block(op.body, names)
+            _name_body(op.body, names)
             for inner, outer in zip(op.body.outs, op.outs, strict=False):
                 pass_on(inner, outer)
 
@@ -130,13 +130,13 @@ class _Flow:
     def __init__(self, graph: Graph):
         self.reads: dict[End, list[tuple[Value, _Origins]]] = {}
         self.runs: dict[End, int] = {}
-        num_carry = graph.block.num_carry
-        given = [frozenset([(v, ())]) for v in graph.block.ins[:num_carry]]
-        given += [_NOTHING] * (len(graph.block.ins) - num_carry)
-        outs = self._through(graph.block, given, times=1)
-        for position, (value, name, origins) in enumerate(zip(graph.block.outs, graph.out_names, outs, strict=False)):
+        num_carry = graph.body.num_carry
+        given = [frozenset([(v, ())]) for v in graph.body.ins[:num_carry]]
+        given += [_NOTHING] * (len(graph.body.ins) - num_carry)
+        outs = self._through(graph.body, given, times=1)
+        for position, (value, name, origins) in enumerate(zip(graph.body.outs, graph.out_names, outs, strict=False)):
             carried = position < num_carry or not num_carry  # everything that `init` returns is carry
-            untouched = position < num_carry and value is graph.block.ins[position]
+            untouched = position < num_carry and value is graph.body.ins[position]
             if isinstance(value, Value) and not untouched:
                 self._read(CARRY if carried else METRICS, replace(value, label=name), origins)
         self.runs |= {CARRY: 1, METRICS: 1}
@@ -144,13 +144,13 @@ class _Flow:
     def _read(self, end: End, value: Value, origins: _Origins) -> None:
         self.reads.setdefault(end, []).append((value, origins))
 
-    def _through(self, block: Body, given: Sequence[_Origins], times: int) -> list[_Origins]:
-        known = dict(zip(block.ins, given, strict=False))
+    def _through(self, body: Body, given: Sequence[_Origins], times: int) -> list[_Origins]:
+        known = dict(zip(body.ins, given, strict=False))
 
         def origins(operand: Operand) -> _Origins:
             return known.get(operand, _NOTHING) if isinstance(operand, Value) else _NOTHING
 
-        for op in block.ops:
+        for op in body.ops:
             ins = [origins(operand) for operand in op.ins]
             if op.body:
                 results = self._through_scan(op, op.body, ins, times)
@@ -164,7 +164,7 @@ class _Flow:
             else:
                 results = [_union(ins)] * len(op.outs)
             known.update((value, found) for value, found in zip(op.outs, results, strict=False) if value)
-        return [origins(operand) for operand in block.outs]
+        return [origins(operand) for operand in body.outs]
 
     def _through_scan(self, op: Op, body: Body, ins: list[_Origins], times: int) -> list[_Origins]:
         c, k = body.num_consts, body.num_carry

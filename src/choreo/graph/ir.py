@@ -1,11 +1,11 @@
 """The fragmented dataflow graph: immutable data over the equations of a traced program.
 
-    Graph  = block, with names for what goes in and out
-    Block  = ins, ops, outs            ins: consts, carry, xs (as of `lax.scan`; at the top: carry, key, iteration)
+    Graph  = body, with names for what goes in and out
+    Body   = ins, ops, outs            ins: consts, carry, xs (as of `lax.scan`; at the top: carry, key, iteration)
     Op     = one equation over values  a fragment (it has a call), a scan with fragments in it (it has a body), or glue
     Value  = one array that flows
 
-A value belongs to one block and is produced by one op, or is an input or a constant of the block; `verify.py` says exactly
+A value belongs to one body and is produced by one op, or is an input or a constant of the body; `verify.py` says exactly
 what a graph is. Nothing here knows about layouts.
 """
 
@@ -129,7 +129,7 @@ class Graph:
     """One traced function of an algorithm: `init` or `iterate`."""
 
     name: str
-    block: Body
+    body: Body
     in_names: tuple[str, ...]
     out_names: tuple[str, ...]
     num_envs: int
@@ -139,8 +139,8 @@ class Graph:
         """In order of first appearance."""
         return list(dict.fromkeys(role for op in self.fragments() for role in op.roles))
 
-    def fragments(self, block: Body | None = None) -> Iterator[Op]:
-        for op in (block or self.block).ops:
+    def fragments(self, body: Body | None = None) -> Iterator[Op]:
+        for op in (body or self.body).ops:
             if op.body:
                 yield from self.fragments(op.body)
             elif op.roles:

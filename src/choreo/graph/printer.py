@@ -19,10 +19,10 @@ WIDTH = 100
 def format_graph(graph: Graph) -> str:
     """The fragments of one iteration, in order, and the edges between them."""
     names, fragments = end_names(graph), list(graph.fragments())
-    glue = sum(len(list(_glue(block))) for block in _blocks(graph.block))
+    glue = sum(len(list(_glue(body))) for body in _bodies(graph.body))
     head = f"{graph.name} on {count(graph.num_envs, 'environment')}: {count(len(fragments), 'fragment')} of "
     lines = [f"{head}{', '.join(graph.roles) or 'no role'}; {count(glue, 'equation')} of glue", ""]
-    lines += _Printer(graph, names).block(graph.block, indent="")
+    lines += _Printer(graph, names).body(graph.body, indent="")
     rows = [_edge_row(edge, names) for edge in find_edges(graph)]
     lines += ["", *table(["from -> to", "what", "times", "bytes", "per iteration"], rows, align="<<>>>", flexible=1)]
     return "\n".join(line.rstrip() for line in lines)
@@ -42,16 +42,16 @@ class _Printer:
     def __init__(self, graph: Graph, names: dict[End, str]):
         self.names, self.values, self.runs = names, value_names(graph), runs(graph)
 
-    def block(self, block: Body, indent: str) -> list[str]:
+    def body(self, body: Body, indent: str) -> list[str]:
         lines: list[str] = []
-        for op in block.ops:
+        for op in body.ops:
             if op.body:
                 backwards = ", backwards" if op.body.reverse else ""
                 lines.append(_with_line(f"{indent}{op.body.length} x{backwards}", op))
-                lines += self.block(op.body, indent + "│ ")
+                lines += self.body(op.body, indent + "│ ")
             elif op.roles:
                 lines += self.fragment(op, indent)
-        glue = [op.name for op in _glue(block)]
+        glue = [op.name for op in _glue(body)]
         return [*lines, shorten(f"{indent}{'glue':9}{_common(glue)}", WIDTH)] if glue else lines
 
     def fragment(self, op: Op, indent: str) -> list[str]:
@@ -80,15 +80,15 @@ def _edge_row(edge: Edge, names: dict[End, str]) -> list[str]:
     return [ends, describe(edge.reads), f"{edge.times} x", size, format_bytes(edge.nbytes * edge.times)]
 
 
-def _blocks(block: Body) -> Iterable[Body]:
-    yield block
-    for op in block.ops:
+def _bodies(body: Body) -> Iterable[Body]:
+    yield body
+    for op in body.ops:
         if op.body:
-            yield from _blocks(op.body)
+            yield from _bodies(op.body)
 
 
-def _glue(block: Body) -> Iterable[Op]:
-    return (op for op in block.ops if not op.roles)
+def _glue(body: Body) -> Iterable[Op]:
+    return (op for op in body.ops if not op.roles)
 
 
 def _common(names: Sequence[str]) -> str:

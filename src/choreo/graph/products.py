@@ -12,7 +12,7 @@ from choreo.graph.ir import Graph
 
 def largest_product(graph: Graph) -> int:
     """Multiplications in the largest product or convolution."""
-    return max(_products(op.eqn for op in graph.block.ops), default=0)
+    return max(_products(op.eqn for op in graph.body.ops), default=0)
 
 
 def _products(eqns: Iterable[jec.JaxprEqn]) -> Iterator[int]:

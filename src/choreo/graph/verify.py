@@ -10,15 +10,15 @@ from choreo.graph.ir import Body, Graph, Operand, Value
 def verify(graph: Graph, after: str) -> Graph:
     """Return the graph, or say which pass broke it and where."""
     try:
-        assert len(graph.in_names) == len(graph.block.ins), "an input without a name"
-        assert len(graph.out_names) == len(graph.block.outs), "an output without a name"
-        _verify_block(graph.block, seen=set())
+        assert len(graph.in_names) == len(graph.body.ins), "an input without a name"
+        assert len(graph.out_names) == len(graph.body.outs), "an output without a name"
+        _verify_body(graph.body, seen=set())
     except AssertionError as broken:
         raise AssertionError(f"`{after}` broke the graph of `{graph.name}`: {broken}\n{graph}") from broken
     return graph
 
 
-def _verify_block(block: Body, seen: set[int]) -> None:
+def _verify_body(body: Body, seen: set[int]) -> None:
     known: set[Value] = set()
 
     def define(value: Value, what: str) -> None:
@@ -30,12 +30,12 @@ def _verify_block(block: Body, seen: set[int]) -> None:
         is_literal = isinstance(operand, jec.Literal)
         assert is_literal or operand in known, f"{what} reads {operand!r} before it is produced"
 
-    assert block.num_consts + block.num_carry <= len(block.ins), "more consts and carry than inputs"
-    for value in block.ins:
+    assert body.num_consts + body.num_carry <= len(body.ins), "more consts and carry than inputs"
+    for value in body.ins:
         define(value, "input")
-    for value in block.consts:
+    for value in body.consts:
         define(value, "constant")
-    for op in block.ops:
+    for op in body.ops:
         assert len(op.ins) == len(op.eqn.invars), f"{op!r} has lost an operand"
         assert len(op.outs) == len(op.eqn.outvars), f"{op!r} has lost a result"
         for operand, var in zip(op.ins, op.eqn.invars, strict=True):
@@ -47,13 +47,13 @@ def _verify_block(block: Body, seen: set[int]) -> None:
             assert len(op.body.ins) == len(op.ins) and len(op.body.outs) == len(op.outs), (
                 f"the body of {op!r} does not fit"
             )
-            _verify_block(op.body, seen)
+            _verify_body(op.body, seen)
         for value in op.outs:
             if value:
                 define(value, "result")
-    for operand in block.outs:
+    for operand in body.outs:
         check_read(operand, "output")
-    for before, after in zip(block.carry_ins, block.carry_outs, strict=True):
+    for before, after in zip(body.carry_ins, body.carry_outs, strict=True):
         assert _type(before) == _type(after), f"carry {before!r} comes back as {after!r}"
 
 

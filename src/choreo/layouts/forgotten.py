@@ -27,7 +27,7 @@ def forgotten_marks(traced: Traced, layout: Layout, sites: Sites) -> tuple[str, 
         return ()
     sites = sites.of_one_worker() if sites.num_workers > 1 else sites
     placement = place(traced.iterate, sites, traced.carry_axes)
-    found = Counter(_glue(traced.iterate.block, placement))
+    found = Counter(_glue(traced.iterate.body, placement))
     instead = "; ".join(text for group in sites.replicas if (text := _at(group, found)))
     return tuple(_warning(role, layout, instead) for role in missing)
 
@@ -54,9 +54,9 @@ def _at(group: GroupName, found: Counter[tuple[GroupName, str]]) -> str:
     return f"at `{group}` {', '.join([*names, *more])}" if names else ""
 
 
-def _glue(block: Body, placement: Placement, around: GroupName | None = None) -> Iterator[tuple[GroupName, str]]:
+def _glue(body: Body, placement: Placement, around: GroupName | None = None) -> Iterator[tuple[GroupName, str]]:
     """(home, line) of every op without a role; `around`: the home of a scan that is not split."""
-    for op in block.ops:
+    for op in body.ops:
         home = around or placement.ops.get(op)
         if op.body:
             yield from _glue(op.body, placement, home)

@@ -10,17 +10,18 @@ The numbers are the same, since Threefry gives each key its own whether mapped o
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.extend.core as jec
 import jax.numpy as jnp
-from jax import lax
 
 from choreo import _compat
+from choreo.partition.code import DrawCode, JoinedCode, OpsCode, RestCode, SegmentCode, as_segment
 from choreo.partition.program import HostCall, Input, Loop, LoopPart, Program, Segment, Slot, Step, walk
+from choreo.partition.whole import Pruned
 
 DRAWS = {"random_bits", "threefry2x32"}
 
@@ -51,19 +52,18 @@ def _append(steps: list[Step], segment: Segment) -> None:
 
 
 def _both(first: Segment, then: Segment) -> Segment:
+    """Two segments of a group in one call."""
     known = {given.slot for given in first.ins} | set(first.outs)
     ins = (*first.ins, *(given for given in then.ins if given.slot not in known))
+    position = {slot: i for i, slot in enumerate([*(given.slot for given in ins), *first.outs])}
+    reads = tuple(position[given.slot] for given in then.ins)
+    code = JoinedCode(_code(first), len(first.ins), _code(then), reads)
+    return as_segment(code, first.group, ins, (*first.outs, *then.outs))
 
-    def fn(index: Any, t: Any, *values: Any) -> list[Any]:
-        store = dict(zip((given.slot for given in ins), values, strict=True))
-        results = first.fn(index, t, *(store[given.slot] for given in first.ins))
-        store.update(zip(first.outs, results, strict=True))
-        return [*results, *then.fn(index, t, *(store[given.slot] for given in then.ins))]
 
-    return replace(
-        first, ins=ins, outs=(*first.outs, *then.outs), out_avals=(*first.out_avals, *then.out_avals), fn=fn,
-        out_axes=(*first.out_axes, *then.out_axes),
-    )  # fmt: skip
+def _code(segment: Segment) -> SegmentCode:
+    assert isinstance(segment.fn, SegmentCode)
+    return segment.fn
 
 
 def _before_and_loop(loop: Loop, slots: Iterator[Slot]) -> tuple[list[Segment], Loop]:
@@ -89,44 +89,30 @@ def _split(segment: Segment, part: LoopPart, length: int, slots: Iterator[Slot])
     of_keys = [given.stacked and isinstance(outside[given.slot], Slot) and _is_threefry(given) for given in segment.ins]
     if segment.combines or not any(of_keys):
         return None
+    code = segment.fn
+    assert isinstance(code, OpsCode), "segments in loops are never joined"
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    whole = jax.make_jaxpr(segment.fn)(number, number, *(given.aval for given in segment.ins))
+    whole = jax.make_jaxpr(code)(number, number, *(given.aval for given in segment.ins))
     known, rest, types = _compat.split_known(whole, [True, True, *of_keys])
     if whole.effects or not DRAWS & set(_primitives(known)):
         return None
-    is_drawn = [any(_compat.prune(known, _only(i, types))[1][2:]) for i in range(len(types))]
-    drawing, others = (_outputs(known, wanted) for wanted in (is_drawn, [not drawn for drawn in is_drawn]))
-
-    def draw(index: Any, _: Any, *keys: Any) -> list[Any]:
-        return jax.vmap(lambda t: drawing(index, t, *keys))(jnp.arange(length, dtype=jnp.int32))
-
-    def go_on(index: Any, t: Any, *values: Any) -> list[Any]:
-        drawn = (lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in values[: sum(is_drawn)])
-        known_here = iter(others(index, t))
-        first = [next(drawn) if each else next(known_here) for each in is_drawn]
-        return _compat.eval_jaxpr(rest, [*first, *values[sum(is_drawn) :]])
-
-    avals = [
-        jax.ShapeDtypeStruct((length, *one.shape), one.dtype) for one, each in zip(types, is_drawn, strict=True) if each
-    ]
-    pairs = [(next(slots), next(slots)) for _ in avals]
+    is_drawn = [any(Pruned.of(known, _only(i, types)).used[2:]) for i in range(len(types))]
+    drawing = DrawCode(code, Pruned.of(known, is_drawn), length)
+    undrawn = Pruned.of(known, [not drawn for drawn in is_drawn])
+    pairs = [(next(slots), next(slots)) for _ in drawing.out_avals]
     keys = [replace(given, slot=outside[given.slot], stacked=False)
             for given, is_key in zip(segment.ins, of_keys, strict=True) if is_key]  # fmt: skip
     kept = [given for given, is_key in zip(segment.ins, of_keys, strict=True) if not is_key]
-    drawn = [Input(inside, True, aval, None, "drawn") for (inside, _), aval in zip(pairs, avals, strict=True)]
-    draws = Segment(segment.group, "draws", tuple(keys), tuple(out for _, out in pairs), tuple(avals), draw,
-                    roles=segment.roles, out_axes=(None,) * len(avals))  # fmt: skip
-    return draws, replace(segment, ins=(*drawn, *kept), fn=go_on), pairs
+    drawn = [
+        Input(inside, True, aval, None, "drawn") for (inside, _), aval in zip(pairs, drawing.out_avals, strict=True)
+    ]
+    draws = as_segment(drawing, segment.group, keys, [outside for _, outside in pairs])
+    after = as_segment(RestCode(code, undrawn, rest), segment.group, [*drawn, *kept], segment.outs)
+    return draws, after, pairs
 
 
 def _only(i: int, among: list[Any]) -> list[bool]:
     return [i == j for j in range(len(among))]
-
-
-def _outputs(closed: jec.ClosedJaxpr, wanted: list[bool]) -> Callable[..., list[Any]]:
-    """The function of some outputs; inputs that they do not need may be left out at the end."""
-    pruned, used = _compat.prune(closed, wanted)
-    return lambda *values: _compat.eval_jaxpr(pruned, [x for x, use in zip(values, used, strict=False) if use])
 
 
 def _is_threefry(given: Input) -> bool:

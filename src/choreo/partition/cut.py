@@ -4,20 +4,19 @@ Greedy and in program order: take the group of the first op that is left, run ev
 need, go on. What has no home is computed inside each segment that uses it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import jax
-import jax.extend.core as jec
 import numpy as np
-from jax import lax
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Graph, Op, Operand, Value
+from choreo.partition.code import CodeInput, OpsCode, OpStep, as_segment
 from choreo.partition.demand import Needs
-from choreo.partition.forms import cut as cut_block
+from choreo.partition.forms import Size, piece_type
 from choreo.partition.place import Sites
 from choreo.partition.program import (
+    Axis,
     Constant,
     HostCall,
     Input,
@@ -33,22 +32,20 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
-from choreo.partition.reduce import combines
-from choreo.partition.split import Axis, Size
 from choreo.types import GroupName
 
 
 def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Program:
     """`outputs`: which piece of which output a group holds in the end, as given to `find_needs`."""
-    cutter, block = _Cutter(needs), graph.block
-    ins = [cutter.port(name, value) for name, value in zip(graph.in_names, block.ins, strict=True)]
+    cutter, body = _Cutter(needs), graph.body
+    ins = [cutter.port(name, value) for name, value in zip(graph.in_names, body.ins, strict=True)]
     # What is carried ends where it is read in the next iteration.
-    carried = {i: {group: axis for group, (_, axis) in ins[i].held.items()} for i in range(block.num_carry)}
+    carried = {i: {group: axis for group, (_, axis) in ins[i].held.items()} for i in range(body.num_carry)}
     ends = {**carried, **outputs}
-    exits = [(block.outs[i], group, axis) for i, groups in ends.items() for group, axis in groups.items()]
-    steps = cutter.block_steps(block, exits, stacked=frozenset(), fixed=frozenset())
+    exits = [(body.outs[i], group, axis) for i, groups in ends.items() for group, axis in groups.items()]
+    steps = cutter.body_steps(body, exits, stacked=frozenset(), fixed=frozenset())
     outs = []
-    for position, (name, out) in enumerate(zip(graph.out_names, block.outs, strict=True)):
+    for position, (name, out) in enumerate(zip(graph.out_names, body.outs, strict=True)):
         held = {group: (cutter.ref(out, axis), axis) for group, axis in ends[position].items()}
         outs.append(Port(name, out.aval, held))
     return Program(graph.name, tuple(steps), tuple(ins), tuple(outs))
@@ -82,38 +79,38 @@ class _Cutter:
         axes = {group: self.placement.natural(value, group) for group in groups}
         return Port(name, value.aval, {group: (self.slot(value, axis), axis) for group, axis in axes.items()})
 
-    def block_steps(
-        self, block: Body, exits: list[PieceAt], *, stacked: frozenset[Value], fixed: frozenset[Value]
+    def body_steps(
+        self, body: Body, exits: list[PieceAt], *, stacked: frozenset[Value], fixed: frozenset[Value]
     ) -> list[Step]:
-        """The steps of a block.
+        """The steps of a body.
 
         `exits`: the pieces that must be there at its end; `stacked`: its inputs that hold one slice per step of the loop
         around; `fixed`: what a loop carries unchanged.
         """
-        self.consts.update(block.consts)
+        self.consts.update(body.consts)
         steps: list[Step] = []
         ready: dict[GroupName, set[Value]] = {group: set() for group in self.sites.replicas}
-        for value in block.ins:
+        for value in body.ins:
             home = self.placement.home(value)
             for group in self.needs.groups(value):
-                sent = value in block.carry_ins and home not in (None, group) and value not in fixed
+                sent = value in body.carry_ins and home not in (None, group) and value not in fixed
                 if not sent:
                     ready[group].add(value)
-        steps += self._transfers([v for v in block.carry_ins if v not in fixed], ready)
-        rest = [op for op in block.ops if self._live(op)]
-        producers = block.producers()
+        steps += self._transfers([v for v in body.carry_ins if v not in fixed], ready)
+        rest = [op for op in body.ops if self._live(op)]
+        producers = body.producers()
         made_already: set[PieceAt] = set()
         while rest:
             op = next((op for op in rest if self._can_run(op, ready, producers)), None)
             if op is None:
                 raise _stuck(rest[0], self.sites)
             if op not in self.placement.ops:
-                loop, entries = self._loop(op, block)
-                steps += self._make(entries, made_already, block, producers, stacked)
+                loop, entries = self._loop(op, body)
+                steps += self._make(entries, made_already, body, producers, stacked)
                 steps.append(loop)
                 rest.remove(op)
                 made = [v for v in op.outs if v]
-                for value, group, _ in self._stacked_here(op, block):
+                for value, group, _ in self._stacked_here(op, body):
                     ready[group].add(value)
                 for value in made:
                     if self.placement.home(value) is None:
@@ -123,7 +120,7 @@ class _Cutter:
                 home = self.placement.ops[op]
                 assert home is not None
                 call, entries = self._host_call(op, home, producers)
-                steps += self._make(entries, made_already, block, producers, stacked)
+                steps += self._make(entries, made_already, body, producers, stacked)
                 steps.append(call)
                 rest.remove(op)
                 made = [v for v in op.outs if v]
@@ -135,13 +132,13 @@ class _Cutter:
                 made = [v for o in ops for v in o.outs if v]
                 last = not any(self._takes_part(op, group) for op in rest)
                 extra = self._ends(exits, group, made_already, ready, producers) if last else []
-                steps.append(self._segment(group, ops, block, producers, stacked, extra=extra))
+                steps.append(self._segment(group, ops, body, producers, stacked, extra=extra))
             for value in made:
                 home = self.placement.home(value)
                 if home is not None:
                     ready[home].add(value)
             steps += self._transfers(made, ready)
-        return steps + self._make(exits, made_already, block, producers, stacked)
+        return steps + self._make(exits, made_already, body, producers, stacked)
 
     def _host_call(self, op: Op, home: GroupName, producers: dict[Value, Op]) -> tuple[HostCall, list[PieceAt]]:
         """A call of Python, and the pieces that must be there before it."""
@@ -229,15 +226,15 @@ class _Cutter:
         read = self._sources(producers[operand], producers) if self._homeless(operand, producers) else {operand}
         return read - set(self.consts) <= ready
 
-    def _make(self, pieces: Iterable[PieceAt], made: set[PieceAt], block: Body, producers, stacked) -> list[Step]:
+    def _make(self, pieces: Iterable[PieceAt], made: set[PieceAt], body: Body, producers, stacked) -> list[Step]:
         """Segments for pieces that no other segment makes."""
         wanted = self._unmade(pieces, made, producers)
-        return [self._segment(group, [], block, producers, stacked, extra=extra) for group, extra in wanted.items()]
+        return [self._segment(group, [], body, producers, stacked, extra=extra) for group, extra in wanted.items()]
 
     def _unmade(
         self, pieces: Iterable[PieceAt], made: set[PieceAt], producers: dict[Value, Op]
     ) -> dict[GroupName, list[tuple[Value, Axis]]]:
-        """Pieces that are nobody's results: of what has no home, and of what is held whole but wanted cut. Adds
+        """Demand that are nobody's results: of what has no home, and of what is held whole but wanted cut. Adds
         them to `made`."""
         wanted: dict[GroupName, list[tuple[Value, Axis]]] = {}
         for operand, group, axis in pieces:
@@ -252,12 +249,12 @@ class _Cutter:
     def _homeless(self, value: Value, producers: dict[Value, Op]) -> bool:
         return self.placement.home(value) is None and value in producers and producers[value] in self.placement.ops
 
-    def _segment(self, group: GroupName, ops: Sequence[Op], block: Body, producers: dict[Value, Op],
+    def _segment(self, group: GroupName, ops: Sequence[Op], body: Body, producers: dict[Value, Op],
                  stacked: frozenset[Value], extra: Sequence[tuple[Value, Axis]]) -> Segment:  # fmt: skip
         needs, size = self.needs, self.sites.size(group)
-        everything = self._with_homeless(ops, [v for v, _ in extra], block, producers)
+        everything = self._with_homeless(ops, [v for v, _ in extra], body, producers)
         made = {v for op in everything for v in op.outs if v}
-        read: list[tuple[Operand, set[Axis]]] = [(v, {axis}) for v, axis in extra]
+        read: list[tuple[Operand, Set[Axis]]] = [(v, {axis}) for v, axis in extra]
         for op in everything:
             read += zip(op.ins, needs.operands(op, group, needs.wanted(op, group)), strict=True)
         keys: dict[tuple[Value, Axis], None] = {}
@@ -266,27 +263,27 @@ class _Cutter:
                 keys.update(
                     dict.fromkeys((operand, axis) for axis in sorted(needs.held(operand, group, axes), key=str))
                 )
-        ins = [self._input(value, axis, size, value in stacked) for value, axis in keys]
-        outs = [(v, axis) for op in ops for v in op.outs if v and self._used_outside(v, group, ops, block, producers)
+        ins = tuple(self._input(value, axis, size, value in stacked) for value, axis in keys)
+        outs = [(v, axis) for op in ops for v in op.outs if v and self._used_outside(v, group, ops, body, producers)
                 for axis in sorted(needs.at(v, group), key=str)]  # fmt: skip
         outs += extra
         consts = {v: self.consts[v] for v, _ in read if isinstance(v, Value) and v in self.consts}
-        fn = _segment_fn(everything, list(keys), ins, outs, consts, needs, group, size)
-        name = "+".join(dict.fromkeys(_fragment_names(ops))) or "glue"
-        out_avals = tuple(_piece_aval(v.aval, axis, size) for v, axis in outs)
-        roles = tuple(dict.fromkeys(role for op in ops for role in sorted(op.roles)))
-        slots = tuple(self.slot(v, axis) for v, axis in outs)
-        together = size is not None and any(combines(op.eqn) for op in everything)
-        out_axes = tuple(axis for _, axis in outs)
-        return Segment(group, name, tuple(ins), slots, out_avals, fn, roles=roles, out_axes=out_axes, combines=together)
+        steps = tuple(self._op_step(op, group) for op in everything)
+        code = OpsCode(group, ins, consts, steps, tuple(outs), size)
+        given = [Input(self.slot(i.value, i.axis), i.stacked, i.aval, i.outer_axis, i.value.label) for i in ins]
+        return as_segment(code, group, given, [self.slot(v, axis) for v, axis in outs])
 
-    def _input(self, value: Value, axis: Axis, size: Size | None, stacked: bool) -> Input:
+    def _op_step(self, op: Op, group: GroupName) -> OpStep:
+        wanted = self.needs.wanted(op, group)
+        evaluation = self.needs.step(op, group) or self.needs.pruned(op, wanted)
+        return OpStep(op, tuple(frozenset(axes) for axes in wanted), evaluation)
+
+    def _input(self, value: Value, axis: Axis, size: Size | None, stacked: bool) -> CodeInput:
         outer = self.xs_outside[value] if stacked else value
         outer_axis = axis + 1 if stacked and axis is not None else axis
-        aval = _piece_aval(outer.aval, outer_axis, size)
-        return Input(self.slot(value, axis), stacked, aval, outer_axis, value.label)
+        return CodeInput(value, axis, stacked, piece_type(outer.aval, outer_axis, size))
 
-    def _with_homeless(self, ops: Sequence[Op], extra: Iterable[Value], block: Body, producers) -> list[Op]:
+    def _with_homeless(self, ops: Sequence[Op], extra: Iterable[Value], body: Body, producers) -> list[Op]:
         """The ops, and all that has no home and goes into them, in program order."""
         found = set(ops)
         todo = [v for op in ops for v in op.values()] + list(extra)
@@ -295,19 +292,19 @@ class _Cutter:
             if self._homeless(value, producers) and producers[value] not in found:
                 found.add(producers[value])
                 todo += producers[value].values()
-        return [op for op in block.ops if op in found]
+        return [op for op in body.ops if op in found]
 
-    def _used_outside(self, value: Value, group: GroupName, ops: Sequence[Op], block: Body, producers) -> bool:
+    def _used_outside(self, value: Value, group: GroupName, ops: Sequence[Op], body: Body, producers) -> bool:
         if not self.needs.at(value, group):
             return False
         inside = set(ops)
-        read_later = any(value in op.ins and self._runs_at(op, group) and op not in inside for op in block.ops)
-        return read_later or value in block.outs or bool(self.needs.crossings(value))
+        read_later = any(value in op.ins and self._runs_at(op, group) and op not in inside for op in body.ops)
+        return read_later or value in body.outs or bool(self.needs.crossings(value))
 
     def _runs_at(self, op: Op, group: GroupName) -> bool:
         return op not in self.placement.ops or self.placement.ops[op] in (None, group)
 
-    def _stacked_here(self, op: Op, block: Body) -> list[tuple[Value, GroupName, Operand]]:
+    def _stacked_here(self, op: Op, around: Body) -> list[tuple[Value, GroupName, Operand]]:
         """Stacked results that a group makes by itself, since it sees every slice anyway."""
         body = op.body
         assert body is not None
@@ -317,19 +314,19 @@ class _Cutter:
                 continue
             home, groups = self.placement.home(inner), self.needs.groups(value)
             seen_by = [group for group in groups if home in (None, group) or self._sees(inner, value, group)]
-            if home is not None and seen_by == groups and not self._read_at(value, home, block):
+            if home is not None and seen_by == groups and not self._read_at(value, home, around):
                 seen_by = [group for group in seen_by if group != home]  # wanted there only to be sent, and it is not
             found += [(value, group, inner) for group in seen_by]
         return found
 
-    def _read_at(self, value: Value, group: GroupName, block: Body) -> bool:
-        return value in block.outs or any(value in op.ins and self._runs_at(op, group) for op in block.ops)
+    def _read_at(self, value: Value, group: GroupName, body: Body) -> bool:
+        return value in body.outs or any(value in op.ins and self._runs_at(op, group) for op in body.ops)
 
     def _sees(self, inner: Operand, outer: Value, group: GroupName) -> bool:
         shifted = {axis if axis is None else axis - 1 for axis in self.needs.at(outer, group)}
         return 0 not in self.needs.at(outer, group) and shifted <= self.needs.at(inner, group)
 
-    def _loop(self, op: Op, block: Body) -> tuple[Loop, list[PieceAt]]:
+    def _loop(self, op: Op, around: Body) -> tuple[Loop, list[PieceAt]]:
         """A split scan, and the pieces that must be there before it."""
         body = op.body
         assert body is not None
@@ -368,12 +365,12 @@ class _Cutter:
                 axis = self.placement.natural(inner, group)
                 last = self.slot(final, axis) if final and self.needs.at(final, group) else None
                 carry.append((self.slot(inner, axis), entry(init, group, axis), exit_(out, group, axis), last))
-            for value, at, inner in self._stacked_here(op, block):
+            for value, at, inner in self._stacked_here(op, around):
                 for a in self.needs.at(value, group) if at == group else ():
-                    aval = _piece_aval(value.aval, a, self.sites.size(group))
+                    aval = piece_type(value.aval, a, self.sites.size(group))
                     ys.append((exit_(inner, group, a if a is None else a - 1), self.slot(value, a), aval))
             parts[group] = LoopPart(tuple(consts), tuple(carry), tuple(xs), tuple(slices), tuple(ys))
-        steps = self.block_steps(body, exits, stacked=frozenset(body.xs) - single, fixed=frozenset(fixed))
+        steps = self.body_steps(body, exits, stacked=frozenset(body.xs) - single, fixed=frozenset(fixed))
         taking_part = {group for step in steps for group in groups_of(step)}
         parts = {group: part for group, part in parts.items() if part != LoopPart() or group in taking_part}
         return Loop(body.length, body.reverse, parts, tuple(steps)), entries
@@ -388,62 +385,5 @@ def _stuck(op: Op, sites: Sites) -> PartitionError:
     )
 
 
-def _fragment_names(ops: Iterable[Op]) -> list[str]:
-    names = []
-    for op in ops:
-        if op.call:
-            names.append(op.call.name)
-        elif op.body:
-            names.append(f"{op.body.length} x ({'+'.join(dict.fromkeys(_fragment_names(op.body.ops)))})")
-        elif op.roles:
-            names.append(op.name)
-    return names
-
-
 def _literal(literal: Any) -> np.ndarray:
     return np.asarray(literal.val, literal.aval.dtype)
-
-
-def _piece_aval(aval: Any, axis: Axis, size: Size | None) -> Any:
-    shape = list(aval.shape)
-    if axis is not None and size is not None:
-        shape[axis] = size.of(shape[axis])
-    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
-
-
-def _segment_fn(ops, keys, ins: Sequence[Input], outs, consts, needs: Needs, group: GroupName, size: Size | None):
-    """The function of a segment: evaluates its ops one by one, so that JAX can trace and compile it."""
-
-    def segment(index, t, *values):
-        held: dict[Value, dict[Axis, Any]] = {v: {None: c} for v, c in consts.items()}
-        for (value, axis), array, given in zip(keys, values, ins, strict=True):
-            # Looked at when it is traced: JAX would compile the segment for any other type that arrives.
-            assert (array.shape, array.dtype) == (given.aval.shape, given.aval.dtype), (
-                f"`{given.label}` arrives at `{group}` as {array.dtype}{list(array.shape)}, and the plan says {given.aval}"
-            )
-            array = lax.dynamic_index_in_dim(array, t, 0, keepdims=False) if given.stacked else array
-            held.setdefault(value, {})[axis] = array
-
-        def piece(operand, axis):
-            if isinstance(operand, jec.Literal):
-                return operand.val
-            pieces = held[operand]
-            if axis not in pieces:
-                assert size is not None
-                pieces[axis] = cut_block(pieces[None], axis, index, size)
-            return pieces[axis]
-
-        for op in ops:
-            step = needs.step(op, group)
-            wanted = needs.wanted(op, group)
-            results: list[dict[Axis, Any]]
-            if step is None or size is None:
-                pruned = needs.pruned(op, wanted)
-                values = [piece(v, None) for v, used in zip(op.ins, pruned.used, strict=True) if used]
-                results = [{None: result} for result in pruned.run(values)]
-            else:
-                results = step.emit(lambda i, axis, op=op: piece(op.ins[i], axis), wanted, index, size)
-            held.update((v, r) for v, r in zip(op.outs, results, strict=True) if v)
-        return [piece(v, axis) for v, axis in outs]
-
-    return segment

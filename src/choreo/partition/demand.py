@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Op, Operand, Value
-from choreo.partition.blocks import InferredEqn, Pruned, infer_step
-from choreo.partition.forms import Mixed
+from choreo.partition.forms import Demand, Mixed, Mixes
+from choreo.partition.inference import infer_step
+from choreo.partition.inferred import InferredEqn
 from choreo.partition.place import Placement
-from choreo.partition.split import Axis, Mixes
+from choreo.partition.program import Axis
+from choreo.partition.whole import Pruned
 from choreo.types import GroupName
 
 
@@ -27,9 +29,9 @@ class Needs:
         self._find_inputs(top)
         self.grew = False
 
-    def _find_inputs(self, block: Body) -> None:
-        self.outside.update(v for v in [*block.ins, *block.consts])
-        for op in block.ops:
+    def _find_inputs(self, body: Body) -> None:
+        self.outside.update(v for v in [*body.ins, *body.consts])
+        for op in body.ops:
             if op.body:
                 self._find_inputs(op.body)
                 self.outside.update(v for v in op.outs if v and op not in self.placement.ops)
@@ -74,14 +76,14 @@ class Needs:
             self.steps[op, group] = infer_step(op.eqn, forms, size, op.at)
         return self.steps[op, group]
 
-    def pruned(self, op: Op, wanted: list[set[Axis]]) -> Pruned:
+    def pruned(self, op: Op, wanted: Demand) -> Pruned:
         """An op where a group sees all environments."""
         key = (op, tuple(bool(axes) for axes in wanted))
         if key not in self._pruned:
-            self._pruned[key] = Pruned(op.eqn, key[1])
+            self._pruned[key] = Pruned.of_eqn(op.eqn, key[1])
         return self._pruned[key]
 
-    def operands(self, op: Op, group: GroupName, wanted: list[set[Axis]]) -> list[set[Axis]]:
+    def operands(self, op: Op, group: GroupName, wanted: Demand) -> Demand:
         """The pieces of its operands that an op reads at a group."""
         if step := self.step(op, group):
             return step.demand(wanted)
@@ -93,26 +95,26 @@ class Needs:
         return [self.at(value, group) if value else set() for value in op.outs]
 
 
-def find_needs(placement: Placement, block: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
+def find_needs(placement: Placement, body: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
     """`outputs`: which piece of which output a group must hold in the end. What is carried stays at its home anyhow."""
-    needs = Needs(placement, block)
+    needs = Needs(placement, body)
     while True:
         needs.grew = False
-        for value in block.carry_ins:
+        for value in body.carry_ins:
             home = placement.home(value) or needs.sites.default
             needs.add(value, home, {placement.natural(value, home)})
         for position, groups in outputs.items():
             for group, axis in groups.items():
-                needs.add(block.outs[position], group, {axis})
-        _block_needs(needs, block)
+                needs.add(body.outs[position], group, {axis})
+        _body_needs(needs, body)
         if not needs.grew:
             return needs
 
 
-def _block_needs(needs: Needs, block: Body) -> None:
-    for value, out in zip(block.carry_ins, block.carry_outs, strict=True):
+def _body_needs(needs: Needs, body: Body) -> None:
+    for value, out in zip(body.carry_ins, body.carry_outs, strict=True):
         _carry_needs(needs, value, out)
-    for op in reversed(block.ops):
+    for op in reversed(body.ops):
         if op not in needs.placement.ops:
             _split_needs(needs, op)
             continue
@@ -123,7 +125,7 @@ def _block_needs(needs: Needs, block: Body) -> None:
                 _op_needs(needs, op, group, wanted)
 
 
-def _op_needs(needs: Needs, op: Op, group: GroupName, wanted: list[set[Axis]]) -> None:
+def _op_needs(needs: Needs, op: Op, group: GroupName, wanted: Demand) -> None:
     try:
         pieces = needs.operands(op, group, wanted)
     except Mixes as mixes:
@@ -167,7 +169,7 @@ def _split_needs(needs: Needs, op: Op) -> None:
         for group in needs.groups(value) if value else []:
             if placement.home(inner) in (None, group):
                 needs.add(inner, group, {placement.natural(inner, group)})
-    _block_needs(needs, body)
+    _body_needs(needs, body)
     for position, (inner, outer) in enumerate(zip(body.ins, op.ins, strict=True)):
         carried = c <= position < c + k
         invariant = carried and body.carry_outs[position - c] is inner

@@ -1,58 +1,116 @@
-"""How a value can be had at a replica: the words of `blocks.py`."""
+"""The abstract domain: what a replica of a group can know of a value, if it holds only its block of the environments.
 
-from collections.abc import Callable, Sequence
+The proof that a program can be divided is an abstract interpretation (`inference.py`). Its *lattice element* is a `Form`:
+
+                   mixed                  top, with a reason (`Mixed`): no replica can compute the value
+                 /   |   \\
+        block 0   block 1   ...           replica r can compute block r of the value along one axis, and no more
+                 \\   |   /
+                   whole                  bottom: every replica can compute all of it, and gets the same
+
+A form only ever rises: the carry of a loop starts as it goes in, and settles after a few rounds.
+
+A *transfer function*, from forms of operands to forms of results, is a `Way`: one object for one equation, which also
+computes the equation on blocks. A transfer function whose result is top raises `Mixes`.
+
+A *piece* of a value is something that a replica holds of it. It is named by an axis: None for the whole value, k for the
+replica's block along axis k.
+"""
+
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 from jax import lax
 
-from choreo.partition.split import Axis, Size
+from choreo.partition.program import Axis
 
 
 class Mixed(NamedTuple):
-    """Why a value cannot be had at a replica."""
+    """Top: why no replica can compute a value."""
 
     why: str
     at: str
     """The user's line."""
     fragment: str = ""
-    """The fragment in which it happens, if it is known."""
+    """The fragment in which environments mix, if it is known."""
     vouch: str = ""
-    """The mark with which the user may vouch for that fragment, if nothing but proof is missing."""
+    """The mark by which the user may vouch for that fragment; empty if that would not help."""
     group: str = ""
-    """Where that fragment runs."""
+    """The group that runs the fragment."""
+
+
+class Mixes(Exception):
+    """Data of different environments meet. Its argument is a `Mixed`, or only the reason."""
 
 
 class Form(NamedTuple):
-    """How a value can be had at a replica; see the module's docstring."""
+    """What a replica can compute of a value: the lattice element."""
 
     whole: bool
+    """Can every replica compute all of it?"""
     axis: Axis = None
+    """The axis along which a replica can compute its block. For a whole value it is only a proposal: where a reader may
+    work with blocks in place of the whole."""
     mixed: Mixed | None = None
+    """The reason why it is neither."""
 
 
 WHOLE = Form(True)
-Pieces = list[set[Axis]]
-"""For each of several values, the pieces wanted of it."""
+Demand = Sequence[Set[Axis]]
+"""For each of several values, the pieces that are needed of it."""
 Get = Callable[[int, Axis], Any]
-"""The piece of operand number i."""
+"""(number of an operand, axis) -> that piece of the operand."""
 
 
 @runtime_checkable
 class Way(Protocol):
-    """How an equation computes on blocks."""
+    """A transfer function: how one equation computes on blocks. Constructing it checks the forms of the operands."""
 
     @property
     def native(self) -> Sequence[Axis | Mixed]:
-        """The one piece of each result that this way computes, or why there is none."""
+        """For each result, the one piece that this way computes, or why there is none."""
         ...
 
-    def demand(self, outs: Sequence[bool]) -> Pieces: ...
-    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]: ...
+    def demand(self, outs: Sequence[bool]) -> Demand:
+        """The pieces of the operands that it reads to compute these results."""
+        ...
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        """Compute these results at replica `index`; what it returns for the others has no meaning."""
+        ...
 
 
-def cut(value: Any, axis: Axis, index: Any, size: Size) -> Any:
-    """Block `index` of a whole value."""
+class Size(NamedTuple):
+    """How many environments the whole run has, and how many one block. Or shards in place of environments."""
+
+    full: int
+    block: int
+    shards: bool = False
+    """Are shards divided? The shard axis is known by the call that numbers the shards, never by its length."""
+
+    @property
+    def blocks(self) -> int:
+        """How many replicas share an axis."""
+        return self.full // self.block
+
+    def of(self, length: int) -> int:
+        """The rows of one block of an axis of that length."""
+        assert length % self.blocks == 0, f"{length} rows in {self.blocks} blocks would lose some"
+        return length // self.blocks
+
+
+def slice_block(value: Any, axis: Axis, index: Any, size: Size) -> Any:
+    """Block `index` of a whole value along an axis; the value itself, if `axis` is None."""
     if axis is None:
         return value
     rows = size.of(value.shape[axis])
     return lax.dynamic_slice_in_dim(value, index * rows, rows, axis)
+
+
+def piece_type(aval: Any, axis: Axis, size: Size | None) -> jax.ShapeDtypeStruct:
+    """The type of a piece, given the type of the whole value; `size` is None where there are no blocks."""
+    shape = list(aval.shape)
+    if axis is not None and size is not None:
+        shape[axis] = size.of(shape[axis])
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo import _compat
-from choreo.partition.forms import Form, Get, Mixed, Pieces
+from choreo.partition.forms import Demand, Form, Get, Mixed, Size
 from choreo.partition.independent import obstacle
-from choreo.partition.split import Axis, Size
+from choreo.partition.program import Axis
 from choreo.roles import Call, find_call, without_number
 
 
@@ -49,7 +49,7 @@ class Mapped:
         # Groups of environments are mapped over as environments are; what else has a length that fits is not of them.
         return fits and (self.over_envs or any(not form.whole for form in forms))
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         _, used = _compat.prune(self.closed, outs)
         return [{axis} if use else set() for axis, use in zip(self.in_axes, used, strict=True)]
 

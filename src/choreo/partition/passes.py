@@ -40,22 +40,22 @@ def partition(
     if relaxed:
         graph, copies = copy_for_readers(graph, placement)
         placement = place(graph, sites, traced.carry_axes, glue_at=copies) if copies else placement
-    block = graph.block
+    body = graph.body
     outputs = {}
-    for position in range(block.num_carry, len(block.outs)):
-        home = placement.home(block.outs[position]) or sites.default
-        outputs[position] = {home: placement.natural(block.outs[position], home)}
-    iterate = cut(graph, find_needs(placement, block, outputs), outputs)
+    for position in range(body.num_carry, len(body.outs)):
+        home = placement.home(body.outs[position]) or sites.default
+        outputs[position] = {home: placement.natural(body.outs[position], home)}
+    iterate = cut(graph, find_needs(placement, body, outputs), outputs)
 
     # `init` is the same for any number of shards: block r of E environments holds those of block r of the shards.
     init_sites = init_sites or replace(sites, shards=1)
     held = {
         i: {group: traced.carry_axes[i] if init_sites.size(group) and not sites.size(group) else axis
             for group, (_, axis) in port.held.items()}
-        for i, port in enumerate(iterate.ins[: block.num_carry])
+        for i, port in enumerate(iterate.ins[: body.num_carry])
     }  # fmt: skip
     homes = {i: next(iter(groups)) for i, groups in held.items()}
     init_placement = place(traced.init, init_sites, wanted_at=homes)
-    init = cut(traced.init, find_needs(init_placement, traced.init.block, held), held)
+    init = cut(traced.init, find_needs(init_placement, traced.init.body, held), held)
     iterate = relaxed(verify_program(iterate)) if relaxed else verify_program(iterate)
-    return verify_program(init), donate(verify_program(draw_ahead(iterate)), num_carry=block.num_carry)
+    return verify_program(init), donate(verify_program(draw_ahead(iterate)), num_carry=body.num_carry)

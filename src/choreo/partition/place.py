@@ -14,10 +14,10 @@ from choreo import _compat
 from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Graph, Op, Operand, Value
 from choreo.host import HostMethod
-from choreo.partition.blocks import infer_step
-from choreo.partition.forms import WHOLE, Form
+from choreo.partition.forms import WHOLE, Form, Size
+from choreo.partition.inference import infer_step
+from choreo.partition.program import Axis
 from choreo.partition.reduce import combines
-from choreo.partition.split import Axis, Size
 from choreo.roles import SHARD_AXIS
 from choreo.types import GroupName, Role
 
@@ -102,8 +102,8 @@ def place(
     `carry_axes`: the proposed env axis of each carried value; `wanted_at`: groups that want an output; `glue_at`: groups
     that want to compute some glue themselves.
     """
-    placer = _Placer(sites, graph.block, wanted_at, glue_at)
-    placer.place_top(graph.block, list(carry_axes))
+    placer = _Placer(sites, graph.body, wanted_at, glue_at)
+    placer.place_top(graph.body, list(carry_axes))
     return placer.result
 
 
@@ -116,39 +116,39 @@ class _Placer:
             if isinstance(out := top.outs[position], Value):
                 self.consumers.setdefault(out, []).append(group)
 
-    def _find_consumers(self, block: Body) -> None:
-        for op in block.ops:
+    def _find_consumers(self, body: Body) -> None:
+        for op in body.ops:
             for value in op.values():
                 self.consumers.setdefault(value, []).append(op)
             if op.body:
                 self._find_consumers(op.body)
 
-    def place_top(self, block: Body, carry_axes: list[Axis]) -> None:
-        for value, axis in zip(block.carry_ins, carry_axes, strict=True):
+    def place_top(self, body: Body, carry_axes: list[Axis]) -> None:
+        for value, axis in zip(body.carry_ins, carry_axes, strict=True):
             self._set(value, None, WHOLE if axis is None else Form(False, axis))
-        self._settle(block, init=None)
+        self._settle(body, init=None)
 
     def _set(self, value: Value, home: GroupName | None, form: Form) -> None:
         self.result.values[value], self.result.forms[value] = home, form
 
-    def _settle(self, block: Body, init: list[Operand] | None) -> None:
+    def _settle(self, body: Body, init: list[Operand] | None) -> None:
         """Go through the ops until no home changes. `init`: where the carry of a loop starts."""
-        for value in [*block.consts, *block.xs]:
+        for value in [*body.consts, *body.xs]:
             if value not in self.result.forms:
                 self._set(value, None, WHOLE)
         for rounds in itertools.count():
-            homes, forms = self._homes(block), [self.result.forms[v] for v in block.carry_ins]
-            for op in block.ops:
+            homes, forms = self._homes(body), [self.result.forms[v] for v in body.carry_ins]
+            for op in body.ops:
                 self._place_op(op)
-            for position, (value, out) in enumerate(zip(block.carry_ins, block.carry_outs, strict=True)):
+            for position, (value, out) in enumerate(zip(body.carry_ins, body.carry_outs, strict=True)):
                 self._place_carry(value, out, init[position] if init else None)
             # Forms only ever go from whole to block, so they settle; two groups of equal cost could swap for ever.
-            settled = forms == [self.result.forms[v] for v in block.carry_ins]
-            if settled and (homes == self._homes(block) or rounds > len(block.carry_ins) + MOST_SWAPS):
+            settled = forms == [self.result.forms[v] for v in body.carry_ins]
+            if settled and (homes == self._homes(body) or rounds > len(body.carry_ins) + MOST_SWAPS):
                 return
 
-    def _homes(self, block: Body) -> list[GroupName | None]:
-        return [self.result.values.get(v) for v in block.carry_ins] + [self.result.ops.get(op) for op in block.ops]
+    def _homes(self, body: Body) -> list[GroupName | None]:
+        return [self.result.values.get(v) for v in body.carry_ins] + [self.result.ops.get(op) for op in body.ops]
 
     def _place_carry(self, value: Value, out: Operand, init: Operand | None) -> None:
         form, home = self.result.forms[value], self.result.home(out)

@@ -88,6 +88,7 @@ class Segment:
     outs: tuple[Slot, ...]
     out_avals: tuple[Any, ...]
     fn: Callable[..., list[Any]]
+    """The code (`code.py`): data that says what is computed, and can be called. At a worker: the same as StableHLO."""
     donated: tuple[int, ...] = ()
     """Positions of inputs whose memory the results may take over."""
     roles: tuple[str, ...] = ()

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from choreo import _compat
-from choreo.partition.forms import Form, Get, Pieces
-from choreo.partition.split import Axis, Mixes
+from choreo.partition.forms import Demand, Form, Get, Mixes
+from choreo.partition.program import Axis
 from choreo.roles import find_reduction
 
 REPLICA_AXIS = "choreo_replica"
@@ -34,7 +34,7 @@ class AllReduce:
             if not form.whole and form.axis != axis:
                 raise Mixes("`all_reduce` was differentiated, or combines something else than shards")
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         return [{axis} for axis in self.axes]
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:

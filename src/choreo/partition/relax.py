@@ -29,22 +29,22 @@ from choreo.types import GroupName
 
 def copy_for_readers(graph: Graph, placement: Placement) -> tuple[Graph, dict[Op, GroupName]]:
     """The graph with copies of glue that makes of carried values what another group reads, and where each copy belongs."""
-    copier = _Copier(graph.block, placement)
-    block = replace(graph.block, ops=tuple(copier.ops()))
-    return verify(replace(graph, block=block), after="copy_for_readers"), copier.homes
+    copier = _Copier(graph.body, placement)
+    body = replace(graph.body, ops=tuple(copier.ops()))
+    return verify(replace(graph, body=body), after="copy_for_readers"), copier.homes
 
 
 class _Copier:
-    def __init__(self, block: Body, placement: Placement):
-        self.block, self.placement, self.producers = block, placement, block.producers()
-        self.numbers = itertools.count(1 + max((v.number for v in _values(block)), default=0))
+    def __init__(self, body: Body, placement: Placement):
+        self.body, self.placement, self.producers = body, placement, body.producers()
+        self.numbers = itertools.count(1 + max((v.number for v in _values(body)), default=0))
         self.copies: dict[tuple[Value, GroupName], Value] = {}
         self.homes: dict[Op, GroupName] = {}
         self.pure: dict[Value, bool] = {}
 
     def ops(self) -> Iterator[Op]:
-        """The ops of the block, each after the copies that it reads."""
-        for op in self.block.ops:
+        """The ops of the body, each after the copies that it reads."""
+        for op in self.body.ops:
             ins = []
             for position, operand in enumerate(op.ins):
                 reader = self._reader(op, position)
@@ -99,10 +99,10 @@ class _Copier:
         yield copy
 
 
-def _values(block: Body) -> Iterator[Value]:
-    yield from block.ins
-    yield from block.consts
-    for op in block.ops:
+def _values(body: Body) -> Iterator[Value]:
+    yield from body.ins
+    yield from body.consts
+    for op in body.ops:
         yield from (v for v in op.outs if v)
         if op.body:
             yield from _values(op.body)

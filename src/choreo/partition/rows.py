@@ -20,8 +20,8 @@ import numpy as np
 from jax.extend.core import primitives
 
 from choreo import _compat
-from choreo.partition.forms import Form, Get, Pieces
-from choreo.partition.split import Axis, Size
+from choreo.partition.forms import Demand, Form, Get, Size
+from choreo.partition.program import Axis
 
 FALSE = "false"
 Fact = int | tuple[Axis, ...] | str | None
@@ -179,7 +179,7 @@ class OwnRows:
                 return OwnRows(eqn, option, size) if option.length % size.blocks == 0 else None
         return None
 
-    def demand(self, outs: Sequence[bool]) -> Pieces:
+    def demand(self, outs: Sequence[bool]) -> Demand:
         return [{axis} for axis in self.option.ins]
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:

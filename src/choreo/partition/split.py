@@ -19,25 +19,8 @@ from typing import Any, NamedTuple, SupportsIndex
 import jax.extend.core as jec
 
 from choreo import _compat
+from choreo.partition.forms import Mixes, Size
 from choreo.partition.program import Axis
-
-
-class Size(NamedTuple):
-    """The environments of the whole run, and of one block; or the shards, which are numbered by a call we know."""
-
-    full: int
-    block: int
-    shards: bool = False
-
-    @property
-    def blocks(self) -> int:
-        """How many replicas share an axis."""
-        return self.full // self.block
-
-    def of(self, length: int) -> int:
-        """The rows of one block of an axis of that length."""
-        assert length % self.blocks == 0, f"{length} rows in {self.blocks} blocks would lose some"
-        return length // self.blocks
 
 
 class Split(NamedTuple):
@@ -49,10 +32,6 @@ class Split(NamedTuple):
     """Along which axis each result is a block; None: it is whole, the same on every replica."""
     params: dict[str, Any]
     """The equation's parameters at block size."""
-
-
-class Mixes(Exception):
-    """Data of different environments meet."""
 
 
 Rule = Callable[[jec.JaxprEqn, Sequence[Axis], Size], Split]

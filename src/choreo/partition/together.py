@@ -25,7 +25,7 @@ def over_devices(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., l
         return segment.fn(index[0], t, *values)
 
     in_specs = (spec(0), spec(None), *(spec(given.axis) for given in segment.ins))
-    # Which results are the same everywhere is proved by the plan (`blocks.py`), by finer rules than shard_map's.
+    # Which results are the same everywhere is proved by the plan (`inference.py`), by finer rules than shard_map's.
     return jax.shard_map(
         at_one, mesh=mesh, in_specs=in_specs, out_specs=[spec(a) for a in segment.out_axes], check_vma=False
     )

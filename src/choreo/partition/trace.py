@@ -2,7 +2,7 @@
 
 `iterate` is traced once, at the number of environments of the run: that program is the reference, and everything a site
 computes is derived from it. Only the shapes of what `init` returns are looked at for two numbers of environments, to propose
-the env axis of each leaf of the carry; the proof, equation by equation, is in `blocks.py`.
+the env axis of each leaf of the carry; the proof, equation by equation, is in `inference.py`.
 """
 
 import functools
@@ -28,7 +28,7 @@ from choreo.errors import AlgorithmError, PartitionError
 from choreo.graph.ir import Body, Graph, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition import carry
-from choreo.partition.split import Axis
+from choreo.partition.program import Axis
 from choreo.roles import SHARD_AXIS, Call, find_call, shard_numbers, traced_anew
 from choreo.types import PyTree, Role
 
@@ -266,8 +266,8 @@ def _axes_of_arrays(form: PyTree, env_axes: Sequence[Axis]) -> tuple[Axis, ...]:
 def build(name: str, closed: jec.ClosedJaxpr, in_names: Sequence[str], out_names: Sequence[str], num_envs: int,
           *, num_carry: int) -> Graph:  # fmt: skip
     """A graph of a traced function: calls around fragments are opened, scans with fragments get a body."""
-    block = _Builder().block(closed, num_consts=0, num_carry=num_carry, labels=in_names)
-    return verify(Graph(name, block, tuple(in_names), tuple(out_names), num_envs), after="build")
+    body = _Builder().body(closed, num_consts=0, num_carry=num_carry, labels=in_names)
+    return verify(Graph(name, body, tuple(in_names), tuple(out_names), num_envs), after="build")
 
 
 def roles_in(eqn: jec.JaxprEqn) -> frozenset[Role]:
@@ -285,9 +285,7 @@ class _Builder:
     def value(self, aval: Any, label: str) -> Value:
         return Value(next(self.numbers), aval, label)
 
-    def block(
-        self, closed: jec.ClosedJaxpr, *, labels: Sequence[str] | None = None, at: str = "", **shape: Any
-    ) -> Body:
+    def body(self, closed: jec.ClosedJaxpr, *, labels: Sequence[str] | None = None, at: str = "", **shape: Any) -> Body:
         labels = labels or [""] * len(closed.jaxpr.invars)
         ins = tuple(self.value(v.aval, label) for v, label in zip(closed.jaxpr.invars, labels, strict=True))
         ops: list[Op] = []
@@ -326,8 +324,8 @@ class _Builder:
             if roles and eqn.primitive is jec.primitives.scan_p:
                 p = _compat.scan_params(eqn)
                 names = [v.label if isinstance(v, Value) else "" for v in operands]
-                body = self.block(p.body, labels=names, at=line, num_consts=p.num_consts, num_carry=p.num_carry,
-                                  length=p.length, reverse=p.reverse)  # fmt: skip
+                body = self.body(p.body, labels=names, at=line, num_consts=p.num_consts, num_carry=p.num_carry,
+                                 length=p.length, reverse=p.reverse)  # fmt: skip
             labels = _out_labels(eqn, call, body)
             forwarded = _forwarded(inner) if inner is not None else {}
             outs: list[Value | None] = []

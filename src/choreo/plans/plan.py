@@ -277,7 +277,7 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     else:
         init, iterate = partition(traced, sites, relaxed=relaxed)
     _check_types(init, iterate)
-    num_carry, product = traced.iterate.block.num_carry, largest_product(traced.iterate)
+    num_carry, product = traced.iterate.body.num_carry, largest_product(traced.iterate)
     return Plan(
         title,
         layout,
@@ -347,17 +347,17 @@ def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
 
 
 def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
-    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/blocks.py`.
+    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/inference.py`.
 
     Where several axes have that length, the first is proposed: a wrong one cannot be proved, or is as good.
     """
-    shapes = [value.aval.shape for value in traced.iterate.block.carry_ins]
+    shapes = [value.aval.shape for value in traced.iterate.body.carry_ins]
     return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
 
 
 def _blocks_of_workers(iterate: Program, traced: Traced, sites: Sites) -> Program:
     """The program of one worker, whose share of the carry is a block of the whole."""
-    num_carry = traced.iterate.block.num_carry
+    num_carry = traced.iterate.body.num_carry
 
     def block(port: Port, axis: Axis) -> Port:
         own = {group: (ref, axis if sites.size(group) else None) for group, (ref, _) in port.held.items()}

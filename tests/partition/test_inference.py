@@ -18,10 +18,11 @@ from jax import lax
 
 import choreo
 from choreo import _compat
-from choreo.partition.blocks import demand, emit, infer
-from choreo.partition.forms import WHOLE, Form
+from choreo.partition.forms import WHOLE, Form, Mixes, Size
+from choreo.partition.inference import infer
+from choreo.partition.inferred import demand, emit
+from choreo.partition.program import Axis
 from choreo.partition.rows import Facts
-from choreo.partition.split import Axis, Mixes, Size
 
 E, BLOCK = 6, 2
 SIZE = Size(E, BLOCK)
@@ -503,7 +504,7 @@ def test_a_piece_from_pieces_is_that_piece_of_the_whole(name):
     assert [MIXED if form.mixed else form.axis for form in inference.outs] == list(case.outs)
     for o, form in enumerate(inference.outs):
         if form.mixed:
-            assert "test_blocks.py:" in form.mixed.at, f"no line of the user's: {form.mixed}"
+            assert "test_inference.py:" in form.mixed.at, f"no line of the user's: {form.mixed}"
             with pytest.raises(Mixes):
                 demand(inference, [{None} if i == o else set() for i in range(len(full))])
             continue

@@ -1,0 +1,130 @@
+"""Abstract interpretation: the form of every value of a program, proved equation by equation.
+
+    infer(jaxpr, forms of inputs)       every equation in order -> Inference (`inferred.py`)
+    infer_step(eqn, forms of operands)  one equation            -> InferredEqn, with the forms of its results and its `Way`
+
+`forms.py` describes the lattice. A way to run an equation on blocks is looked for in this order:
+
+    Python method of each site  ->  mapped fragment  ->  all_reduce  ->  call  ->  control flow  ->  rule of the primitive
+    ->  gather or scatter of each environment's own rows
+
+If there is none, the results are mixed, unless all operands are whole.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jec
+
+from choreo import _compat
+from choreo.host import HostMethod
+from choreo.partition.by_rule import by_rule
+from choreo.partition.control_flow import CONTROL_FLOW, Called
+from choreo.partition.forms import WHOLE, Form, Mixed, Mixes, Size, Way
+from choreo.partition.inferred import Inference, InferredEqn
+from choreo.partition.mapped import Mapped, name_the_mark
+from choreo.partition.on_host import OnHost
+from choreo.partition.program import Axis
+from choreo.partition.reduce import AllReduce
+from choreo.partition.rows import Fact, Facts, OwnRows
+from choreo.roles import SHARD_NUMBERS, find_call, find_reduction
+
+
+def infer(
+    closed: jec.ClosedJaxpr, forms: Sequence[Form], size: Size, at: str = "", facts: Sequence[Fact] = ()
+) -> Inference:
+    """The form of every variable of a program at block size `size`, given the forms of its inputs.
+
+    `at`: the user's line, for equations that have none; `facts`: what is known of the inputs (`rows.py`).
+    """
+    jaxpr, proved = closed.jaxpr, Facts(closed, facts)
+    known: dict[Any, Form] = dict.fromkeys(jaxpr.constvars, WHOLE) | dict(zip(jaxpr.invars, forms, strict=True))
+
+    def form(var):
+        return WHOLE if isinstance(var, jec.Literal) else known[var]
+
+    steps = []
+    for eqn in jaxpr.eqns:
+        # Inside a function of JAX's, report the line of the user's call; elsewhere, each equation has its own line.
+        line = at if _compat.is_written_by_jax(closed) else _compat.where(eqn) or at
+        step = infer_step(eqn, [form(v) for v in eqn.invars], size, line, proved.of(eqn.invars))
+        known.update(zip(eqn.outvars, step.outs, strict=True))
+        steps.append(step)
+    return Inference(closed, size, steps, [form(v) for v in jaxpr.outvars])
+
+
+def infer_step(
+    eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "", facts: Sequence[Fact] = ()
+) -> InferredEqn:
+    """The forms of an equation's results, and its way to run on blocks.
+
+    `at`: the user's line, if it is known; `facts`: what is known of its operands (`rows.py`).
+    """
+    at = at or _compat.where(eqn)
+    forms = [_in_blocks(var, form, size, at) for var, form in zip(eqn.invars, forms, strict=True)]
+    call = find_call(_compat.call_name(eqn))
+    # Each site calls a host method for its own environments, even if the operands are the same everywhere.
+    on_host = call is not None and isinstance(call.host, HostMethod)
+    impure = None if call is not None and call.host else _compat.impure_primitive(eqn)
+    whole = all(form.whole for form in forms) and not on_host and impure is None
+    try:
+        if impure is not None and _compat.inner_jaxpr(eqn) is None:
+            # Each replica would call it for itself, and could get another result.
+            raise Mixes(f"`{impure}` need not give the same result again")
+        way = _find_way(eqn, forms, size, at, facts)
+        native = way.native if way else [None] * len(eqn.outvars)
+    except Mixes as reason:
+        mixed = reason.args[0] if isinstance(reason.args[0], Mixed) else Mixed(str(reason), at)
+        way, native = None, [mixed] * len(eqn.outvars)
+    outs = []
+    for var, axis in zip(eqn.outvars, native, strict=True):
+        if whole:
+            known = axis if isinstance(axis, int) else None
+            outs.append(Form(True, known if way else _env_axis(eqn, var, size)))
+        elif isinstance(axis, Mixed):
+            outs.append(Form(False, None, name_the_mark(axis, call)))
+        else:
+            outs.append(Form(axis is None, axis))
+    return InferredEqn(eqn, whole, way, tuple(outs))
+
+
+def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
+    """An operand's form for blocks of this size: another group may have divided an axis that this one cannot divide."""
+    if form.axis is None or var.aval.shape[form.axis] % size.blocks == 0:
+        return form
+    if form.whole:
+        return Form(True)
+    why = f"{var.aval.shape[form.axis]} groups of environments cannot be divided into {size.blocks} blocks"
+    return Form(False, None, Mixed(why, at))
+
+
+def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
+    """A proposal for the axis of a whole value along which readers may work with blocks. A wrong one costs time only."""
+    if size.shards:  # shards are few: another axis may have the same length, so only the numbering call is trusted
+        return 0 if _compat.call_name(eqn) == SHARD_NUMBERS else None
+    return next((d for d, n in enumerate(getattr(var.aval, "shape", ())) if n == size.full), None)
+
+
+def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str, facts: Sequence[Fact]) -> Way | None:
+    """How an equation runs on blocks; None if all operands are whole. Raises `Mixes` if it cannot."""
+    call, inner = find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
+    on_host, reduces = call is not None and isinstance(call.host, HostMethod), find_reduction(_compat.call_name(eqn))
+    reads_all = inner is None or on_host or reduces  # some results of any other call may not need a mixed operand
+    if reads_all and (mixed := next((form.mixed for form in forms if form.mixed), None)):
+        raise Mixes(mixed)
+    if on_host:
+        return OnHost(eqn, forms, size)
+    if call and (mapped := Mapped.of(eqn, call, size)) and mapped.accepts(forms):
+        return mapped
+    if all(form == WHOLE for form in forms) and (inner is None or _compat.impure_primitive(eqn) is None):
+        return None
+    if inner is not None:
+        return AllReduce(eqn, inner, forms) if reduces else Called(infer(inner, forms, size, at, facts))
+    if eqn.primitive in CONTROL_FLOW:
+        return CONTROL_FLOW[eqn.primitive](eqn, forms, lambda inner, forms: infer(inner, forms, size, at))
+    try:
+        return by_rule(eqn, forms, size)
+    except Mixes:
+        if facts and (own := OwnRows.of(eqn, forms, facts, size)):
+            return own
+        raise

@@ -1,0 +1,25 @@
+"""A host method (`choreo.host_method`) on blocks: Python that each site calls for its own environments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jec
+
+from choreo.partition.forms import Demand, Form, Get, Mixes, Size
+
+
+class OnHost:
+    """A method of an object that each site makes for its own environments: every operand and result is a block along axis 0."""
+
+    def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size):
+        for var, form in zip(eqn.invars, forms, strict=True):
+            if not var.aval.shape or var.aval.shape[0] != size.full or not (form.whole or form.axis == 0):  # pyright: ignore[reportAttributeAccessIssue]
+                raise Mixes("a host method needs operands whose first axis is that of the environments")
+        self.native = [0] * len(eqn.outvars)
+        self.num_ins = len(eqn.invars)
+
+    def demand(self, outs: Sequence[bool]) -> Demand:
+        return [{0} for _ in range(self.num_ins)]
+
+    def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
+        raise AssertionError("a host method is called by the site, never inside a segment")
