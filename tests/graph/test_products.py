@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from choreo.graph.ir import Body, Graph, Op
+from choreo.graph.graph import Graph
+from choreo.graph.ir import Body, Op
 from choreo.graph.products import largest_product
 
 

@@ -8,9 +8,14 @@ whoever needs them computes them. A graph that `verify` refuses must still print
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from choreo.graph.ir import Body, Graph, Op, Operand, Value
+from choreo.graph.ir import Body, Op, Operand, Value
+
+if TYPE_CHECKING:
+    from choreo.graph.graph import Graph
+else:  # graph.py imports this module
+    Graph = Any
 
 CARRY, METRICS = "carry", "metrics"
 End: TypeAlias = Op | Literal["carry", "metrics"]

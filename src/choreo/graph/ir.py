@@ -1,12 +1,12 @@
-"""The fragmented dataflow graph: immutable data over the equations of a traced program.
+"""What a graph is made of: immutable data over the equations of a traced program.
 
-    Graph  = block, with names for what goes in and out
-    Block  = ins, ops, outs            ins: consts, carry, xs (as of `lax.scan`; at the top: carry, key, iteration)
-    Op     = one equation over values  a fragment (it has a call), a scan with fragments in it (it has a body), or glue
-    Value  = one array that flows
+    Graph  = a body, with names for its inputs and outputs (in `graph.py`)
+    Body   = ins, ops, outs            ins: consts, carry, xs, as in `lax.scan`; of a whole program: carry, key, iteration
+    Op     = one equation over values  a fragment (it has a call), a scan that contains fragments (it has a body), or glue
+    Value  = one array
 
-A value belongs to one block and is produced by one op, or is an input or a constant of the block; `verify.py` says exactly
-what a graph is. Nothing here knows about layouts.
+A value belongs to one body. One op of that body produces the value, or the value is an input or a constant of the body.
+`verify.py` checks these rules. Nothing here depends on layouts.
 """
 
 import math
@@ -122,37 +122,3 @@ class Body:
 
     def producers(self) -> dict[Value, Op]:
         return {value: op for op in self.ops for value in op.outs if value}
-
-
-@dataclass(frozen=True, eq=False)
-class Graph:
-    """One traced function of an algorithm: `init` or `iterate`."""
-
-    name: str
-    block: Body
-    in_names: tuple[str, ...]
-    out_names: tuple[str, ...]
-    num_envs: int
-
-    @property
-    def roles(self) -> list[Role]:
-        """In order of first appearance."""
-        return list(dict.fromkeys(role for op in self.fragments() for role in op.roles))
-
-    def fragments(self, block: Body | None = None) -> Iterator[Op]:
-        for op in (block or self.block).ops:
-            if op.body:
-                yield from self.fragments(op.body)
-            elif op.roles:
-                yield op
-
-    def __str__(self) -> str:
-        from choreo.graph.printer import format_graph
-
-        return format_graph(self)
-
-    def draw(self) -> str:
-        """The graph as an SVG picture."""
-        from choreo.graph.draw import draw_graph
-
-        return draw_graph(self)

@@ -7,11 +7,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from choreo import _compat
 from choreo.graph.edges import Edge, End, ReadValue, find_edges, runs, value_names
-from choreo.graph.ir import Body, Graph, Op, Value
+from choreo.graph.ir import Body, Op, Value
+
+if TYPE_CHECKING:
+    from choreo.graph.graph import Graph
+else:  # graph.py imports this module
+    Graph = Any
 
 WIDTH = 100
 

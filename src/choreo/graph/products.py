@@ -7,7 +7,7 @@ from typing import Any
 import jax.extend.core as jec
 
 from choreo import _compat
-from choreo.graph.ir import Graph
+from choreo.graph.graph import Graph
 
 
 def largest_product(graph: Graph) -> int:

@@ -4,7 +4,8 @@ from typing import Any
 
 import jax.extend.core as jec
 
-from choreo.graph.ir import Body, Graph, Operand, Value
+from choreo.graph.graph import Graph
+from choreo.graph.ir import Body, Operand, Value
 
 
 def verify(graph: Graph, after: str) -> Graph:

@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from choreo.errors import PartitionError
-from choreo.graph.ir import Body, Graph, Op, Operand, Value
+from choreo.graph.graph import Graph
+from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.partition.demand import Needs
 from choreo.partition.forms import cut as cut_block
 from choreo.partition.place import Sites

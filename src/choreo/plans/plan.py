@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh
 from choreo._compat import is_key, key_impl
 from choreo.dtypes import KEY_IMPLS, NAMES
 from choreo.errors import AlgorithmError, LayoutError, PartitionError
-from choreo.graph.ir import Graph
+from choreo.graph.graph import Graph
 from choreo.graph.products import largest_product
 from choreo.layouts.base import Layout
 from choreo.layouts.forgotten import forgotten_marks

@@ -1,9 +1,16 @@
 """A graph as a picture: one lane per role, one for the carry; fragments in order, and what flows between them."""
 
+from typing import TYPE_CHECKING, Any
+
 from choreo.graph.edges import CARRY, METRICS, Edge, End, find_edges
-from choreo.graph.ir import Body, Graph, Op
+from choreo.graph.ir import Body, Op
 from choreo.graph.printer import count, describe, end_names, format_bytes, user_line, vmapped
 from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
+
+if TYPE_CHECKING:
+    from choreo.graph.graph import Graph
+else:  # graph.py imports this module
+    Graph = Any
 
 
 def draw_graph(graph: Graph) -> str:

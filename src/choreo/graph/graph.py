@@ -1,0 +1,39 @@
+"""The fragmented dataflow graph of one traced function; it prints and draws itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from choreo.graph.drawing import draw_graph
+from choreo.graph.ir import Body, Op
+from choreo.graph.printer import format_graph
+from choreo.types import Role
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """One traced function of an algorithm: `init` or `iterate`."""
+
+    name: str
+    block: Body
+    in_names: tuple[str, ...]
+    out_names: tuple[str, ...]
+    num_envs: int
+
+    @property
+    def roles(self) -> list[Role]:
+        """In order of first appearance."""
+        return list(dict.fromkeys(role for op in self.fragments() for role in op.roles))
+
+    def fragments(self, block: Body | None = None) -> Iterator[Op]:
+        for op in (block or self.block).ops:
+            if op.body:
+                yield from self.fragments(op.body)
+            elif op.roles:
+                yield op
+
+    def __str__(self) -> str:
+        return format_graph(self)
+
+    def draw(self) -> str:
+        """The graph as an SVG picture."""
+        return draw_graph(self)
