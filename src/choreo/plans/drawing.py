@@ -1,11 +1,11 @@
 """A plan as a picture: one lane per group of sites, their work in order, and every message between them."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from choreo.graph.printer import count, format_bytes, wrap
 from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
 from choreo.partition.program import Loop, Step, Transfer
-from choreo.plans.plan import Plan
 from choreo.plans.printer import (
     Crossing,
     age,
@@ -19,6 +19,11 @@ from choreo.plans.printer import (
     where,
 )
 from choreo.types import GroupName, Role
+
+if TYPE_CHECKING:
+    from choreo.plans.plan import Plan
+else:  # plan.py imports this module
+    Plan = Any
 
 GLUE = "glue"
 """The name of a segment without fragments."""

@@ -55,7 +55,9 @@ from choreo.partition.reduce import REPLICA_AXIS
 from choreo.partition.relax import relax
 from choreo.partition.together import over_devices, whole_type
 from choreo.partition.trace import Traced, merge_shards, split_shards, trace
+from choreo.plans.drawing import draw_plan
 from choreo.plans.exported import ExportedFn
+from choreo.plans.printer import format_plan
 from choreo.types import GroupName, PyTree
 
 
@@ -164,8 +166,6 @@ class Plan:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that a worker would be told."""
-        from choreo.plans.printer import format_plan
-
         # Without warnings: they name lines, and where in a file something stands is not part of the plan.
         digest = hashlib.sha256(f"{format_plan(replace(self, warnings=()))}{self.layout!r}".encode())
         for program in (self.init, self.iterate):
@@ -182,14 +182,10 @@ class Plan:
         return hash(self.fingerprint)
 
     def __str__(self) -> str:
-        from choreo.plans.printer import format_plan
-
         return format_plan(self)
 
     def draw(self) -> str:
         """The plan as an SVG picture."""
-        from choreo.plans.drawing import draw_plan
-
         return draw_plan(self)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,15 +7,19 @@ plan, so that a plan that came by pickle prints the same.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from choreo import _compat
 from choreo.graph.edges import is_path
 from choreo.graph.printer import WIDTH, count, describe, format_bytes, table, wrap
 from choreo.layouts.base import Group
 from choreo.partition.program import HostCall, Loop, Move, Program, Ref, Segment, Slot, Step, Transfer, groups_of, walk
-from choreo.plans.plan import Plan
 from choreo.types import GroupName
+
+if TYPE_CHECKING:
+    from choreo.plans.plan import Plan
+else:  # plan.py imports this module
+    Plan = Any
 
 
 def format_plan(plan: Plan) -> str:
