@@ -12,7 +12,7 @@ from choreo.envs import make
 from choreo.graph.edges import find_edges, runs
 from choreo.graph.printer import WIDTH, end_names, format_bytes, format_type, table, wrap
 from choreo.graph.verify import verify
-from choreo.plans.plan import graph
+from choreo.plans.build import graph
 from goldens import check_golden
 from graph.programs import Line, Nested
 

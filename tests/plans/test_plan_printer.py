@@ -23,7 +23,8 @@ from choreo.layouts import (
     sebulba,
 )
 from choreo.partition.program import Transfer, walk
-from choreo.plans.plan import Plan, plan, plan_traced, trace_for
+from choreo.plans.build import plan, plan_traced, trace_for
+from choreo.plans.plan import Plan
 from choreo.plans.printer import crossings
 from choreo.runtime.engine.messages import Neighbourhood, messages
 from choreo.runtime.inprocess import InProcess

@@ -21,7 +21,7 @@ from choreo.envs import make
 from choreo.errors import PartitionError
 from choreo.layouts import coarse, fine, fused
 from choreo.partition.program import ArrayType, KeyType
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime.channels.base import message_bytes
 from choreo.runtime.coordinator.wire import receive_frame, send_frame
 from choreo.runtime.engine.backend import PythonOnly

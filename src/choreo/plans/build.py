@@ -1,0 +1,168 @@
+"""algorithm x environment x layout -> Plan: trace the algorithm, divide its program among the sites, check the result."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from choreo._compat import is_key, key_impl
+from choreo.dtypes import KEY_IMPLS, NAMES
+from choreo.errors import LayoutError, PartitionError
+from choreo.graph.graph import Graph
+from choreo.graph.products import largest_product
+from choreo.layouts.base import Layout
+from choreo.layouts.forgotten import forgotten_marks
+from choreo.partition.carry import named
+from choreo.partition.mapped import trusted
+from choreo.partition.passes import partition
+from choreo.partition.place import Sites
+from choreo.partition.program import Axis, Program, Segment, Transfer, walk
+from choreo.partition.relax import relax
+from choreo.partition.trace import Traced, trace
+from choreo.plans.merge_any import blocks_of_workers, uncut_leaf
+from choreo.plans.plan import Plan
+from choreo.types import GroupName
+
+
+def plan(algo: Any, env: Any, layout: Layout) -> Plan:
+    """Say how `algo` would run on `env` in `layout`: sites, fragments, what crosses, how many bytes.
+
+    Nothing is computed and nothing started. Raises PartitionError or LayoutError if the layout cannot keep its promise.
+    """
+    title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
+    return plan_traced(trace_for(algo, env, layout), layout, title=title)
+
+
+def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
+    """An algorithm traced for the shards of a layout, or for one of the workers that it learns from one by one."""
+    layout.check_counts(env.num_envs)  # before the environments are divided
+    _check_buffers(algo, layout)
+    traced = trace(algo, env, layout.shards)
+    if layout.merge == "all":
+        return traced
+    part = trace(algo, env.with_num_envs(env.num_envs // layout.num_workers))
+    return replace(traced, iterate=part.iterate, uncut=uncut_leaf(type(algo).__name__, traced, part))
+
+
+def _check_buffers(algo: Any, layout: Layout) -> None:
+    """Whole buffer shards live at each site of replay: said before the proof fails somewhere within a draw."""
+    buffers, shards = layout.group_of("buffer").replicas or 1, getattr(algo, "buffer_shards", None)
+    if shards is not None and layout.shards == 1 and shards % buffers:
+        name = type(algo).__name__
+        raise LayoutError(
+            f"{buffers} replicas of `{layout.group_of('buffer').name}` cannot share {shards} buffer shard{'s' * (shards > 1)}: "
+            f"every batch of {name} would have to be drawn by all of them together.",
+            fix=f"Use {name}(buffer_shards={buffers}) (--buffer-shards {buffers}): a replay for each, part of the results. "
+            "Or use one replica.",
+        )
+
+
+def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
+    roles = dict.fromkeys([*traced.iterate.roles, *traced.init.roles])
+    if layout.axis:
+        along = _count_along(traced, layout.axis)
+        _check_told_apart(layout.axis, along, traced.num_envs)
+        sites = layout.sites(roles, traced.num_envs, along)
+        traced = replace(traced, carry_axes=_axes_of_size(traced, along))
+    else:
+        sites = layout.sites(roles, traced.num_envs)
+    sites = replace(sites, python=_python_groups(traced, sites))
+    relaxed = functools.partial(relax, max_lag=layout.max_lag, merge=layout.merge, layout=layout.name)
+    relaxed = relaxed if layout.is_relaxed else None
+    if layout.merge == "any":
+        init, iterate = partition(traced, sites.of_one_worker(), init_sites=sites, relaxed=relaxed)
+        iterate = blocks_of_workers(iterate, traced, sites)
+        if traced.uncut is not None:
+            raise traced.uncut
+    else:
+        init, iterate = partition(traced, sites, relaxed=relaxed)
+    _check_types(init, iterate)
+    num_carry, product = traced.iterate.block.num_carry, largest_product(traced.iterate)
+    return Plan(
+        title,
+        layout,
+        sites,
+        init,
+        iterate,
+        num_carry,
+        traced.carry_axes,
+        product,
+        _trusted(traced, sites),
+        forgotten_marks(traced, layout, sites),
+        traced.carry,
+    )
+
+
+def _count_along(traced: Traced, axis: str) -> int:
+    """How many there are along a mapped axis: as the vmaps around fragments tell."""
+    calls = [op.call for op in traced.iterate.fragments() if op.call]
+    return next((vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis), 0)
+
+
+def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
+    if count == num_envs:
+        raise LayoutError(
+            f"There are {count} along {axis!r} and {num_envs} environments: the axis that this layout divides is recognised by "
+            "its length, and cannot be told from that of the environments.",
+            fix=f"Use another number of environments (--num-envs {2 * num_envs}), or a layout that does not divide {axis!r}.",
+        )
+
+
+def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
+    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/blocks.py`.
+
+    Where several axes have that length, the first is proposed: a wrong one cannot be proved, or is as good.
+    """
+    shapes = [value.aval.shape for value in traced.iterate.block.carry_ins]
+    return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
+
+
+def _python_groups(traced: Traced, sites: Sites) -> frozenset[GroupName]:
+    """Groups whose fragments are all Python: nothing has to be compiled there."""
+    compiled = {sites.default}
+    for program in (traced.init, traced.iterate):
+        for op in program.fragments():
+            compiled |= set() if op.call and op.call.host else {sites.group(role) for role in op.roles}
+    return frozenset(sites.replicas) - compiled
+
+
+def _check_types(init: Program, iterate: Program) -> None:
+    """Refuse types that cannot leave a compiled program, before anything starts."""
+    num_carry = len(init.outs)
+    types = [(named(port.name), port.aval) for port in init.outs]
+    types += [(f"metrics.{port.name}", port.aval) for port in iterate.outs[num_carry:]]
+    for step, _ in (*walk(init.steps), *walk(iterate.steps)):
+        if isinstance(step, Transfer):
+            types += [(move.label, move.aval) for move in step.moves]
+        elif isinstance(step, Segment):
+            types += [(given.label, given.aval) for given in step.ins]
+            types += [(f"a result of {step.name}", aval) for aval in step.out_avals]
+    for name, aval in types:
+        if is_key(aval.dtype):
+            if key_impl(aval.dtype) not in KEY_IMPLS:
+                raise PartitionError(
+                    f"`{name}` holds random keys of the generator `{key_impl(aval.dtype)}`, which a worker does not know.",
+                    fix=f"Use one of JAX's own: {', '.join(KEY_IMPLS)}.",
+                )
+        elif aval.dtype.name not in NAMES:
+            raise PartitionError(
+                f"`{name}` is {aval.dtype.name}{list(aval.shape)}: values of this type cannot go from one compiled program to "
+                "another, nor into a checkpoint.",
+                fix="Keep it as int8 (or another type of 4 bits or more), and convert it inside of the fragment.",
+            )
+
+
+def _trusted(traced: Traced, sites: Sites) -> tuple[str, ...]:
+    """Fragments of replicated groups for which the user vouches."""
+    names = [
+        call.name
+        for program in (traced.init, traced.iterate)
+        for op in program.fragments()
+        if any(sites.size(sites.group(role)) for role in op.roles)
+        for call in trusted(op.eqn)
+    ]
+    return tuple(dict.fromkeys(names))
+
+
+def graph(algo: Any, env: Any) -> Graph:
+    """The fragmented dataflow graph of one iteration."""
+    return trace(algo, env).iterate
