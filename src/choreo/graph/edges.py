@@ -24,20 +24,13 @@ Turns: TypeAlias = tuple[tuple[Op, Literal["first", "next"]], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class ReadValue:
-    """One value as a fragment reads it."""
-
-    label: str
-    value: Value
-
-
-@dataclass(frozen=True, eq=False)
 class Edge:
     """What one fragment reads of another's results."""
 
     src: End
     dst: End
-    reads: tuple[ReadValue, ...]
+    reads: tuple[Value, ...]
+    """The values, labelled with the user's names for them; "" where there is none."""
     turns: Turns
     """In which rounds of the scans around it."""
     times: int
@@ -56,7 +49,7 @@ class Edge:
     @property
     def nbytes(self) -> int:
         """Of all values, once."""
-        return sum(read.value.nbytes for read in self.reads)
+        return sum(read.nbytes for read in self.reads)
 
 
 def find_edges(graph: Graph) -> list[Edge]:
@@ -65,12 +58,12 @@ def find_edges(graph: Graph) -> list[Edge]:
     order: list[End] = [CARRY, *graph.fragments(), METRICS]
     edges = []
     for dst, reads in flow.reads.items():
-        bundles: dict[tuple[End, Turns], list[ReadValue]] = {}
+        bundles: dict[tuple[End, Turns], list[Value]] = {}
         for operand, origins in reads:
             label = operand.label if isinstance(dst, str) else names.get(operand, "")
             ends: set[tuple[End, Turns]] = {(CARRY if isinstance(src, Value) else src, turns) for src, turns in origins}
             for bundle in ends:
-                bundles.setdefault(bundle, []).append(ReadValue(label, operand))
+                bundles.setdefault(bundle, []).append(replace(operand, label=label))
         found = [
             Edge(src, dst, tuple(given), turns, _share(flow.runs[dst], turns))
             for (src, turns), given in bundles.items()

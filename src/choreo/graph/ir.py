@@ -38,14 +38,18 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        itemsize = 8 if _compat.is_key(self.aval.dtype) else self.aval.dtype.itemsize
-        return math.prod(self.aval.shape) * itemsize
+        return nbytes_of(self.aval)
 
     def __repr__(self) -> str:
         return f"v{self.number}:{self.aval.str_short(short_dtypes=True)}"
 
 
 Operand = Value | jec.Literal
+
+
+def nbytes_of(aval: Any) -> int:
+    """The size of an array of this shape and dtype. A random key counts as 8 bytes."""
+    return math.prod(aval.shape) * (8 if _compat.is_key(aval.dtype) else aval.dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from choreo import _compat
-from choreo.graph.edges import Edge, End, ReadValue, find_edges, runs, value_names
+from choreo.graph.edges import Edge, End, find_edges, runs, value_names
 from choreo.graph.ir import Body, Op, Value
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class _Printer:
         ]
 
     def values_line(self, start: str, values: Iterable[Value]) -> list[str]:
-        reads = [ReadValue(self.values.get(value, ""), value) for value in values]
+        reads = [replace(value, label=self.values.get(value, "")) for value in values]
         return [start + shorten(describe_size(reads), WIDTH - len(start))]
 
 
@@ -135,17 +136,17 @@ def format_type(aval: Any) -> str:
     return f"{kind}[{','.join(map(str, aval.shape))}]"
 
 
-def describe(reads: Iterable[Any]) -> str:
-    """Values by name and type (anything with `label` and `value.aval`): many of one tree by the part they share."""
+def describe(values: Iterable[Any]) -> str:
+    """Values (anything with `label` and `aval`) by name and type: many of one tree by the part they share."""
     named: dict[str, list[tuple[str, Any]]] = {}
-    for read in reads:
-        named.setdefault(_root(read.label), []).append((read.label, read.value.aval))
+    for value in values:
+        named.setdefault(_root(value.label), []).append((value.label, value.aval))
     return ", ".join(_describe_tree(leaves) for leaves in named.values()) or "nothing"
 
 
-def describe_size(reads: Sequence[ReadValue]) -> str:
-    size = format_bytes(sum(read.value.nbytes for read in reads))
-    return f"{size}: {describe(reads)}" if reads else "nothing"
+def describe_size(values: Sequence[Value]) -> str:
+    size = format_bytes(sum(value.nbytes for value in values))
+    return f"{size}: {describe(values)}" if values else "nothing"
 
 
 def _describe_tree(leaves: list[tuple[str, Any]]) -> str:

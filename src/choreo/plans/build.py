@@ -8,7 +8,6 @@ from choreo._compat import is_key, key_impl
 from choreo.dtypes import KEY_IMPLS, NAMES
 from choreo.errors import LayoutError, PartitionError
 from choreo.graph.graph import Graph
-from choreo.graph.products import largest_product
 from choreo.layouts.base import Layout
 from choreo.layouts.forgotten import forgotten_marks
 from choreo.partition.carry import named
@@ -18,6 +17,7 @@ from choreo.partition.place import Sites
 from choreo.partition.program import Axis, Program, Segment, Transfer, walk
 from choreo.partition.relax import relax
 from choreo.partition.trace import Traced, trace
+from choreo.plans.costs import largest_product
 from choreo.plans.merge_any import blocks_of_workers, uncut_leaf
 from choreo.plans.plan import Plan
 from choreo.types import GroupName

@@ -14,6 +14,7 @@ from choreo.partition.carry import leaves_of, typed_as, types_of, with_leaves
 from choreo.partition.place import Sites
 from choreo.partition.program import Axis, Program, Segment, walk
 from choreo.partition.trace import merge_shards, split_shards
+from choreo.plans.costs import Costs, traffic
 from choreo.plans.drawing import draw_plan
 from choreo.plans.export import export_program
 from choreo.plans.fingerprint import hash_programs
@@ -66,6 +67,11 @@ class Plan:
     def replicas(self, group: GroupName) -> int:
         return self.sites.replicas[group] or 1
 
+    def processes(self, group: GroupName) -> int:
+        """How many processes the layout asks for. With `exact`, or on several devices, replicas share a process."""
+        found = next(g for g in self.layout.groups if g.name == group)
+        return found.replicas or (self.replicas(group) if found.axis else 1)
+
     def platform(self, group: GroupName) -> str | None:
         """The kind of device a group runs on; None: whatever JAX prefers."""
         return next(g.device for g in self.layout.groups if g.name == group)
@@ -77,8 +83,7 @@ class Plan:
     @property
     def num_processes(self) -> int:
         """Replicas of a group may share a process: those on its devices do."""
-        groups = [g for g in self.layout.groups if g.name in self.sites.replicas]
-        return sum(self.replicas(g.name) if g.axis else g.replicas or 1 for g in groups)
+        return sum(self.processes(group) for group in self.sites.replicas)
 
     @property
     def partitioned(self) -> dict[GroupName, int]:
@@ -122,6 +127,16 @@ class Plan:
 
     def _merged(self, leaf: Any, axis: Axis) -> Any:
         return leaf if self.shards == 1 else merge_shards(leaf, axis)
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """Messages and bytes between groups, and the size of the largest product of matrices."""
+        processes = {group: self.processes(group) for group in self.sites.replicas}
+        return Costs(
+            init=traffic(self.init, processes),
+            iterate=traffic(self.iterate, processes, num_workers=self.num_workers),
+            largest_product=self.largest_product,
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:
