@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 from choreo.graph.edges import CARRY, METRICS, Edge, End, find_edges
 from choreo.graph.ir import Body, Op
-from choreo.graph.printer import count, describe, end_names, format_bytes, user_line, vmapped
+from choreo.graph.printer import end_names, user_line, vmapped
 from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
+from choreo.graph.text import count, describe, format_bytes
 
 if TYPE_CHECKING:
     from choreo.graph.graph import Graph

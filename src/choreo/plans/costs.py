@@ -1,8 +1,8 @@
 """What a plan costs, as data: messages and bytes between groups, and the size of the largest product of matrices.
 
-    Costs     traffic of `init`, traffic of `iterate`, largest product
-    Traffic   the crossings of one program, in the order of its steps
-    Crossing  one transfer between two groups: how often, in how many messages, how many bytes
+    Costs          communication of `init`, communication of `iterate`, largest product
+    Communication  the crossings of one program, in the order of its steps
+    Crossing       one transfer between two groups: how often, in how many messages, how many bytes
 
 The printer and the drawing read these values, so that they show the same numbers.
 """
@@ -54,7 +54,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Communication:
     """Everything that crosses between groups while a program runs once."""
 
     crossings: tuple[Crossing, ...]
@@ -72,13 +72,13 @@ class Traffic:
 class Costs:
     """The costs of a plan that are known before it runs."""
 
-    init: Traffic
-    iterate: Traffic
+    init: Communication
+    iterate: Communication
     largest_product: int
     """Multiplications in the largest product of matrices or convolution of one iteration."""
 
 
-def traffic(program: Program, processes: Mapping[GroupName, int], *, num_workers: int = 1) -> Traffic:
+def communication(program: Program, processes: Mapping[GroupName, int], *, num_workers: int = 1) -> Communication:
     """What crosses in a program whose groups have so many processes each.
 
     With several `num_workers` (merge="any"), the program is that of one worker and of the learner, and every worker runs it.
@@ -90,7 +90,7 @@ def traffic(program: Program, processes: Mapping[GroupName, int], *, num_workers
         for step, times in walk(program.steps)
         if isinstance(step, Transfer)
     ]
-    return Traffic(tuple(crossings))
+    return Communication(tuple(crossings))
 
 
 def _crossing(

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from choreo.graph.printer import count, describe, format_bytes, wrap
 from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
+from choreo.graph.text import count, describe, format_bytes, wrap
 from choreo.partition.program import Loop, Step, Transfer
-from choreo.plans.costs import Crossing, Traffic
+from choreo.plans.costs import Communication, Crossing
 from choreo.plans.printer import (
     age,
     plan_groups,
@@ -34,9 +34,9 @@ def draw_plan(plan: Plan) -> str:
         for group in plan_groups(plan)
         for name in [group.name]
     ]
-    traffic = plan.costs.iterate
-    items = list(_items(plan, plan.iterate.steps, lanes, iter(traffic.crossings)))
-    layout = f"Layout {plan.layout.name}: {_total(traffic)}"
+    sent = plan.costs.iterate
+    items = list(_items(plan, plan.iterate.steps, lanes, iter(sent.crossings)))
+    layout = f"Layout {plan.layout.name}: {_total(sent)}"
     return draw_lanes(title(plan), layout, lanes, items, wrap(promise(plan), 120))
 
 
@@ -62,10 +62,10 @@ def _items(plan: Plan, steps: Sequence[Step], lanes: Sequence[Lane], crossings: 
             yield Box(lane, step_name(step), tuple(step_notes(plan, step)), roles)
 
 
-def _total(traffic: Traffic) -> str:
-    if not traffic.crossings:
+def _total(sent: Communication) -> str:
+    if not sent.crossings:
         return "nothing crosses"
-    return f"{count(traffic.num_messages, 'message')}, {format_bytes(traffic.nbytes)} per iteration"
+    return f"{count(sent.num_messages, 'message')}, {format_bytes(sent.nbytes)} per iteration"
 
 
 def _size(crossing: Crossing) -> str:

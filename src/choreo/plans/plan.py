@@ -14,7 +14,7 @@ from choreo.partition.carry import leaves_of, typed_as, types_of, with_leaves
 from choreo.partition.place import Sites
 from choreo.partition.program import Axis, Program, Segment, walk
 from choreo.partition.trace import merge_shards, split_shards
-from choreo.plans.costs import Costs, traffic
+from choreo.plans.costs import Costs, communication
 from choreo.plans.drawing import draw_plan
 from choreo.plans.export import export_program
 from choreo.plans.fingerprint import hash_programs
@@ -133,8 +133,8 @@ class Plan:
         """Messages and bytes between groups, and the size of the largest product of matrices."""
         processes = {group: self.processes(group) for group in self.sites.replicas}
         return Costs(
-            init=traffic(self.init, processes),
-            iterate=traffic(self.iterate, processes, num_workers=self.num_workers),
+            init=communication(self.init, processes),
+            iterate=communication(self.iterate, processes, num_workers=self.num_workers),
             largest_product=self.largest_product,
         )
 

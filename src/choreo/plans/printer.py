@@ -7,7 +7,7 @@ plan, so that a plan that came by pickle prints the same.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from choreo.graph.printer import WIDTH, count, describe, format_bytes, table, wrap
+from choreo.graph.text import WIDTH, count, describe, format_bytes, table, wrap
 from choreo.layouts.base import Group
 from choreo.partition.program import HostCall, Loop, Segment, Step, Transfer, groups_of, walk
 from choreo.plans.costs import Crossing
@@ -25,7 +25,7 @@ def format_plan(plan: Plan) -> str:
     for group in plan_groups(plan):
         steps = _format_steps(plan, plan.iterate.steps, group.name, "    ")
         lines += [f"{group.name}: {where(plan, group)}", *(steps or ["    nothing"]), ""]
-    lines += [*_format_traffic(plan), ""]
+    lines += [*_format_communication(plan), ""]
     lines += wrap(promise(plan), WIDTH)
     for warning in plan.warnings:
         lines += ["", *wrap(f"Warning: {warning}", WIDTH)]
@@ -103,16 +103,16 @@ def step_notes(plan: Plan, step: Segment | HostCall) -> list[str]:
     return [f"all-reduce over {over}"]
 
 
-def _format_traffic(plan: Plan) -> list[str]:
-    start, traffic = plan.costs.init, plan.costs.iterate
+def _format_communication(plan: Plan) -> list[str]:
+    start, sent = plan.costs.init, plan.costs.iterate
     at_start = f"At the start {format_bytes(start.nbytes)} cross." if start.crossings else ""
-    if not traffic.crossings:
+    if not sent.crossings:
         return [f"Nothing crosses. {at_start}".rstrip()]
     rows = [
         [f"{c.src} -> {c.dst}", describe(c.moves), _messages(c), format_bytes(c.message_nbytes), format_bytes(c.total_nbytes)]
-        for c in traffic.crossings
+        for c in sent.crossings
     ]  # fmt: skip
-    sentence = f"Per iteration {count(traffic.num_messages, 'message')}, {format_bytes(traffic.nbytes)}. {at_start}"
+    sentence = f"Per iteration {count(sent.num_messages, 'message')}, {format_bytes(sent.nbytes)}. {at_start}"
     head = ["what crosses", "", "messages", "each", "per iteration"]
     return [*table(head, rows, align="<<>>>", flexible=1), sentence.rstrip()]
 
