@@ -11,20 +11,25 @@ from choreo.types import Role
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """One traced function of an algorithm: `init` or `iterate`."""
+    """One traced function of an algorithm."""
 
     name: str
+    """`init` or `iterate`."""
     block: Body
     in_names: tuple[str, ...]
+    """One for each input of the body: paths into the carry, and `key`, `iteration`."""
     out_names: tuple[str, ...]
+    """One for each output of the body: paths into the carry and the metrics."""
     num_envs: int
+    """Environments that the function was traced for."""
 
     @property
     def roles(self) -> list[Role]:
-        """In order of first appearance."""
+        """The roles of all fragments, in order of first appearance."""
         return list(dict.fromkeys(role for op in self.fragments() for role in op.roles))
 
     def fragments(self, block: Body | None = None) -> Iterator[Op]:
+        """All fragments, in order, also those inside of scans."""
         for op in (block or self.block).ops:
             if op.body:
                 yield from self.fragments(op.body)

@@ -26,11 +26,11 @@ class Value:
     """One array that flows through the graph."""
 
     number: int
-    """Unique in its graph, in order of production."""
+    """Unique in the graph; values are numbered in the order in which they are produced."""
     aval: Any
     """Shape and dtype."""
     label: str
-    """For people: where it comes from."""
+    """A name for people: a path into the user's data, or the operation that produces the value."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,15 +59,15 @@ class Op:
     eqn: jec.JaxprEqn
     ins: tuple[Operand, ...]
     outs: tuple[Value | None, ...]
-    """None where nobody can read the result."""
+    """The results; None for a result that nothing can read."""
     roles: frozenset[Role]
-    """Roles of the fragments in it; empty for glue."""
+    """The role of a fragment, or the roles of all fragments inside of a scan; empty for glue."""
     call: Call | None = None
     """For a fragment: how it was called."""
     body: "Body | None" = None
-    """For a scan with fragments in it: its inside, should it be split."""
+    """For a scan that contains fragments: its body, so that the scan can be split over sites."""
     at: str = ""
-    """The user's line."""
+    """File and line of the user's code, with the function's name."""
 
     @property
     def name(self) -> str:
@@ -75,11 +75,11 @@ class Op:
 
     @property
     def host(self) -> bool:
-        """Is there a host fragment in it?"""
+        """True for a host fragment, and for a scan that contains one."""
         return bool(self.call and self.call.host) or bool(self.body and any(op.host for op in self.body.ops))
 
     def values(self) -> Iterator[Value]:
-        """The operands that are values."""
+        """The operands that are values, without literals."""
         return (v for v in self.ins if isinstance(v, Value))
 
     def __repr__(self) -> str:
@@ -93,16 +93,19 @@ class Body:
     ins: tuple[Value, ...]
     """Consts, then carry, then xs."""
     ops: tuple[Op, ...]
+    """In topological order."""
     outs: tuple[Operand, ...]
     """Carry, then ys."""
     consts: Mapping[Value, Any]
-    """Values that are known arrays."""
+    """Constants of the program, with their arrays."""
     num_consts: int
+    """How many of `ins` are consts."""
     num_carry: int
+    """How many of `ins`, and how many of `outs`, are carry."""
     length: int = 1
-    """How often a scan goes round."""
+    """The number of rounds of a scan."""
     reverse: bool = False
-    """Does a scan go from the last slice to the first?"""
+    """True for a scan that goes from the last slice to the first."""
 
     @property
     def const_ins(self) -> tuple[Value, ...]:
@@ -125,4 +128,5 @@ class Body:
         return self.outs[self.num_carry :]
 
     def producers(self) -> dict[Value, Op]:
+        """The op that produces each value."""
         return {value: op for op in self.ops for value in op.outs if value}

@@ -18,7 +18,7 @@ else:  # graph.py imports this module
 
 
 def format_graph(graph: Graph) -> str:
-    """The fragments of one iteration, in order, and the edges between them."""
+    """The fragments of a graph in order, with the values they read and give, and a table of the edges."""
     names, fragments = end_names(graph), list(graph.fragments())
     glue = sum(len(list(_glue(block))) for block in _blocks(graph.block))
     head = f"{graph.name} on {count(graph.num_envs, 'environment')}: {count(len(fragments), 'fragment')} of "
@@ -30,7 +30,7 @@ def format_graph(graph: Graph) -> str:
 
 
 def end_names(graph: Graph) -> dict[End, str]:
-    """What fragments are called; a second fragment of the same name gets a number."""
+    """Names of the fragments, the carry and the metrics. The second fragment of the same name is `act#2`."""
     seen: Counter[str] = Counter()
     names: dict[End, str] = {"carry": "carry", "metrics": "metrics"}
     for op in graph.fragments():
@@ -53,7 +53,7 @@ class _Printer:
             elif op.roles:
                 lines += self.fragment(op, indent)
         glue = [op.name for op in _glue(block)]
-        return [*lines, shorten(f"{indent}{'glue':9}{_common(glue)}", WIDTH)] if glue else lines
+        return [*lines, shorten(f"{indent}{'glue':9}{_most_common(glue)}", WIDTH)] if glue else lines
 
     def fragment(self, op: Op, indent: str) -> list[str]:
         more = [f"runs {self.runs[op]} x"] if self.runs[op] > 1 else []
@@ -67,7 +67,7 @@ class _Printer:
 
     def values_line(self, start: str, values: Iterable[Value]) -> list[str]:
         reads = [replace(value, label=self.values.get(value, "")) for value in values]
-        return [start + shorten(describe_size(reads), WIDTH - len(start))]
+        return [start + shorten(_describe_size(reads), WIDTH - len(start))]
 
 
 def _with_line(text: str, op: Op) -> str:
@@ -88,7 +88,7 @@ def vmapped(op: Op) -> list[int]:
     return [vmap.size for vmap in reversed(op.call.vmaps)] if op.call else []
 
 
-def describe_size(values: Sequence[Value]) -> str:
+def _describe_size(values: Sequence[Value]) -> str:
     size = format_bytes(sum(value.nbytes for value in values))
     return f"{size}: {describe(values)}" if values else "nothing"
 
@@ -104,7 +104,7 @@ def _glue(block: Body) -> Iterable[Op]:
     return (op for op in block.ops if not op.roles)
 
 
-def _common(names: Sequence[str]) -> str:
+def _most_common(names: Sequence[str]) -> str:
     counted = Counter(name.strip("_") for name in names).most_common()
     return f"{count(len(names), 'equation')}: " + ", ".join(f"{n} {name}" if n > 1 else name for name, n in counted)
 

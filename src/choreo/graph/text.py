@@ -27,13 +27,13 @@ def format_bytes(number: int) -> str:
 
 
 def format_type(aval: Any) -> str:
-    """`f32[8,4]`, as JAX prints it."""
+    """`f32[8,4]`, as JAX prints types."""
     kind = "key" if _compat.is_key(aval.dtype) else re.sub(r"^(b?)([fiuc])[a-z]*(?=\d)", r"\1\2", str(aval.dtype))
     return f"{kind}[{','.join(map(str, aval.shape))}]"
 
 
 def describe(values: Iterable[Any]) -> str:
-    """Values (anything with `label` and `aval`) by name and type: many of one tree by the part they share."""
+    """Names and types of values (anything with `label` and `aval`). Leaves of one tree are summed up as their common path."""
     named: dict[str, list[tuple[str, Any]]] = {}
     for value in values:
         named.setdefault(_root(value.label), []).append((value.label, value.aval))
@@ -48,10 +48,10 @@ def _describe_tree(leaves: list[tuple[str, Any]]) -> str:
     if len(leaves) <= 2:
         return ", ".join(f"{label} {format_type(aval)}" if aval.shape else label for label, aval in leaves)
     kinds = dict.fromkeys(format_type(aval).split("[")[0] for _, aval in leaves)
-    return f"{_shared(labels)} ({len(leaves)} arrays, {'/'.join(kinds)})"
+    return f"{_common_path(labels)} ({len(leaves)} arrays, {'/'.join(kinds)})"
 
 
-def _shared(labels: Sequence[str]) -> str:
+def _common_path(labels: Sequence[str]) -> str:
     return "".join(os.path.commonprefix([_parts(label) for label in labels]))
 
 
@@ -64,7 +64,7 @@ def _parts(label: str) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, align: str, flexible: int) -> list[str]:
-    """Columns two spaces apart; the `flexible` one is wrapped where the table would be wider than `WIDTH`."""
+    """The lines of a table. If it would be wider than `WIDTH`, the column `flexible` is wrapped."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     rest = sum(widths) - widths[flexible] + 2 * (len(head) - 1)
     widths[flexible] = min(widths[flexible], max(WIDTH - rest, 20))
@@ -79,7 +79,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, align: str, fle
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of whole words; continued lines are two shorter, for their indent."""
+    """Lines of whole words. All but the first are two columns shorter, so that the caller can indent them."""
     lines = [""]
     for word in text.split(" "):
         room = width if len(lines) == 1 else width - 2

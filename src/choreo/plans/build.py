@@ -1,4 +1,4 @@
-"""algorithm x environment x layout -> Plan: trace the algorithm, divide its program among the sites, check the result."""
+"""algorithm x environment x layout -> Plan: trace the algorithm, divide its program among sites, check the result."""
 
 import functools
 from dataclasses import replace
@@ -24,16 +24,16 @@ from choreo.types import GroupName
 
 
 def plan(algo: Any, env: Any, layout: Layout) -> Plan:
-    """Say how `algo` would run on `env` in `layout`: sites, fragments, what crosses, how many bytes.
+    """How `algo` would run on `env` in `layout`: sites, fragments, the values that cross, their bytes.
 
-    Nothing is computed and nothing started. Raises PartitionError or LayoutError if the layout cannot keep its promise.
+    Computes nothing and starts nothing. Raises PartitionError or LayoutError if the layout cannot keep its promise.
     """
     title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
     return plan_traced(trace_for(algo, env, layout), layout, title=title)
 
 
 def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
-    """An algorithm traced for the shards of a layout, or for one of the workers that it learns from one by one."""
+    """Trace an algorithm for the shards of a layout; with merge="any", `iterate` for the environments of one worker."""
     layout.check_counts(env.num_envs)  # before the environments are divided
     _check_buffers(algo, layout)
     traced = trace(algo, env, layout.shards)
@@ -44,7 +44,7 @@ def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
 
 
 def _check_buffers(algo: Any, layout: Layout) -> None:
-    """Whole buffer shards live at each site of replay: said before the proof fails somewhere within a draw."""
+    """Refuse buffer replicas that do not divide the buffer shards: the later proof would fail with a less clear message."""
     buffers, shards = layout.group_of("buffer").replicas or 1, getattr(algo, "buffer_shards", None)
     if shards is not None and layout.shards == 1 and shards % buffers:
         name = type(algo).__name__
@@ -57,6 +57,7 @@ def _check_buffers(algo: Any, layout: Layout) -> None:
 
 
 def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
+    """The plan of an algorithm that `trace_for` has traced for this layout."""
     roles = dict.fromkeys([*traced.iterate.roles, *traced.init.roles])
     if layout.axis:
         along = _count_along(traced, layout.axis)
@@ -76,29 +77,29 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     else:
         init, iterate = partition(traced, sites, relaxed=relaxed)
     _check_types(init, iterate)
-    num_carry, product = traced.iterate.block.num_carry, largest_product(traced.iterate)
     return Plan(
-        title,
-        layout,
-        sites,
-        init,
-        iterate,
-        num_carry,
-        traced.carry_axes,
-        product,
-        _trusted(traced, sites),
-        forgotten_marks(traced, layout, sites),
-        traced.carry,
+        title=title,
+        layout=layout,
+        sites=sites,
+        init=init,
+        iterate=iterate,
+        num_carry=traced.iterate.block.num_carry,
+        carry_axes=traced.carry_axes,
+        largest_product=largest_product(traced.iterate),
+        trusted=_trusted(traced, sites),
+        warnings=forgotten_marks(traced, layout, sites),
+        carry=traced.carry,
     )
 
 
 def _count_along(traced: Traced, axis: str) -> int:
-    """How many there are along a mapped axis: as the vmaps around fragments tell."""
+    """The size of a mapped axis, as recorded for the fragments called under its vmap; 0 if there are none."""
     calls = [op.call for op in traced.iterate.fragments() if op.call]
     return next((vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis), 0)
 
 
 def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
+    """Refuse an axis as long as that of the environments: axes of the carry are recognised by their length."""
     if count == num_envs:
         raise LayoutError(
             f"There are {count} along {axis!r} and {num_envs} environments: the axis that this layout divides is recognised by "
@@ -108,16 +109,16 @@ def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
 
 
 def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
-    """A proposal of where each leaf of the carry may be divided; the proof is in `partition/blocks.py`.
+    """For each leaf of the carry, the first axis of this length. A proposal only: `partition/blocks.py` proves it.
 
-    Where several axes have that length, the first is proposed: a wrong one cannot be proved, or is as good.
+    If several axes have this length, the first one may be wrong. Then the proof fails, or both give the same result.
     """
     shapes = [value.aval.shape for value in traced.iterate.block.carry_ins]
     return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
 
 
 def _python_groups(traced: Traced, sites: Sites) -> frozenset[GroupName]:
-    """Groups whose fragments are all Python: nothing has to be compiled there."""
+    """Groups whose fragments are all host fragments: their sites compile nothing."""
     compiled = {sites.default}
     for program in (traced.init, traced.iterate):
         for op in program.fragments():
@@ -126,7 +127,7 @@ def _python_groups(traced: Traced, sites: Sites) -> frozenset[GroupName]:
 
 
 def _check_types(init: Program, iterate: Program) -> None:
-    """Refuse types that cannot leave a compiled program, before anything starts."""
+    """Refuse values whose type cannot leave a compiled program, before anything starts."""
     num_carry = len(init.outs)
     types = [(named(port.name), port.aval) for port in init.outs]
     types += [(f"metrics.{port.name}", port.aval) for port in iterate.outs[num_carry:]]
@@ -152,7 +153,7 @@ def _check_types(init: Program, iterate: Program) -> None:
 
 
 def _trusted(traced: Traced, sites: Sites) -> tuple[str, ...]:
-    """Fragments of replicated groups for which the user vouches."""
+    """Fragments of replicated groups that the user declared `independent=True`."""
     names = [
         call.name
         for program in (traced.init, traced.iterate)

@@ -110,7 +110,7 @@ def _crossing(
 
 
 def _pairs(move: Move, senders: int, receivers: int) -> Iterator[tuple[int, int]]:
-    """Which sender has something for which receiver: both hold contiguous blocks."""
+    """The pairs (sender, receiver) that exchange a message. Both hold contiguous blocks of the value, or all of it."""
     have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
     for r in range(receivers):
         for s in range(senders):

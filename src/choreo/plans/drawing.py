@@ -1,4 +1,4 @@
-"""A plan as a picture: one lane per group of sites, their work in order, and every message between them."""
+"""A plan as a picture: a lane for each group, its steps as boxes in order, and transfers as arrows."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,12 +41,12 @@ def draw_plan(plan: Plan) -> str:
 
 
 def _roles(plan: Plan, group: GroupName) -> tuple[Role, ...]:
-    """The algorithm's roles that live there: not all that the layout names, and perhaps some that it does not."""
-    return tuple(sorted(role for role, home in plan.sites.group_of.items() if home == group))
+    """The algorithm's roles in a group. The layout may name roles that the algorithm lacks, and the other way round."""
+    return tuple(sorted(role for role, its_group in plan.sites.group_of.items() if its_group == group))
 
 
 def _items(plan: Plan, steps: Sequence[Step], lanes: Sequence[Lane], crossings: Iterator[Crossing]) -> Iterator[Item]:
-    """`crossings`: those of all transfers, in the order of the steps."""
+    """Boxes, arrows and frames of some steps. `crossings`: of all transfers, in the order of the steps."""
     lane_of = {lane.title: i for i, lane in enumerate(lanes)}
     for step in steps:
         if isinstance(step, Loop):

@@ -21,7 +21,10 @@ from choreo.types import GroupName
 def export_program(
     program: Program, groups: Collection[GroupName], replicas: Mapping[GroupName, int | None]
 ) -> Program:
-    """A program as the workers of these groups need it: without traces, and without what others do alone."""
+    """The part of a program that the workers of `groups` need, in a form that pickles.
+
+    `replicas`: of every group. Steps in which none of `groups` takes part are left out.
+    """
     steps = tuple(
         _export_step(step, groups, replicas) for step in program.steps if not groups_of(step).isdisjoint(groups)
     )
@@ -51,7 +54,7 @@ def _export_ys(ys: Any) -> Any:
 
 
 def export_segment(segment: Segment, replicas: int) -> bytes:
-    """A segment as serialised StableHLO; `replicas` of its group."""
+    """A segment as serialised StableHLO. `replicas`: how many the segment's group has."""
     if isinstance(segment.fn, ExportedFn):
         return segment.fn.serialized
     scalar = jax.ShapeDtypeStruct((), np.int32)
@@ -72,7 +75,7 @@ def export_segment(segment: Segment, replicas: int) -> bytes:
 
 
 def array_type(aval: Any) -> ArrayType:
-    """A type that can be read without JAX."""
+    """Shape and dtype in a form that a process without JAX can read."""
     if isinstance(aval, ArrayType):
         return aval
     if isinstance(aval.dtype, np.dtype):

@@ -1,4 +1,4 @@
-"""The fingerprint of a plan: two plans are equal if their workers would be told the same."""
+"""The fingerprint of a plan: two plans are equal if they print the same and their workers receive the same programs."""
 
 import hashlib
 import re
@@ -13,7 +13,7 @@ from choreo.types import GroupName
 
 
 def hash_programs(text: str, programs: Iterable[Program], replicas: Mapping[GroupName, int | None]) -> str:
-    """SHA-256 of a text, and of the steps of these programs as workers receive them."""
+    """SHA-256 of a text and of programs, as workers receive them. `replicas`: of every group."""
     digest = hashlib.sha256(text.encode())
     for program in programs:
         for step, _ in walk(export_program(program, replicas, replicas).steps):
@@ -30,7 +30,7 @@ def _describe(step: Step) -> str:
 
 
 def _code(segment: Segment) -> str:
-    """A segment as text, without the lines it came from: where in a script a plan is made is not part of it."""
+    """A segment as text, without the source lines in it: a plan does not depend on where in a file the code stands."""
     assert isinstance(segment.fn, ExportedFn)
     text = export.deserialize(bytearray(segment.fn.serialized)).mlir_module()
     text = re.sub(r" ?loc\((?:[^()]|\([^()]*\))*\)", "", text)

@@ -1,7 +1,7 @@
-"""A plan: plain data that says, before anything starts, which site computes which fragments and what crosses between sites.
+"""A plan: plain data that says, before anything starts, what every site computes and which values cross between sites.
 
-A plan prints, compares, pickles and draws. Pickled, its segments are serialised StableHLO (`jax.export`), so that a worker
-needs neither the user's code nor a trace of it.
+A plan prints, compares, pickles and draws. In a pickled plan, segments are serialised StableHLO (`jax.export`), so that a
+worker needs neither the user's code nor a trace of it.
 """
 
 import functools
@@ -22,14 +22,15 @@ from choreo.plans.printer import format_plan
 from choreo.types import GroupName, PyTree
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
     """An algorithm on an environment in a layout, ready to run."""
 
     title: str
-    """Algorithm and environment."""
+    """Names of the algorithm and the environment: `PPO on jax:CartPole-v1`."""
     layout: Layout
     sites: Sites
+    """The groups of the layout that have work to do, and how they divide the environments."""
     init: Program
     """key -> carry"""
     iterate: Program
@@ -37,15 +38,15 @@ class Plan:
     num_carry: int
     """How many of iterate's inputs and outputs are the carry."""
     carry_axes: tuple[Axis, ...]
-    """The env axis of each leaf of the carry."""
+    """The axis along which each leaf of the carry is divided among replicas; None for a leaf that is not divided."""
     largest_product: int
     """Multiplications in the largest product of matrices."""
     trusted: tuple[str, ...] = ()
-    """Replicated fragments for which the user vouches (`independent=True`), because nothing is proved of them."""
+    """Replicated fragments that are not proved to keep environments apart; the user vouches for them (`independent=True`)."""
     warnings: tuple[str, ...] = ()
-    """What was probably not meant: a role that no fragment has, say."""
+    """What the user probably did not mean: for example, a group whose role no fragment has."""
     carry: PyTree = field(default=None, repr=False)
-    """The form of the carry, with its static leaves; not pickled, since only the coordinator puts a carry together."""
+    """Types of the carry's array leaves, and its static leaves. Not pickled: only the coordinator combines carries."""
 
     @property
     def num_envs(self) -> int:
@@ -57,37 +58,40 @@ class Plan:
 
     @property
     def num_workers(self) -> int:
-        """With merge="any": how many workers are learned from one by one."""
+        """With merge="any", the workers whose results the learner takes one at a time; else 1."""
         return self.sites.num_workers
 
     @property
     def num_sites(self) -> int:
+        """The replicas of all groups."""
         return sum(self.replicas(group) for group in self.sites.replicas)
 
     def replicas(self, group: GroupName) -> int:
+        """Into how many sites a group is divided."""
         return self.sites.replicas[group] or 1
 
     def processes(self, group: GroupName) -> int:
-        """How many processes the layout asks for. With `exact`, or on several devices, replicas share a process."""
+        """How many processes a group has. With `exact`, or on several devices, replicas of a group share a process."""
         found = next(g for g in self.layout.groups if g.name == group)
         return found.replicas or (self.replicas(group) if found.axis else 1)
 
     def platform(self, group: GroupName) -> str | None:
-        """The kind of device a group runs on; None: whatever JAX prefers."""
+        """The platform of a group's devices; None for JAX's default."""
         return next(g.device for g in self.layout.groups if g.name == group)
 
     @property
     def all_sites(self) -> list[tuple[GroupName, int]]:
+        """Every site, as its group and the number of the replica."""
         return [(group, r) for group in self.sites.replicas for r in range(self.replicas(group))]
 
     @property
     def num_processes(self) -> int:
-        """Replicas of a group may share a process: those on its devices do."""
+        """The processes of all groups."""
         return sum(self.processes(group) for group in self.sites.replicas)
 
     @property
     def partitioned(self) -> dict[GroupName, int]:
-        """Groups that are one program on several devices."""
+        """Groups that are one program on several devices, divided by the compiler, with the number of devices."""
         groups = [g for g in self.layout.groups if g.devices > 1 and self.sites.replicas.get(g.name, 1) is None]
         if groups and self.single is None and self.iterate.steps:
             raise LayoutError(
@@ -98,7 +102,7 @@ class Plan:
 
     @property
     def combining(self) -> set[GroupName]:
-        """Groups whose replicas combine values while they run."""
+        """Groups whose replicas combine values while a segment runs (all-reduce)."""
         return {step.group for step, _ in walk(self.iterate.steps) if isinstance(step, Segment) and step.combines}
 
     @property
@@ -107,19 +111,19 @@ class Plan:
 
     @property
     def single(self) -> Segment | None:
-        """The one segment of an iteration, if everything is compiled into one."""
+        """The segment of an iteration that is compiled into a single one; else None."""
         steps = self.iterate.steps
-        alone = len(self.sites.replicas) == 1 and len(steps) == 1
-        return steps[0] if alone and isinstance(steps[0], Segment) else None
+        only = len(self.sites.replicas) == 1 and len(steps) == 1
+        return steps[0] if only and isinstance(steps[0], Segment) else None
 
     def combine(self, leaves: list[Any]) -> PyTree:
-        """A carry from its array leaves, as sites hold them."""
+        """The carry, made of its array leaves as sites hold them: with a shard axis, if there are shards."""
         leaves = [self._merged(leaf, axis) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
         typed = [typed_as(leaf, like) for leaf, like in zip(leaves, types_of(self.carry), strict=True)]
         return with_leaves(self.carry, typed)
 
     def leaves(self, carry: PyTree) -> list[Any]:
-        """The array leaves of a carry, as sites hold them."""
+        """The array leaves of a carry as sites hold them; the inverse of `combine`."""
         leaves = leaves_of(carry, self.carry)
         if self.shards == 1:
             return leaves
@@ -140,8 +144,8 @@ class Plan:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all that a worker would be told."""
-        # Without warnings: they name lines, and where in a file something stands is not part of the plan.
+        """SHA-256 of the printed plan and of the programs that workers receive."""
+        # Without warnings: they name lines of the user's file, and a plan does not depend on where the code stands.
         text = f"{format_plan(replace(self, warnings=()))}{self.layout!r}"
         return hash_programs(text, (self.init, self.iterate), self.sites.replicas)
 

@@ -1,7 +1,7 @@
-"""A plan as text: what `print(choreo.plan(...))` shows before anything runs.
+"""A plan as text, as `print(choreo.plan(...))` shows it before anything runs.
 
-Who computes what, in order; what crosses, how often and how large; and what may be relied on. Reads nothing but the
-plan, so that a plan that came by pickle prints the same.
+The steps of every group, in order; the values that cross, how often and how large; and the promise. The text depends on
+the plan alone, so that a pickled plan prints the same.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ else:  # plan.py imports this module
 
 
 def format_plan(plan: Plan) -> str:
-    """Sites, fragments, what crosses, bytes, the promise, warnings; at most 100 columns."""
+    """Groups with their steps, a table of the values that cross, the promise, warnings; at most 100 columns."""
     lines = [title(plan), *wrap(f"{plan.layout.name}: {plan.layout!r}", WIDTH), ""]
     for group in plan_groups(plan):
         steps = _format_steps(plan, plan.iterate.steps, group.name, "    ")
@@ -39,12 +39,12 @@ def title(plan: Plan) -> str:
 
 
 def plan_groups(plan: Plan) -> list[Group]:
-    """The groups that have something to do."""
+    """The groups that have work to do."""
     return [group for group in plan.layout.groups if group.name in plan.sites.replicas]
 
 
 def where(plan: Plan, group: Group) -> str:
-    """`2 replicas, 4 environments each, on cpu`, or with shards `2 replicas, 8 environments each, 2 shards each`"""
+    """The sites of a group: `2 replicas, 4 environments each, on cpu`, or `2 replicas, 8 environments each, 2 shards each`."""
     n, size = plan.processes(group.name), plan.sites.size(group.name)
     words = ["1 site", f"all {count(plan.num_envs, 'environment')}"]
     if n == 1 and plan.num_workers > 1:
@@ -61,7 +61,7 @@ def where(plan: Plan, group: Group) -> str:
 
 
 def _devices(plan: Plan, group: Group) -> list[str]:
-    """On what a group computes, and how that is divided among several devices."""
+    """The devices of a group, and how the work is divided among them."""
     if group.devices == 1:
         return [f"on {group.device}"] if group.device else []
     shared = f"{count(plan.shards // group.devices, 'shard')} on each" if plan.shards > 1 else "divided by the compiler"
@@ -85,17 +85,17 @@ def _format_steps(plan: Plan, steps: Iterable[Step], group: GroupName, indent: s
 
 
 def age(transfer: Transfer) -> str:
-    """`, up to 4 updates old`, if what crosses may be out of date."""
+    """`, up to 4 updates old` for values that may be out of date; else nothing."""
     return f", up to {count(transfer.lag, 'update')} old" if transfer.lag else ""
 
 
 def step_name(step: Segment | HostCall) -> str:
-    """The fragments in a step."""
+    """The names of the fragments in a step."""
     return f"{step.name} (Python on the host)" if isinstance(step, HostCall) else step.name.replace("+", ", ")
 
 
 def step_notes(plan: Plan, step: Segment | HostCall) -> list[str]:
-    """`all-reduce over 4 replicas`, or `2 devices`, if values are combined while it runs."""
+    """`all-reduce over 4 replicas`, or `2 devices`, for a step in which replicas combine values; else nothing."""
     if isinstance(step, HostCall) or not step.combines:
         return []
     devices = next(group.devices for group in plan.layout.groups if group.name == step.group)
@@ -122,7 +122,7 @@ def _messages(crossing: Crossing) -> str:
 
 
 def promise(plan: Plan) -> str:
-    """Which level of the law holds."""
+    """Which level of the law holds (`docs/law.md`)."""
     words = _relaxed(plan) if plan.layout.is_relaxed else _lockstep(plan)
     host = any(isinstance(step, HostCall) for program in (plan.init, plan.iterate) for step, _ in walk(program.steps))
     python = " Python fragments must themselves give the same results again." if host else ""
@@ -152,13 +152,13 @@ def _lockstep(plan: Plan) -> str:
 
 
 def _relaxed(plan: Plan) -> str:
-    """What remains where sites do not wait for each other."""
-    lag, apart = plan.layout.max_lag, []
+    """The promise of a layout in which sites do not wait for each other."""
+    lag, relaxations = plan.layout.max_lag, []
     if lag:
-        apart += [f"what a worker reads is at most {count(lag, 'update')} old (max_lag={lag})"]
+        relaxations += [f"what a worker reads is at most {count(lag, 'update')} old (max_lag={lag})"]
     if plan.layout.merge == "any":
-        apart += ['whoever learns takes each worker\'s part as it arrives (merge="any")']
+        relaxations += ['whoever learns takes each worker\'s part as it arrives (merge="any")']
     return (
-        f"{', and '.join(apart)}. Results depend on who was faster; versions read and order of arrival are logged, and "
+        f"{', and '.join(relaxations)}. Results depend on who was faster; versions read and order of arrival are logged, and "
         "replayed in one process the log gives the same parameters."
     )
