@@ -58,8 +58,8 @@ choose how often to round. A program in one piece compiles in a fifth less, and 
 and later ends the process at the first of these flags."""
 MAPS = Path("/proc/self/maps")
 UNCHECKED = (
-    "algos", "laws", "faults", "docs", "users", "test_benchmarks.py", "test_cli.py", "test_documented.py",
-    "test_plan_printer.py", "test_profile.py", "test_replay.py", "test_spaces.py", "test_training.py", "test_warm_start.py",
+    "algos", "laws", "faults", "docs", "plans", "users", "test_benchmarks.py", "test_cli.py", "test_documented.py",
+    "test_profile.py", "test_replay.py", "test_spaces.py", "test_training.py", "test_warm_start.py",
     "test_who_waits.py", *(("graph", "partition") if jax.__version_info__ < (0, 11) else ()),
 )  # fmt: skip
 """Folders and files of tests that run or plan whole programs. Checking every call takes a third of their time; the parts

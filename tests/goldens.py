@@ -1,6 +1,6 @@
 """Texts that are kept in `tests/golden/` and compared whole, so that every change shows in a diff.
 
-After a change that was meant: `CHOREO_WRITE_GOLDEN=1 pytest tests/graph tests/plans/test_plan_printer.py`, and read the diff.
+After a change that was meant: `CHOREO_WRITE_GOLDEN=1 pytest tests/graph tests/plans`, and read the diff.
 """
 
 import os

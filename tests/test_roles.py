@@ -19,7 +19,7 @@ from choreo._compat import Vmap
 from choreo.errors import AlgorithmError, ChoreoError, PartitionError
 from choreo.layouts import Group, Layout, coarse, fine, fused
 from choreo.partition.program import HostCall, Loop, Segment, walk
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.roles import SHARD_AXIS, Call, find_call
 from laws.reference import assert_close, assert_same_bits, planned_run, reference_run
 from partition.ponds import Functions, Pond, still

@@ -20,7 +20,7 @@ from choreo.buffers import StoredStep
 from choreo.errors import AlgorithmError, LayoutError
 from choreo.layouts import apex
 from choreo.networks.q import q_cnn, q_mlp
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(q_mlp, hidden=(32,))

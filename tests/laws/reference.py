@@ -11,7 +11,8 @@ import numpy as np
 
 from choreo.layouts import Layout
 from choreo.partition.trace import merge_shards, split_shards
-from choreo.plans.plan import Plan, plan
+from choreo.plans.build import plan
+from choreo.plans.plan import Plan
 from choreo.roles import SHARD_AXIS
 from choreo.runtime.engine.schedule import VersionRead
 from choreo.runtime.inprocess import InProcess, combine_metrics

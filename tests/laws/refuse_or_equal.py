@@ -20,7 +20,8 @@ import choreo
 from choreo.errors import AlgorithmError, ChoreoError, LayoutError, PartitionError
 from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.trace import trace
-from choreo.plans.plan import Plan, plan_traced, trace_for
+from choreo.plans.build import plan_traced, trace_for
+from choreo.plans.plan import Plan
 from choreo.runtime.engine.schedule import VersionRead
 from choreo.runtime.inprocess import InProcess
 from choreo.testing import unmarked

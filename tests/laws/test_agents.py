@@ -11,7 +11,7 @@ import pytest
 
 import choreo
 from choreo.errors import LayoutError, PartitionError
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from laws.reference import assert_close, assert_same_bits, reference_run, run_of

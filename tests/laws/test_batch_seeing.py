@@ -22,7 +22,7 @@ from choreo.errors import AlgorithmError, PartitionError
 from choreo.layouts import coarse
 from choreo.partition.program import Transfer, walk
 from choreo.partition.trace import trace
-from choreo.plans.plan import plan_traced
+from choreo.plans.build import plan_traced
 from choreo.testing import unmarked
 from laws.reference import assert_close
 from laws.refuse_or_equal import KEY, OpByOp, Pond, planned_run, reference_op_by_op, refuse_or_equal

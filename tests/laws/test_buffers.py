@@ -11,7 +11,7 @@ from choreo import envs
 from choreo.algos import DQN
 from choreo.layouts import Group, Layout, apex
 from choreo.networks.q import q_mlp
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from laws.reference import assert_close, assert_same_bits, reference_run, run_of

@@ -16,7 +16,7 @@ import pytest
 import choreo
 from choreo.errors import AlgorithmError, PartitionError
 from choreo.layouts import Group, Layout, coarse, fused
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.testing import unmarked
 from laws.refuse_or_equal import OpByOp, Pond

@@ -19,7 +19,8 @@ import pytest
 import choreo
 from choreo.errors import AlgorithmError
 from choreo.layouts import Group, Layout, coarse, fine, fused
-from choreo.plans.plan import plan
+from choreo.partition.trace import trace
+from choreo.plans.build import plan
 from choreo.runs.config import RunConfig
 from choreo.runs.evaluation import evaluate
 from choreo.runs.run import Run, Timing
@@ -284,7 +285,7 @@ def test_the_precision_of_a_plan_is_that_of_its_own_trace():
     algo = configured()
     for configuration, found in ((CONFIGURATIONS["matmul precision"], True), (contextlib.nullcontext, False)):
         with configuration():
-            traced = choreo.plans.plan.trace(algo, Pond(E))
+            traced = trace(algo, Pond(E))
         calls = [op.call for op in traced.iterate.fragments() if op.call and op.call.name == "under_configuration"]
         assert [("HIGHEST" in str(call.jaxpr)) for call in calls] == [found]
 

@@ -21,7 +21,7 @@ from choreo import networks
 from choreo.algos.ppo import PPO
 from choreo.envs import make
 from choreo.layouts import Group, Layout, coarse, fine, fused
-from choreo.plans.plan import plan, plan_traced, trace_for
+from choreo.plans.build import plan, plan_traced, trace_for
 from laws.other import Other
 from laws.reference import assert_close, assert_same_bits, planned_run, reference_run
 from tiny import Tiny

@@ -7,7 +7,7 @@ import pytest
 
 from choreo.errors import LayoutError, PartitionError
 from choreo.layouts import Group, Layout
-from choreo.plans.plan import plan_traced, trace_for
+from choreo.plans.build import plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from laws import matrix

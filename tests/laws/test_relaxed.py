@@ -14,7 +14,7 @@ from choreo import envs, networks
 from choreo.algos.a2c import A2C
 from choreo.errors import LayoutError, RunError
 from choreo.partition.program import Transfer
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime.engine.schedule import Traffic
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local

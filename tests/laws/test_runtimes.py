@@ -9,7 +9,7 @@ from choreo import networks
 from choreo.algos.ppo import PPO
 from choreo.envs import make
 from choreo.layouts import Group, Layout, coarse, fine, fused
-from choreo.plans.plan import plan_traced, trace_for
+from choreo.plans.build import plan_traced, trace_for
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from hosts import two_hosts as two_hosts  # a fixture

@@ -13,7 +13,7 @@ import choreo
 from choreo import envs, networks
 from choreo.algos import A2C
 from choreo.errors import AlgorithmError, LayoutError, PartitionError
-from choreo.plans.plan import plan, plan_traced, trace_for
+from choreo.plans.build import plan, plan_traced, trace_for
 from choreo.roles import SHARD_AXIS
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local

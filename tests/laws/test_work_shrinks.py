@@ -15,7 +15,7 @@ from choreo.envs import make
 from choreo.layouts import Layout, coarse
 from choreo.partition.program import Segment, walk
 from choreo.partition.trace import trace
-from choreo.plans.plan import plan_traced
+from choreo.plans.build import plan_traced
 
 NUM_ENVS = 16
 SLACK = 1.1

@@ -10,7 +10,7 @@ import choreo
 from choreo.algos.a2c import A2C
 from choreo.errors import ChoreoWarning
 from choreo.layouts import Group, Layout, coarse, fine, fused
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from partition.ponds import Functions, Pond, learn, push, still
 
 

@@ -12,7 +12,7 @@ from choreo.networks.q import q_mlp
 from choreo.partition import passes
 from choreo.partition.ahead import DRAWS, _primitives
 from choreo.partition.program import Loop, Segment
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime.inprocess import InProcess
 from laws.reference import assert_same_bits, run_of
 from tiny import Tiny

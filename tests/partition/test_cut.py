@@ -16,7 +16,8 @@ from choreo.partition.cut import _Cutter
 from choreo.partition.program import Loop, Program, Segment, Transfer
 from choreo.partition.program import walk as walk_steps
 from choreo.partition.verify import verify_program
-from choreo.plans.plan import Plan, plan
+from choreo.plans.build import plan
+from choreo.plans.plan import Plan
 from laws.reference import assert_close, assert_same_bits, planned_run, reference_run
 from partition.ponds import STEPS, WALK, Functions, Pond, learn, push, pushed, reset, still, walk
 

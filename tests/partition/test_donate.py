@@ -9,7 +9,7 @@ import choreo
 from choreo.layouts import Group, Layout, coarse, fine, fused
 from choreo.partition.program import Loop, Program, Segment, Transfer
 from choreo.partition.program import walk as walk_steps
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime.inprocess import InProcess
 from laws.reference import assert_close, assert_same_bits, planned_run, reference_run
 from partition.ponds import WALK, Functions, Pond, push, pushed, still

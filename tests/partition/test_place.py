@@ -9,7 +9,7 @@ from choreo.errors import PartitionError
 from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.place import place
 from choreo.partition.trace import trace
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from laws.reference import assert_close, planned_run, reference_run
 from partition.ponds import Functions, Pond, learn, push, still
 

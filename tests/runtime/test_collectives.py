@@ -14,7 +14,7 @@ import choreo
 from choreo import envs
 from choreo.cli import main
 from choreo.errors import RunError
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime import worker
 from choreo.runtime.coordinator.cluster import Cluster, Host
 from choreo.runtime.coordinator.processes import check_collectives, collective_address, hosts_of

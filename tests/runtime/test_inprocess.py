@@ -12,7 +12,8 @@ import pytest
 import choreo
 from choreo.errors import ChoreoError, LayoutError
 from choreo.layouts import Group, Layout, coarse, fine, fused
-from choreo.plans.plan import Plan, plan
+from choreo.plans.build import plan
+from choreo.plans.plan import Plan
 from choreo.runtime.base import Runtime
 from choreo.runtime.inprocess import InProcess
 from laws.reference import assert_same_bits

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runs import jax_settings
 from choreo.runtime.compilation_cache import use_compilation_cache
 from choreo.testing.algorithms import check_algorithm

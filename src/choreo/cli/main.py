@@ -272,8 +272,8 @@ def graph(args: list[str]) -> int:
         raise UsageError(f"{as_flag(next(iter(given)))} belongs to a layout.", fix="Add --layout coarse.")
     _check_out(options.out)
 
-    from choreo.plans.plan import graph as make_graph
-    from choreo.plans.plan import plan
+    from choreo.plans.build import graph as make_graph
+    from choreo.plans.build import plan
     from choreo.runs.files import write_atomic
 
     shown = make_graph(algo, env) if options.layout is None else plan(algo, env, layout_of(options))

@@ -1,81 +1,83 @@
-"""Who reads whose results: the edges between fragments, seen through glue and through the ends of scans.
+"""The edges of a graph: which fragment reads results of which other fragment, directly, through glue or through scans.
 
     act --i32[8]--> step_one --f32[8,4]--> act, in the next round
 
-An edge ends at a fragment, or at the carry or the metrics of the whole program. Keys and constants make no edges:
-whoever needs them computes them. A graph that `verify` refuses must still print: nothing here is strict.
+An edge connects fragments, the carry and the metrics. A *round* is one step of a scan. Random keys and constants make no
+edges, because every site computes them for itself. The functions here also accept a graph that is not valid (no strict
+zip), because `verify` prints the graphs that it refuses.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from choreo.graph.ir import Body, Graph, Op, Operand, Value
+from choreo.graph.ir import Body, Op, Operand, Value
+
+if TYPE_CHECKING:
+    from choreo.graph.graph import Graph
+else:  # graph.py imports this module
+    Graph = Any
 
 CARRY, METRICS = "carry", "metrics"
 End: TypeAlias = Op | Literal["carry", "metrics"]
-Turns: TypeAlias = tuple[tuple[Op, Literal["first", "next"]], ...]
-"""For a value that scans carry, outermost first: read in the first round, or in the round after it was made."""
-
-
-@dataclass(frozen=True, eq=False)
-class ReadValue:
-    """One value as a fragment reads it."""
-
-    label: str
-    value: Value
+Rounds: TypeAlias = tuple[tuple[Op, Literal["first", "next"]], ...]
+"""The scans that carry a value to its reader, outermost first, and in which of their rounds it is read: in the first one
+(the value comes from outside), or in every later one (the value comes from the round before)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """What one fragment reads of another's results."""
+    """The results of one fragment that another one reads."""
 
     src: End
     dst: End
-    reads: tuple[ReadValue, ...]
-    turns: Turns
-    """In which rounds of the scans around it."""
+    reads: tuple[Value, ...]
+    """The values, labelled with the user's names for them; "" where there is none."""
+    rounds: Rounds
+    """In which rounds of the scans around `dst` the values are read."""
     times: int
-    """How often per iteration."""
+    """How often the values are read per iteration."""
 
     @property
     def next_of(self) -> Op | None:
-        """The scan in whose next round this is read."""
-        return next((scan for scan, kind in self.turns if kind == "next"), None)
+        """The scan whose next round reads the values; None if they are read in the round that produces them."""
+        return next((scan for scan, kind in self.rounds if kind == "next"), None)
 
     @property
     def first_only(self) -> bool:
-        """Does only the first round of a scan read this?"""
-        return bool(self.turns) and self.next_of is None
+        """True if only the first round of a scan reads the values."""
+        return bool(self.rounds) and self.next_of is None
 
     @property
     def nbytes(self) -> int:
-        """Of all values, once."""
-        return sum(read.value.nbytes for read in self.reads)
+        """Bytes of all values, read once."""
+        return sum(read.nbytes for read in self.reads)
 
 
 def find_edges(graph: Graph) -> list[Edge]:
-    """The edges of a graph, in order of the fragments that read."""
+    """The edges of a graph, in the order of the fragments that read."""
     flow, names = _Flow(graph), value_names(graph)
     order: list[End] = [CARRY, *graph.fragments(), METRICS]
     edges = []
     for dst, reads in flow.reads.items():
-        bundles: dict[tuple[End, Turns], list[ReadValue]] = {}
+        bundles: dict[tuple[End, Rounds], list[Value]] = {}
         for operand, origins in reads:
             label = operand.label if isinstance(dst, str) else names.get(operand, "")
-            ends: set[tuple[End, Turns]] = {(CARRY if isinstance(src, Value) else src, turns) for src, turns in origins}
+            ends: set[tuple[End, Rounds]] = {
+                (CARRY if isinstance(src, Value) else src, rounds) for src, rounds in origins
+            }
             for bundle in ends:
-                bundles.setdefault(bundle, []).append(ReadValue(label, operand))
+                bundles.setdefault(bundle, []).append(replace(operand, label=label))
         found = [
-            Edge(src, dst, tuple(given), turns, _share(flow.runs[dst], turns))
-            for (src, turns), given in bundles.items()
+            Edge(src, dst, tuple(values), rounds, _times_in(rounds, flow.runs[dst]))
+            for (src, rounds), values in bundles.items()
         ]
-        edges += sorted(found, key=lambda e: (order.index(e.src), [kind for _, kind in e.turns], e.times))
+        edges += sorted(found, key=lambda e: (order.index(e.src), [kind for _, kind in e.rounds], e.times))
     return [edge for edge in edges if edge.times]
 
 
 def value_names(graph: Graph) -> dict[Value, str]:
-    """Values by the user's names for them: leaves of the carry and metrics, also where they pass through scans."""
+    """The user's names for values: leaves of the carry and of the metrics, also where scans pass them on."""
     names = dict(zip(graph.body.ins, graph.in_names, strict=False))
     for value, name in zip(graph.body.outs, graph.out_names, strict=False):
         if isinstance(value, Value):
@@ -104,22 +106,23 @@ def _name_body(body: Body, names: dict[Value, str]) -> None:
 
 
 def is_path(label: str) -> bool:
-    """Is it a name in the user's data? Else it is that of an operation, which says little about its result."""
+    """True for a path into the user's data, such as `train.params`; False for the name of an operation."""
     return "." in label or "[" in label
 
 
 def runs(graph: Graph) -> dict[Op, int]:
-    """How often each fragment runs in one iteration."""
+    """How often each fragment runs per iteration."""
     return {op: n for op, n in _Flow(graph).runs.items() if isinstance(op, Op)}
 
 
-_Origins: TypeAlias = frozenset[tuple[Op | Value, Turns]]
-"""What a value is computed from: fragments, and leaves of the carry."""
+_Origins: TypeAlias = frozenset[tuple[Op | Value, Rounds]]
+"""The fragments and the leaves of the carry that a value is computed from."""
 _NOTHING: _Origins = frozenset()
 
 
-def _share(times: int, turns: Turns) -> int:
-    for scan, kind in turns:
+def _times_in(rounds: Rounds, times: int) -> int:
+    """How many of a fragment's `times` runs per iteration are in these rounds."""
+    for scan, kind in rounds:
         assert scan.body is not None
         once = times // max(scan.body.length, 1)
         times = once if kind == "first" else times - once
@@ -127,6 +130,8 @@ def _share(times: int, turns: Turns) -> int:
 
 
 class _Flow:
+    """Def-use analysis of a whole graph: the values that each fragment reads, with their origins, and how often it runs."""
+
     def __init__(self, graph: Graph):
         self.reads: dict[End, list[tuple[Value, _Origins]]] = {}
         self.runs: dict[End, int] = {}
@@ -135,7 +140,7 @@ class _Flow:
         given += [_NOTHING] * (len(graph.body.ins) - num_carry)
         outs = self._through(graph.body, given, times=1)
         for position, (value, name, origins) in enumerate(zip(graph.body.outs, graph.out_names, outs, strict=False)):
-            carried = position < num_carry or not num_carry  # everything that `init` returns is carry
+            carried = position < num_carry or not num_carry  # all that `init` returns is carry
             untouched = position < num_carry and value is graph.body.ins[position]
             if isinstance(value, Value) and not untouched:
                 self._read(CARRY if carried else METRICS, replace(value, label=name), origins)
@@ -170,13 +175,13 @@ class _Flow:
         c, k = body.num_consts, body.num_carry
         fixed = [before is after for before, after in zip(body.carry_ins, body.carry_outs, strict=False)]
         start = ins[c : c + k]
-        carry = [found if same else _tag(found, op, "first") for found, same in zip(start, fixed, strict=False)]
-        while True:  # what a round leaves to the next: grows until nothing is added
+        carry = [found if same else _read_in(found, op, "first") for found, same in zip(start, fixed, strict=False)]
+        while True:  # the fixed point of the origins of the carry: they only grow
             outs = self._through(body, [*ins[:c], *carry, *ins[c + k :]], times * body.length)
-            later = [_tag(found, op, "next") for found in outs[:k]]
+            later = [_read_in(found, op, "next") for found in outs[:k]]
             grown = [now if same else now | new for now, new, same in zip(carry, later, fixed, strict=False)]
             if grown == carry:
-                return [_untag(found, op) for found in outs]
+                return [_after(found, op) for found in outs]
             carry = grown
 
 
@@ -184,15 +189,16 @@ def _union(found: Iterable[_Origins]) -> _Origins:
     return frozenset().union(*found)
 
 
-def _tag(found: _Origins, scan: Op, kind: Literal["first", "next"]) -> _Origins:
-    return frozenset((src, turns if _turn(turns, scan) else (*turns, (scan, kind))) for src, turns in found)
+def _read_in(found: _Origins, scan: Op, kind: Literal["first", "next"]) -> _Origins:
+    """Origins of a value that a scan carries, as its first round or its later rounds see them."""
+    return frozenset((src, rounds if _kind(rounds, scan) else (*rounds, (scan, kind))) for src, rounds in found)
 
 
-def _untag(found: _Origins, scan: Op) -> _Origins:
-    """As seen after a scan: what only its first round has read does not count beside what the rounds have made."""
-    later = [(src, turns) for src, turns in found if _turn(turns, scan) != "first"]
-    return frozenset((src, tuple(turn for turn in turns if turn[0] is not scan)) for src, turns in later or found)
+def _after(found: _Origins, scan: Op) -> _Origins:
+    """Origins of a result of a scan. Origins outside of the scan are left out where its rounds produce the value."""
+    produced = [(src, rounds) for src, rounds in found if _kind(rounds, scan) != "first"]
+    return frozenset((src, tuple(each for each in rounds if each[0] is not scan)) for src, rounds in produced or found)
 
 
-def _turn(turns: Turns, scan: Op) -> str | None:
-    return next((kind for other, kind in turns if other is scan), None)
+def _kind(rounds: Rounds, scan: Op) -> str | None:
+    return next((kind for other, kind in rounds if other is scan), None)

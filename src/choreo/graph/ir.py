@@ -1,12 +1,12 @@
-"""The fragmented dataflow graph: immutable data over the equations of a traced program.
+"""What a graph is made of: immutable data over the equations of a traced program.
 
-    Graph  = body, with names for what goes in and out
-    Body   = ins, ops, outs            ins: consts, carry, xs (as of `lax.scan`; at the top: carry, key, iteration)
-    Op     = one equation over values  a fragment (it has a call), a scan with fragments in it (it has a body), or glue
-    Value  = one array that flows
+    Graph  = a body, with names for its inputs and outputs (in `graph.py`)
+    Body   = ins, ops, outs            ins: consts, carry, xs, as in `lax.scan`; of a whole program: carry, key, iteration
+    Op     = one equation over values  a fragment (it has a call), a scan that contains fragments (it has a body), or glue
+    Value  = one array
 
-A value belongs to one body and is produced by one op, or is an input or a constant of the body; `verify.py` says exactly
-what a graph is. Nothing here knows about layouts.
+A value belongs to one body. One op of that body produces the value, or the value is an input or a constant of the body.
+`verify.py` checks these rules. Nothing here depends on layouts.
 """
 
 import math
@@ -26,11 +26,11 @@ class Value:
     """One array that flows through the graph."""
 
     number: int
-    """Unique in its graph, in order of production."""
+    """Unique in the graph; values are numbered in the order in which they are produced."""
     aval: Any
     """Shape and dtype."""
     label: str
-    """For people: where it comes from."""
+    """A name for people: a path into the user's data, or the operation that produces the value."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,14 +38,18 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        itemsize = 8 if _compat.is_key(self.aval.dtype) else self.aval.dtype.itemsize
-        return math.prod(self.aval.shape) * itemsize
+        return nbytes_of(self.aval)
 
     def __repr__(self) -> str:
         return f"v{self.number}:{self.aval.str_short(short_dtypes=True)}"
 
 
 Operand = Value | jec.Literal
+
+
+def nbytes_of(aval: Any) -> int:
+    """The size of an array of this shape and dtype. A random key counts as 8 bytes."""
+    return math.prod(aval.shape) * (8 if _compat.is_key(aval.dtype) else aval.dtype.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +59,15 @@ class Op:
     eqn: jec.JaxprEqn
     ins: tuple[Operand, ...]
     outs: tuple[Value | None, ...]
-    """None where nobody can read the result."""
+    """The results; None for a result that nothing can read."""
     roles: frozenset[Role]
-    """Roles of the fragments in it; empty for glue."""
+    """The role of a fragment, or the roles of all fragments inside of a scan; empty for glue."""
     call: Call | None = None
     """For a fragment: how it was called."""
     body: "Body | None" = None
-    """For a scan with fragments in it: its inside, should it be split."""
+    """For a scan that contains fragments: its body, so that the scan can be split over sites."""
     at: str = ""
-    """The user's line."""
+    """File and line of the user's code, with the function's name."""
 
     @property
     def name(self) -> str:
@@ -71,11 +75,11 @@ class Op:
 
     @property
     def host(self) -> bool:
-        """Is there a host fragment in it?"""
+        """True for a host fragment, and for a scan that contains one."""
         return bool(self.call and self.call.host) or bool(self.body and any(op.host for op in self.body.ops))
 
     def values(self) -> Iterator[Value]:
-        """The operands that are values."""
+        """The operands that are values, without literals."""
         return (v for v in self.ins if isinstance(v, Value))
 
     def __repr__(self) -> str:
@@ -89,16 +93,19 @@ class Body:
     ins: tuple[Value, ...]
     """Consts, then carry, then xs."""
     ops: tuple[Op, ...]
+    """In topological order."""
     outs: tuple[Operand, ...]
     """Carry, then ys."""
     consts: Mapping[Value, Any]
-    """Values that are known arrays."""
+    """Constants of the program, with their arrays."""
     num_consts: int
+    """How many of `ins` are consts."""
     num_carry: int
+    """How many of `ins`, and how many of `outs`, are carry."""
     length: int = 1
-    """How often a scan goes round."""
+    """The number of rounds of a scan."""
     reverse: bool = False
-    """Does a scan go from the last slice to the first?"""
+    """True for a scan that goes from the last slice to the first."""
 
     @property
     def const_ins(self) -> tuple[Value, ...]:
@@ -121,38 +128,5 @@ class Body:
         return self.outs[self.num_carry :]
 
     def producers(self) -> dict[Value, Op]:
+        """The op that produces each value."""
         return {value: op for op in self.ops for value in op.outs if value}
-
-
-@dataclass(frozen=True, eq=False)
-class Graph:
-    """One traced function of an algorithm: `init` or `iterate`."""
-
-    name: str
-    body: Body
-    in_names: tuple[str, ...]
-    out_names: tuple[str, ...]
-    num_envs: int
-
-    @property
-    def roles(self) -> list[Role]:
-        """In order of first appearance."""
-        return list(dict.fromkeys(role for op in self.fragments() for role in op.roles))
-
-    def fragments(self, body: Body | None = None) -> Iterator[Op]:
-        for op in (body or self.body).ops:
-            if op.body:
-                yield from self.fragments(op.body)
-            elif op.roles:
-                yield op
-
-    def __str__(self) -> str:
-        from choreo.graph.printer import format_graph
-
-        return format_graph(self)
-
-    def draw(self) -> str:
-        """The graph as an SVG picture."""
-        from choreo.graph.draw import draw_graph
-
-        return draw_graph(self)

@@ -1,23 +1,24 @@
-"""A graph as text, for a person: fragments by role, the loops around them, and what flows between them.
-
-Glue is counted, not listed. Also the words for values, types and sizes, here and in plans and pictures.
-"""
+"""A graph as text: fragments with their roles, the loops around them, and the edges between them. Glue is counted, not listed."""
 
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from choreo import _compat
-from choreo.graph.edges import Edge, End, ReadValue, find_edges, runs, value_names
-from choreo.graph.ir import Body, Graph, Op, Value
+from choreo.graph.edges import Edge, End, find_edges, runs, value_names
+from choreo.graph.ir import Body, Op, Value
+from choreo.graph.text import WIDTH, count, describe, format_bytes, shorten, table
 
-WIDTH = 100
+if TYPE_CHECKING:
+    from choreo.graph.graph import Graph
+else:  # graph.py imports this module
+    Graph = Any
 
 
 def format_graph(graph: Graph) -> str:
-    """The fragments of one iteration, in order, and the edges between them."""
+    """The fragments of a graph in order, with the values they read and give, and a table of the edges."""
     names, fragments = end_names(graph), list(graph.fragments())
     glue = sum(len(list(_glue(body))) for body in _bodies(graph.body))
     head = f"{graph.name} on {count(graph.num_envs, 'environment')}: {count(len(fragments), 'fragment')} of "
@@ -29,7 +30,7 @@ def format_graph(graph: Graph) -> str:
 
 
 def end_names(graph: Graph) -> dict[End, str]:
-    """What fragments are called; a second fragment of the same name gets a number."""
+    """Names of the fragments, the carry and the metrics. The second fragment of the same name is `act#2`."""
     seen: Counter[str] = Counter()
     names: dict[End, str] = {"carry": "carry", "metrics": "metrics"}
     for op in graph.fragments():
@@ -52,7 +53,7 @@ class _Printer:
             elif op.roles:
                 lines += self.fragment(op, indent)
         glue = [op.name for op in _glue(body)]
-        return [*lines, shorten(f"{indent}{'glue':9}{_common(glue)}", WIDTH)] if glue else lines
+        return [*lines, shorten(f"{indent}{'glue':9}{_most_common(glue)}", WIDTH)] if glue else lines
 
     def fragment(self, op: Op, indent: str) -> list[str]:
         more = [f"runs {self.runs[op]} x"] if self.runs[op] > 1 else []
@@ -65,19 +66,31 @@ class _Printer:
         ]
 
     def values_line(self, start: str, values: Iterable[Value]) -> list[str]:
-        reads = [ReadValue(self.values.get(value, ""), value) for value in values]
-        return [start + shorten(describe_size(reads), WIDTH - len(start))]
+        reads = [replace(value, label=self.values.get(value, "")) for value in values]
+        return [start + shorten(_describe_size(reads), WIDTH - len(start))]
 
 
 def _with_line(text: str, op: Op) -> str:
     return shorten(f"{text:<58}  {user_line(op)}", WIDTH)
 
 
-def _edge_row(edge: Edge, names: dict[End, str]) -> list[str]:
-    when = ", next round" if edge.next_of else ", first round" if edge.first_only else ""
-    ends = f"{names[edge.src]} -> {names[edge.dst]}{when}"
-    size = format_bytes(edge.nbytes)
-    return [ends, describe(edge.reads), f"{edge.times} x", size, format_bytes(edge.nbytes * edge.times)]
+def user_line(op: Op) -> str:
+    """`my_ppo.py:88 (act)`: file and line without the folder and the column."""
+    match = re.fullmatch(r"(.*?):(\d+)(?::\d+)?( \(.*\))?", op.at)
+    if not match:
+        return op.at
+    path, line, function = match.groups()
+    return f"{os.path.basename(path)}:{line}{(function or '').replace('.<locals>', '')}"
+
+
+def vmapped(op: Op) -> list[int]:
+    """Sizes of the vmaps around a fragment, outermost first."""
+    return [vmap.size for vmap in reversed(op.call.vmaps)] if op.call else []
+
+
+def _describe_size(values: Sequence[Value]) -> str:
+    size = format_bytes(sum(value.nbytes for value in values))
+    return f"{size}: {describe(values)}" if values else "nothing"
 
 
 def _bodies(body: Body) -> Iterable[Body]:
@@ -91,108 +104,13 @@ def _glue(body: Body) -> Iterable[Op]:
     return (op for op in body.ops if not op.roles)
 
 
-def _common(names: Sequence[str]) -> str:
+def _most_common(names: Sequence[str]) -> str:
     counted = Counter(name.strip("_") for name in names).most_common()
     return f"{count(len(names), 'equation')}: " + ", ".join(f"{n} {name}" if n > 1 else name for name, n in counted)
 
 
-def vmapped(op: Op) -> list[int]:
-    """Sizes of the vmaps around a fragment, outermost first."""
-    return [vmap.size for vmap in reversed(op.call.vmaps)] if op.call else []
-
-
-def user_line(op: Op) -> str:
-    """`my_ppo.py:88 (act)`: file and line without the folder and the column."""
-    match = re.fullmatch(r"(.*?):(\d+)(?::\d+)?( \(.*\))?", op.at)
-    if not match:
-        return op.at
-    path, line, function = match.groups()
-    return f"{os.path.basename(path)}:{line}{(function or '').replace('.<locals>', '')}"
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def format_bytes(number: int) -> str:
-    if number < 1000:
-        return f"{number} B"
-    size, units = number / 1000, iter(("kB", "MB", "GB", "TB"))
-    unit = next(units)
-    while size >= 999.5:
-        size, unit = size / 1000, next(units)
-    return f"{size:.3g} {unit}"
-
-
-def format_type(aval: Any) -> str:
-    """`f32[8,4]`, as JAX prints it."""
-    kind = "key" if _compat.is_key(aval.dtype) else re.sub(r"^(b?)([fiuc])[a-z]*(?=\d)", r"\1\2", str(aval.dtype))
-    return f"{kind}[{','.join(map(str, aval.shape))}]"
-
-
-def describe(reads: Iterable[Any]) -> str:
-    """Values by name and type (anything with `label` and `value.aval`): many of one tree by the part they share."""
-    named: dict[str, list[tuple[str, Any]]] = {}
-    for read in reads:
-        named.setdefault(_root(read.label), []).append((read.label, read.value.aval))
-    return ", ".join(_describe_tree(leaves) for leaves in named.values()) or "nothing"
-
-
-def describe_size(reads: Sequence[ReadValue]) -> str:
-    size = format_bytes(sum(read.value.nbytes for read in reads))
-    return f"{size}: {describe(reads)}" if reads else "nothing"
-
-
-def _describe_tree(leaves: list[tuple[str, Any]]) -> str:
-    labels = [label for label, _ in leaves]
-    if not labels[0]:
-        counted = Counter(format_type(aval) for _, aval in leaves)
-        return ", ".join(f"{n}×{kind}" if n > 1 else kind for kind, n in counted.items())
-    if len(leaves) <= 2:
-        return ", ".join(f"{label} {format_type(aval)}" if aval.shape else label for label, aval in leaves)
-    kinds = dict.fromkeys(format_type(aval).split("[")[0] for _, aval in leaves)
-    return f"{_shared(labels)} ({len(leaves)} arrays, {'/'.join(kinds)})"
-
-
-def _parts(label: str) -> list[str]:
-    return re.findall(r"\[[^\]]*\]|\.?[^.\[]+", label)
-
-
-def _root(label: str) -> str:
-    return _parts(label)[0] if label else ""
-
-
-def _shared(labels: Sequence[str]) -> str:
-    return "".join(os.path.commonprefix([_parts(label) for label in labels]))
-
-
-def shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, align: str, flexible: int) -> list[str]:
-    """Columns two spaces apart; the `flexible` one is wrapped where the table would be wider than `WIDTH`."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    rest = sum(widths) - widths[flexible] + 2 * (len(head) - 1)
-    widths[flexible] = min(widths[flexible], max(WIDTH - rest, 20))
-    lines = []
-    for row in (head, *rows):
-        first, *more = wrap(row[flexible], widths[flexible])
-        cells = [*row[:flexible], first, *row[flexible + 1 :]]
-        lines.append("  ".join(f"{cell:{a}{w}}" for cell, a, w in zip(cells, align, widths, strict=True)).rstrip())
-        margin = " " * (sum(widths[:flexible]) + 2 * flexible + 2)
-        lines += [margin + line for line in more]
-    return [lines[0], "─" * (sum(widths) + 2 * (len(head) - 1)), *lines[1:]]
-
-
-def wrap(text: str, width: int) -> list[str]:
-    """Lines of whole words; continued lines are two shorter, for their indent."""
-    lines = [""]
-    for word in text.split(" "):
-        room = width if len(lines) == 1 else width - 2
-        joined = f"{lines[-1]} {word}" if lines[-1] else word
-        if len(joined) <= room:
-            lines[-1] = joined
-        else:
-            lines.append(word)
-    return [shorten(line, width) for line in lines if line] or [""]
+def _edge_row(edge: Edge, names: dict[End, str]) -> list[str]:
+    when = ", next round" if edge.next_of else ", first round" if edge.first_only else ""
+    ends = f"{names[edge.src]} -> {names[edge.dst]}{when}"
+    size = format_bytes(edge.nbytes)
+    return [ends, describe(edge.reads), f"{edge.times} x", size, format_bytes(edge.nbytes * edge.times)]

@@ -1,9 +1,9 @@
-"""Pictures as SVG text: lanes side by side, time downwards, boxes in lanes, arrows between them, frames around loops.
+"""Pictures as SVG text: lanes side by side, time downwards, boxes in lanes, arrows between lanes, frames around loops.
 
-actor     env
+actor     env        two lanes
   |        |
-[act]      |          a box
-  |--------->         an arrow: what above the line, how much below
+[act]      |         a box
+  |------->|         an arrow: the values above the line, their size below
   |      [step]
 """
 
@@ -23,44 +23,54 @@ OTHER_COLOURS = ("#6741d9", "#0c8599", "#846358", "#5c940d", "#a61e4d")
 
 @dataclass(frozen=True)
 class Lane:
-    """One column."""
+    """A column of the picture: a role or a group."""
 
     title: str
     lines: tuple[str, ...] = ()
-    """Beneath the title."""
+    """Smaller text beneath the title."""
     roles: tuple[str, ...] = ()
-    """Whose colours it has; none: grey."""
+    """The roles whose colours the lane has; without any, it is grey."""
     replicas: int = 1
-    """Drawn as a pile of cards, if more than one."""
+    """More than one are drawn as a pile of cards."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """Work in a lane."""
+    """Work in a lane: a fragment, or a step of a plan."""
 
     lane: int
+    """Position of the lane, from the left."""
     title: str
     lines: tuple[str, ...] = ()
+    """Smaller text beneath the title."""
     roles: tuple[str, ...] = ()
+    """The roles whose colours the box has; without any, it is grey."""
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """Something that flows from lane to lane."""
+    """Values that go from one lane to another, or back into the same one."""
 
     src: int
+    """Position of the lane where the arrow begins."""
     dst: int
+    """Position of the lane where the arrow ends."""
     what: str
+    """Names and types of the values, above the line."""
     size: str
+    """Their size, below the line."""
     dashed: bool = False
+    """True if the values are read later: in the next round of a loop, or some updates later."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A loop around what is in it."""
+    """A loop, drawn around its items."""
 
     title: str
+    """How often it runs: `× 16`."""
     note: str
+    """Smaller text beside the title."""
     items: "tuple[Item, ...]"
 
 
@@ -68,7 +78,7 @@ Item: TypeAlias = Box | Arrow | Frame
 
 
 def role_colour(role: str) -> str:
-    """The same for a role in every picture."""
+    """The colour of a role; it is the same in every picture."""
     return ROLE_COLOURS.get(role) or OTHER_COLOURS[zlib.crc32(role.encode()) % len(OTHER_COLOURS)]
 
 
@@ -83,7 +93,7 @@ TITLE_LINE, TEXT_LINE = 18, 15
 HEADER_TOP = 78
 FRAME_INSET = 10
 CHARACTER = 0.6
-"""Width of a character over the size of the font: that of the widest among the usual fonts."""
+"""Width of a character divided by the size of the font, for the widest of the usual fonts."""
 
 
 class _Painter:
@@ -125,7 +135,7 @@ class _Painter:
         return "\n".join([head, f"<title>{escape(title)}</title>", defs, paper, *self.parts, "</svg>"]) + "\n"
 
     def pile(self, lane: Lane) -> Pixels:
-        """How far the cards of a pile stick out; more than three look like three."""
+        """By how much the cards of a pile stick out. At most three cards are drawn."""
         return 5 * (min(lane.replicas, 3) - 1)
 
     def header(self, i: int, height: Pixels) -> Pixels:
@@ -186,7 +196,7 @@ class _Painter:
         return y + 50
 
     def turn(self, arrow: Arrow, y: Pixels) -> Pixels:
-        """Within one lane: down its side, with the words where there is room."""
+        """Draw an arrow that begins and ends in the same lane, beside the lane, on the side that has room for the text."""
         x, last = self.x(arrow.src), arrow.src == len(self.lanes) - 1
         side = -1 if last and len(self.lanes) > 1 else 1
         anchor, room = "start" if side > 0 else "end", self.pitch - 46
@@ -243,7 +253,7 @@ class _Painter:
 
 
 def fold(words: str, size: Pixels, room: Pixels) -> list[str]:
-    """Lines of whole words that fit, three at most; the last may be cut."""
+    """At most three lines of whole words. The last one may be too long: `fit` shortens it."""
     lines = [""]
     for word in words.split(" "):
         joined = f"{lines[-1]} {word}".strip()
@@ -255,6 +265,6 @@ def fold(words: str, size: Pixels, room: Pixels) -> list[str]:
 
 
 def fit(words: str, size: Pixels, room: Pixels) -> str:
-    """As many characters as surely fit."""
+    """The words, shortened to fit into `room` pixels."""
     most = max(int(room / (CHARACTER * size)), 1)
     return words if len(words) <= most else words[: most - 1] + "…"

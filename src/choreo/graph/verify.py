@@ -1,14 +1,15 @@
-"""What a graph is, as a program that checks it. Run after every pass; a failure here is our bug, never the user's."""
+"""The rules of a graph, as a program that checks them after every pass. A failure is a bug in Choreo, not in the user's code."""
 
 from typing import Any
 
 import jax.extend.core as jec
 
-from choreo.graph.ir import Body, Graph, Operand, Value
+from choreo.graph.graph import Graph
+from choreo.graph.ir import Body, Operand, Value
 
 
 def verify(graph: Graph, after: str) -> Graph:
-    """Return the graph, or say which pass broke it and where."""
+    """Return the graph, or raise an AssertionError that names the pass and the broken rule, and prints the graph."""
     try:
         assert len(graph.in_names) == len(graph.body.ins), "an input without a name"
         assert len(graph.out_names) == len(graph.body.outs), "an output without a name"

@@ -1,4 +1,4 @@
-"""Where an algorithm runs, as a value."""
+"""Layouts: where an algorithm runs, as a value."""
 
 from choreo.layouts.base import Group as Group
 from choreo.layouts.base import Layout as Layout

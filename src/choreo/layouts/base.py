@@ -1,8 +1,9 @@
-"""A layout: which roles live together, how often, on which devices. A value; it decides where, never what.
+"""A layout: which roles share a site, how many replicas they have, and on which devices they run.
 
     Layout(Group("env", "actor", replicas=4), Group("learner"))
 
-Each group becomes one site, or `replicas` sites that share the environments in contiguous blocks of equal size.
+Each group becomes one site, or `replicas` sites that divide the environments into contiguous blocks of equal size. A layout
+is a value. It decides where a program runs, and never what the program computes.
 """
 
 import difflib
@@ -15,24 +16,23 @@ from choreo.types import GroupName, Role
 
 STANDARD_ROLES = ("env", "actor", "buffer", "learner", "gradient", "update")
 MAX_BLOCKS = 16
-"""Blocks of environments with `exact=True`, at most: shapes that do not depend on how many workers share them."""
+"""The largest number of blocks of environments with `exact=True`. The blocks do not depend on the number of workers."""
 
 
 @dataclass(frozen=True, init=False)
 class Group:
-    """Roles that live together."""
+    """Roles that live together: at the same site, compiled into the same programs."""
 
     roles: tuple[Role, ...]
-    """At the same site, compiled together."""
     replicas: int | None
-    """How many sites share the environments; None for one site that is never divided."""
+    """How many sites divide the environments among them; None for one site that has all environments."""
     device: str | None
-    """Platform of its sites ("cpu", "gpu"); None for JAX's default."""
+    """Platform of the group's devices ("cpu", "gpu"); None for JAX's default."""
     devices: int
-    """Devices of a group that is one site: its shards are divided among them; one shard is, by the compiler."""
+    """How many devices a group that is one site has. They divide its shards; a single shard is divided by the compiler."""
     axis: str | None
-    """What its replicas share, if not environments: the name of a mapped axis, `jax.vmap(..., axis_name="agent")`. Without
-    `replicas`, there is a site for each."""
+    """The name of the mapped axis that the replicas divide, as in `jax.vmap(..., axis_name="agent")`; None if they divide
+    environments. With an axis but without `replicas`, there is one site for each index of the axis."""
 
     def __init__(
         self,
@@ -74,18 +74,19 @@ class Group:
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """Where an algorithm runs. Results do not depend on it; see `docs/law.md` for what that means exactly."""
+    """Where an algorithm runs. Results do not depend on the layout; `docs/law.md` says what this means exactly."""
 
     groups: tuple[Group, ...]
     exact: bool
-    """Compute environments in blocks of a fixed size, so that results are the same bits for any number of replicas."""
+    """Compute environments in blocks of a fixed size, so that results are equal bit for bit for any number of replicas."""
     shards: int
-    """Learner shards: unlike replicas, their number is part of the results (`docs/law.md`)."""
+    """Learner shards. Unlike the number of replicas, the number of shards changes the results (`docs/law.md`)."""
     max_lag: int
-    """By how many updates, at most, what a worker reads may be out of date; 0: never."""
+    """By how many updates the parameters that a worker reads may be out of date, at most; 0 is lockstep."""
     merge: str
-    """"all": whoever learns waits for every worker; "any": it learns from each worker's part as that arrives."""
+    """"all": the learner waits for every worker; "any": the learner takes each worker's part as it arrives."""
     name: str
+    """The name of the preset, or one of the user's own."""
 
     def __init__(
         self,
@@ -121,29 +122,32 @@ class Layout:
         return f"Layout({', '.join([*map(repr, self.groups), *options])})"
 
     def group_of(self, role: Role) -> Group:
-        """Where a role lives; one that no group names lives with the learner."""
+        """The group of a role. A role that no group names lives with the learner."""
         named = {r: group for group in self.groups for r in group.roles}
         undivided = [group for group in self.groups if group.replicas is None]
         return named.get(role) or named.get("learner") or (undivided or list(self.groups))[-1]
 
     def num_blocks(self, group: Group, num_envs: int) -> int | None:
-        """Into how many blocks a group's environments are divided: one per replica, or more with `exact`."""
+        """Into how many blocks the environments of a group are divided: one per replica, or more with `exact`.
+
+        None for a group that is one site with all environments.
+        """
         if group.replicas is None and group.devices > 1 and self.shards > 1:
             return group.devices
         if group.replicas is None or not self.exact:
             return group.replicas
-        # Two environments or more to a block: a product with a single row is another program, and rounds differently.
+        # At least two environments per block: XLA compiles a product with a single row differently, and it rounds differently.
         return max(n for n in range(1, MAX_BLOCKS + 1) if num_envs % n == 0 and (n == 1 or num_envs // n >= 2))
 
     @property
     def axis(self) -> str | None:
-        """What is divided among replicas, if not environments."""
+        """The name of the mapped axis that replicas divide; None if they divide environments."""
         return next((group.axis for group in self.groups if group.axis), None)
 
     def sites(self, roles: Iterable[Role], num_envs: int, along_axis: int = 0) -> Sites:
-        """Check this layout against an algorithm's roles and the number of environments.
+        """The sites of this layout for an algorithm with these roles. Raises LayoutError if the two do not fit.
 
-        `along_axis`: how many there are along the axis that it divides in place of environments.
+        `along_axis`: the size of `axis`, for a layout that divides an axis other than that of the environments.
         """
         roles = list(roles)
         self.check_counts(num_envs)
@@ -168,12 +172,12 @@ class Layout:
 
     @property
     def is_relaxed(self) -> bool:
-        """May something be out of date?"""
+        """True if sites need not wait for each other, so that results depend on timing."""
         return self.max_lag > 0 or self.merge == "any"
 
     @property
     def num_workers(self) -> int:
-        """How many workers the learner hears one by one."""
+        """With merge="any", the workers whose results the learner takes one at a time; else 1."""
         return next((g.replicas for g in self.groups if g.replicas), 1) if self.merge == "any" else 1
 
     def _check_merge(self) -> None:
@@ -204,7 +208,7 @@ class Layout:
                 )
 
     def check_counts(self, num_envs: int) -> None:
-        """Refuse what cannot be divided evenly."""
+        """Refuse numbers of environments, shards and replicas that cannot be divided evenly."""
         self._check_merge()
         self._check_shards(num_envs)
         for group in self.groups:

@@ -1,7 +1,7 @@
-"""Forgotten marks: without `@fragment` on `act` or `learn` a run is right, but not where it was meant to be.
+"""Forgotten marks: without `@fragment` on `act` or `learn`, results are right, but code runs at a site where it should not.
 
-What is not marked is glue, and goes where it costs the fewest bytes: `learn` may end up with the workers, each of which then
-sends what the learner should have kept to itself.
+Code without a mark is glue, and glue is placed where it costs the fewest bytes. So an unmarked `learn` may run at the workers,
+and values that the learner should keep would cross in every iteration.
 """
 
 from collections import Counter
@@ -13,38 +13,38 @@ from choreo.partition.place import Placement, Sites, place
 from choreo.partition.trace import Traced
 from choreo.types import GroupName
 
-MEANT = {"actor": {"actor"}, "learner": {"learner", "gradient", "update"}}
-"""Roles that a layout with several groups is about, and those of fragments that do that work."""
+ROLES_FOR = {"actor": {"actor"}, "learner": {"learner", "gradient", "update"}}
+"""For each kind of work that a layout places: the roles of the fragments that do it."""
 MOST_FUNCTIONS = 3
-"""Functions named for each group, at most."""
+"""The largest number of functions that a warning names per group."""
 
 
 def forgotten_marks(traced: Traced, layout: Layout, sites: Sites) -> tuple[str, ...]:
-    """A warning for each such role that a group is named after, and no fragment has."""
+    """A warning for each of the roles `actor` and `learner` that a group of the layout names and no fragment has."""
     named = {role for group in layout.groups for role in group.roles}
-    missing = [role for role, roles in MEANT.items() if role in named and roles.isdisjoint(traced.iterate.roles)]
+    missing = [role for role, roles in ROLES_FOR.items() if role in named and roles.isdisjoint(traced.iterate.roles)]
     if len(layout.groups) == 1 or not missing:
         return ()
     sites = sites.of_one_worker() if sites.num_workers > 1 else sites
     placement = place(traced.iterate, sites, traced.carry_axes)
     found = Counter(_glue(traced.iterate.body, placement))
-    instead = "; ".join(text for group in sites.replicas if (text := _at(group, found)))
-    return tuple(_warning(role, layout, instead) for role in missing)
+    placed = "; ".join(text for group in sites.replicas if (text := _functions_at(group, found)))
+    return tuple(_warning(role, layout, placed) for role in missing)
 
 
-def _warning(role: str, layout: Layout, instead: str) -> str:
-    where = f"What is not marked runs where it costs the fewest bytes: {instead}. " if instead else ""
+def _warning(role: str, layout: Layout, placed: str) -> str:
+    where = f"What is not marked runs where it costs the fewest bytes: {placed}. " if placed else ""
     return (
         f"No fragment has the role `{role}`, for which {layout.name} has the group `{layout.group_of(role).name}`. {where}"
         f'Mark the function that should run there: @choreo.fragment("{role}").'
     )
 
 
-def _at(group: GroupName, found: Counter[tuple[GroupName, str]]) -> str:
-    """`at `env+actor`: A.learn (my.py:12), ...`: where most of a group's glue was written."""
+def _functions_at(group: GroupName, found: Counter[tuple[GroupName, str]]) -> str:
+    """The functions that most of a group's glue comes from: "at `env+actor` A.learn (my.py:12), ..."."""
     functions: dict[str, tuple[str, int]] = {}
-    for (home, at), times in found.items():
-        if home == group and at:
+    for (its_group, at), times in found.items():
+        if its_group == group and at:
             line, _, function = at.removesuffix(")").partition(" (")
             first, so_far = functions.get(function, (line.rpartition(":")[0], 0))
             functions[function] = first, so_far + times
@@ -55,10 +55,10 @@ def _at(group: GroupName, found: Counter[tuple[GroupName, str]]) -> str:
 
 
 def _glue(body: Body, placement: Placement, around: GroupName | None = None) -> Iterator[tuple[GroupName, str]]:
-    """(home, line) of every op without a role; `around`: the home of a scan that is not split."""
+    """(group, line) of every op without a role. `around`: the group of an enclosing scan that is not split."""
     for op in body.ops:
-        home = around or placement.ops.get(op)
+        group = around or placement.ops.get(op)
         if op.body:
-            yield from _glue(op.body, placement, home)
-        elif home is not None and not op.roles:
-            yield home, op.at
+            yield from _glue(op.body, placement, group)
+        elif group is not None and not op.roles:
+            yield group, op.at

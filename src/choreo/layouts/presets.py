@@ -1,4 +1,4 @@
-"""The layouts people know, a few lines each; your own is written the same way."""
+"""The layouts that people know, a few lines each. A user writes a layout of their own in the same way."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from choreo.layouts.base import Group, Layout
 
 
 def fused(*, devices: int = 1, shards: int | None = None) -> Layout:
-    """Everything in one compiled program, on one device or several (Anakin, PureJaxRL, WarpDrive; MSRL GPUOnly)."""
+    """Everything in one compiled program, on one or several devices (Anakin, PureJaxRL, WarpDrive; MSRL GPUOnly)."""
     group = Group("env", "actor", "buffer", "learner", devices=devices)
     return Layout(group, shards=shards or devices, name="fused")
 
@@ -25,19 +25,19 @@ def fine(workers: int = 1, *, exact: bool = False, shards: int = 1) -> Layout:
 
 
 def multi_learner(workers: int = 2, *, shards: int | None = None) -> Layout:
-    """Every worker acts and learns, gradients are averaged over all (data parallel, DD-PPO; MSRL MultiLearner)."""
+    """Every worker acts and learns, gradients are averaged over workers (data parallel, DD-PPO; MSRL MultiLearner)."""
     group = Group("env", "actor", "buffer", "learner", replicas=workers)
     return Layout(group, shards=shards or workers, name="multi_learner")
 
 
 def sebulba(workers: int = 2, learners: int = 2, *, shards: int | None = None, max_lag: int = 0) -> Layout:
-    """Workers act, each for one of several learners; their gradients are averaged (Sebulba, Cleanba, IMPALA)."""
+    """Workers act, several learners each learn from some of them and average gradients (Sebulba, Cleanba, IMPALA)."""
     groups = Group("env", "actor", replicas=workers), Group("buffer", "learner", replicas=learners)
     return Layout(*groups, shards=shards or math.lcm(workers, learners), max_lag=max_lag, name="sebulba")
 
 
 def apex(workers: int = 2, buffers: int = 1, *, max_lag: int = 0) -> Layout:
-    """Workers act, replay has sites of its own, one site learns; priorities flow back (Ape-X, Reverb)."""
+    """Workers act, replay has sites of its own, one site learns and sends priorities back (Ape-X, Reverb)."""
     groups = Group("env", "actor", replicas=workers), Group("buffer", replicas=buffers), Group("learner")
     return Layout(*groups, max_lag=max_lag, name="apex")
 
@@ -67,7 +67,7 @@ PRESETS: dict[str, Callable[..., Layout]] = {
 
 
 def impala(workers: int = 2, learners: int = 1, *, shards: int | None = None, max_lag: int = 4) -> Layout:
-    """coarse --max-lag 4: workers act with parameters some updates old; with --learners 2 or more, sebulba."""
+    """coarse --max-lag 4: workers act with parameters up to 4 updates old; with --learners 2 or more, sebulba."""
     if learners == 1:
         return coarse(workers, shards=shards or 1, max_lag=max_lag)
     return sebulba(workers, learners, shards=shards, max_lag=max_lag)
@@ -96,11 +96,11 @@ ALIASES: dict[str, Callable[..., Layout]] = {
     "impala": impala,
     "a3c": a3c,
 }
-"""The systems people know by name: a preset, or a preset with other defaults."""
+"""Names of known systems, each a preset or a preset with other defaults."""
 
 
 def find(name: str) -> Callable[..., Layout] | None:
-    """The preset or alias of that name; `SEED-RL`, `seed_rl` and `SeedRL` are one."""
+    """The preset or alias of this name; None if there is none. `SEED-RL`, `seed_rl` and `SeedRL` are the same name."""
     return {_spelling(known): make for known, make in (PRESETS | ALIASES).items()}.get(_spelling(name))
 
 

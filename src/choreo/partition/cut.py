@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from choreo.errors import PartitionError
-from choreo.graph.ir import Body, Graph, Op, Operand, Value
+from choreo.graph.graph import Graph
+from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.partition.code import CodeInput, OpsCode, OpStep, as_segment
 from choreo.partition.demand import Needs
 from choreo.partition.forms import Size, piece_type

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from choreo import _compat
 from choreo.errors import PartitionError
-from choreo.graph.ir import Body, Graph, Op, Operand, Value
+from choreo.graph.graph import Graph
+from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.host import HostMethod
 from choreo.partition.forms import WHOLE, Form, Size
 from choreo.partition.inference import infer_step

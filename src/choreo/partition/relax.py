@@ -19,7 +19,8 @@ from dataclasses import replace
 
 from choreo import _compat
 from choreo.errors import LayoutError
-from choreo.graph.ir import Body, Graph, Op, Operand, Value
+from choreo.graph.graph import Graph
+from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition.place import Placement
 from choreo.partition.program import Program, Transfer, walk

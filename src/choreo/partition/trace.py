@@ -25,7 +25,8 @@ from jax.extend import source_info_util
 import choreo.roles
 from choreo import _compat
 from choreo.errors import AlgorithmError, PartitionError
-from choreo.graph.ir import Body, Graph, Op, Operand, Value
+from choreo.graph.graph import Graph
+from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition import carry
 from choreo.partition.program import Axis

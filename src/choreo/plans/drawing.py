@@ -1,16 +1,14 @@
-"""A plan as a picture: one lane per group of sites, their work in order, and every message between them."""
+"""A plan as a picture: a lane for each group, its steps as boxes in order, and transfers as arrows."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from choreo.graph.printer import count, format_bytes, wrap
 from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
+from choreo.graph.text import count, describe, format_bytes, wrap
 from choreo.partition.program import Loop, Step, Transfer
-from choreo.plans.plan import Plan
+from choreo.plans.costs import Communication, Crossing
 from choreo.plans.printer import (
-    Crossing,
     age,
-    crossings,
-    num_replicas,
     plan_groups,
     promise,
     step_name,
@@ -20,6 +18,11 @@ from choreo.plans.printer import (
 )
 from choreo.types import GroupName, Role
 
+if TYPE_CHECKING:
+    from choreo.plans.plan import Plan
+else:  # plan.py imports this module
+    Plan = Any
+
 GLUE = "glue"
 """The name of a segment without fragments."""
 
@@ -27,48 +30,46 @@ GLUE = "glue"
 def draw_plan(plan: Plan) -> str:
     """The plan of one iteration as SVG text."""
     lanes = [
-        Lane(name, tuple(where(plan, group).split(", ")), _roles(plan, name), replicas=num_replicas(plan, name))
+        Lane(name, tuple(where(plan, group).split(", ")), _roles(plan, name), replicas=plan.processes(name))
         for group in plan_groups(plan)
         for name in [group.name]
     ]
-    found = list(crossings(plan, plan.iterate))
-    items = list(_items(plan, plan.iterate.steps, lanes, iter(found)))
-    layout = f"Layout {plan.layout.name}: {_total(found)}"
+    sent = plan.costs.iterate
+    items = list(_items(plan, plan.iterate.steps, lanes, iter(sent.crossings)))
+    layout = f"Layout {plan.layout.name}: {_total(sent)}"
     return draw_lanes(title(plan), layout, lanes, items, wrap(promise(plan), 120))
 
 
 def _roles(plan: Plan, group: GroupName) -> tuple[Role, ...]:
-    """The algorithm's roles that live there: not all that the layout names, and perhaps some that it does not."""
-    return tuple(sorted(role for role, home in plan.sites.group_of.items() if home == group))
+    """The algorithm's roles in a group. The layout may name roles that the algorithm lacks, and the other way round."""
+    return tuple(sorted(role for role, its_group in plan.sites.group_of.items() if its_group == group))
 
 
-def _items(plan: Plan, steps: Sequence[Step], lanes: Sequence[Lane], found: Iterator[Crossing]) -> Iterator[Item]:
-    """`found`: the crossings of all transfers, in the order of the steps."""
+def _items(plan: Plan, steps: Sequence[Step], lanes: Sequence[Lane], crossings: Iterator[Crossing]) -> Iterator[Item]:
+    """Boxes, arrows and frames of some steps. `crossings`: of all transfers, in the order of the steps."""
     lane_of = {lane.title: i for i, lane in enumerate(lanes)}
     for step in steps:
         if isinstance(step, Loop):
             times = f"× {step.length}" + (" backwards" if step.reverse else "")
-            yield Frame(times, "", tuple(_items(plan, step.body, lanes, found)))
+            yield Frame(times, "", tuple(_items(plan, step.body, lanes, crossings)))
         elif isinstance(step, Transfer):
-            crossing = next(found)
+            crossing = next(crossings)
             size = _size(crossing) + age(step)
-            yield Arrow(lane_of[step.src], lane_of[step.dst], crossing.what, size, dashed=bool(step.lag))
+            yield Arrow(lane_of[step.src], lane_of[step.dst], describe(crossing.moves), size, dashed=bool(step.lag))
         else:
             lane = lane_of[step.group]
             roles = () if step.name == GLUE else lanes[lane].roles
             yield Box(lane, step_name(step), tuple(step_notes(plan, step)), roles)
 
 
-def _total(found: Sequence[Crossing]) -> str:
-    if not found:
+def _total(sent: Communication) -> str:
+    if not sent.crossings:
         return "nothing crosses"
-    messages = count(sum(c.times * c.num_messages for c in found), "message")
-    return f"{messages}, {format_bytes(sum(c.nbytes * c.times for c in found))} per iteration"
+    return f"{count(sent.num_messages, 'message')}, {format_bytes(sent.nbytes)} per iteration"
 
 
 def _size(crossing: Crossing) -> str:
     messages = count(crossing.num_messages, "message")
     if crossing.times == 1:
         return f"{format_bytes(crossing.nbytes)} in {messages}"
-    per_iteration = format_bytes(crossing.nbytes * crossing.times)
-    return f"{format_bytes(crossing.nbytes)} in {messages}, {per_iteration} per iteration"
+    return f"{format_bytes(crossing.nbytes)} in {messages}, {format_bytes(crossing.total_nbytes)} per iteration"

@@ -1,30 +1,31 @@
-"""A plan as text: what `print(choreo.plan(...))` shows before anything runs.
+"""A plan as text, as `print(choreo.plan(...))` shows it before anything runs.
 
-Who computes what, in order; what crosses, how often and how large; and what may be relied on. Reads nothing but the
-plan, so that a plan that came by pickle prints the same.
+The steps of every group, in order; the values that cross, how often and how large; and the promise. The text depends on
+the plan alone, so that a pickled plan prints the same.
 """
 
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from choreo import _compat
-from choreo.graph.edges import is_path
-from choreo.graph.printer import WIDTH, count, describe, format_bytes, table, wrap
+from choreo.graph.text import WIDTH, count, describe, format_bytes, table, wrap
 from choreo.layouts.base import Group
-from choreo.partition.program import HostCall, Loop, Move, Program, Ref, Segment, Slot, Step, Transfer, groups_of, walk
-from choreo.plans.plan import Plan
+from choreo.partition.program import HostCall, Loop, Segment, Step, Transfer, groups_of, walk
+from choreo.plans.costs import Crossing
 from choreo.types import GroupName
+
+if TYPE_CHECKING:
+    from choreo.plans.plan import Plan
+else:  # plan.py imports this module
+    Plan = Any
 
 
 def format_plan(plan: Plan) -> str:
-    """Sites, fragments, what crosses, bytes, the promise, warnings; at most 100 columns."""
+    """Groups with their steps, a table of the values that cross, the promise, warnings; at most 100 columns."""
     lines = [title(plan), *wrap(f"{plan.layout.name}: {plan.layout!r}", WIDTH), ""]
     for group in plan_groups(plan):
         steps = _format_steps(plan, plan.iterate.steps, group.name, "    ")
         lines += [f"{group.name}: {where(plan, group)}", *(steps or ["    nothing"]), ""]
-    lines += [*_format_crossings(plan), ""]
+    lines += [*_format_communication(plan), ""]
     lines += wrap(promise(plan), WIDTH)
     for warning in plan.warnings:
         lines += ["", *wrap(f"Warning: {warning}", WIDTH)]
@@ -38,19 +39,13 @@ def title(plan: Plan) -> str:
 
 
 def plan_groups(plan: Plan) -> list[Group]:
-    """The groups that have something to do."""
+    """The groups that have work to do."""
     return [group for group in plan.layout.groups if group.name in plan.sites.replicas]
 
 
-def num_replicas(plan: Plan, group: GroupName) -> int:
-    """How many sites the layout asks for. With `exact` there may be more blocks than that: several share a site."""
-    found = next(g for g in plan.layout.groups if g.name == group)
-    return found.replicas or (plan.replicas(group) if found.axis else 1)
-
-
 def where(plan: Plan, group: Group) -> str:
-    """`2 replicas, 4 environments each, on cpu`, or with shards `2 replicas, 8 environments each, 2 shards each`"""
-    n, size = num_replicas(plan, group.name), plan.sites.size(group.name)
+    """The sites of a group: `2 replicas, 4 environments each, on cpu`, or `2 replicas, 8 environments each, 2 shards each`."""
+    n, size = plan.processes(group.name), plan.sites.size(group.name)
     words = ["1 site", f"all {count(plan.num_envs, 'environment')}"]
     if n == 1 and plan.num_workers > 1:
         words = ["1 site", f"{count(plan.num_envs // plan.num_workers, 'environment')} at a time"]
@@ -66,7 +61,7 @@ def where(plan: Plan, group: Group) -> str:
 
 
 def _devices(plan: Plan, group: Group) -> list[str]:
-    """On what a group computes, and how that is divided among several devices."""
+    """The devices of a group, and how the work is divided among them."""
     if group.devices == 1:
         return [f"on {group.device}"] if group.device else []
     shared = f"{count(plan.shards // group.devices, 'shard')} on each" if plan.shards > 1 else "divided by the compiler"
@@ -90,113 +85,34 @@ def _format_steps(plan: Plan, steps: Iterable[Step], group: GroupName, indent: s
 
 
 def age(transfer: Transfer) -> str:
-    """`, up to 4 updates old`, if what crosses may be out of date."""
+    """`, up to 4 updates old` for values that may be out of date; else nothing."""
     return f", up to {count(transfer.lag, 'update')} old" if transfer.lag else ""
 
 
 def step_name(step: Segment | HostCall) -> str:
-    """The fragments in a step."""
+    """The names of the fragments in a step."""
     return f"{step.name} (Python on the host)" if isinstance(step, HostCall) else step.name.replace("+", ", ")
 
 
 def step_notes(plan: Plan, step: Segment | HostCall) -> list[str]:
-    """`all-reduce over 4 replicas`, or `2 devices`, if values are combined while it runs."""
+    """`all-reduce over 4 replicas`, or `2 devices`, for a step in which replicas combine values; else nothing."""
     if isinstance(step, HostCall) or not step.combines:
         return []
     devices = next(group.devices for group in plan.layout.groups if group.name == step.group)
-    over = f"{devices} devices" if devices > 1 else count(num_replicas(plan, step.group), "replica")
+    over = f"{devices} devices" if devices > 1 else count(plan.processes(step.group), "replica")
     return [f"all-reduce over {over}"]
 
 
-@dataclass(frozen=True)
-class Crossing:
-    """One transfer, as it is spoken of."""
-
-    src: GroupName
-    dst: GroupName
-    what: str
-    times: int
-    """How often per iteration."""
-    num_messages: int
-    """Each time: one for every pair of sites that have something for each other."""
-    nbytes: int
-    """Each time, over all messages."""
-
-
-def crossings(plan: Plan, program: Program) -> Iterator[Crossing]:
-    """Every transfer of a program, in order."""
-    names = slot_names(program)
-    # With merge="any", `iterate` is the program of one worker and of who learns from it, and there are several.
-    num_workers = plan.num_workers if program is plan.iterate else 1
-    for step, times in walk(program.steps):
-        if isinstance(step, Transfer):
-            senders, receivers = (1 if num_workers > 1 else num_replicas(plan, group) for group in (step.src, step.dst))
-            pairs = {pair for move in step.moves for pair in _pairs(move, senders, receivers)}
-            nbytes = sum(_nbytes(move.aval) * (receivers if move.dst_axis is None else 1) for move in step.moves)
-            what = describe(_Named(names.get(move.src) or _own(move.label), move) for move in step.moves)
-            yield Crossing(step.src, step.dst, what, times, len(pairs) * num_workers, nbytes * num_workers)
-
-
-def _pairs(move: Move, senders: int, receivers: int) -> Iterator[tuple[int, int]]:
-    """Which sender has something for which receiver: both hold contiguous blocks."""
-    have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
-    for r in range(receivers):
-        for s in range(senders):
-            overlap = s * receivers < (r + 1) * senders and r * senders < (s + 1) * receivers
-            own = s == r * senders // receivers  # what all senders hold, each sends to receivers of its own
-            if own if have is None else overlap or have != want:
-                yield s, r
-
-
-def _nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * (8 if _compat.is_key(aval.dtype) else aval.dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class _Named:
-    label: str
-    value: Any
-    """Has an aval."""
-
-
-def _own(label: str) -> str:
-    return label if is_path(label) else ""
-
-
-def slot_names(program: Program) -> dict[Slot, str]:
-    """Slots by the user's names for what they hold: leaves of the carry and metrics, also inside of loops."""
-    names: dict[Slot, str] = {}
-
-    def name(ref: Ref | None, label: str | None) -> None:
-        if isinstance(ref, Slot) and label:
-            names.setdefault(ref, label)
-
-    for port in (*program.ins, *program.outs):
-        for ref, _ in port.held.values():
-            name(ref, port.name)
-    for step, _ in walk(program.steps):
-        if isinstance(step, Loop):
-            for part in step.parts.values():
-                for inner, outer, *_ in (*part.consts, *part.carry, *part.xs, *part.slices):
-                    name(inner, names.get(outer) if isinstance(outer, Slot) else None)
-                for inner, _, after, last in part.carry:
-                    name(inner, names.get(last) if last is not None else None)
-                    name(after, names.get(inner))
-    return names
-
-
-def _format_crossings(plan: Plan) -> list[str]:
-    found, first = list(crossings(plan, plan.iterate)), list(crossings(plan, plan.init))
-    at_start = f"At the start {format_bytes(sum(c.nbytes * c.times for c in first))} cross." if first else ""
-    if not found:
+def _format_communication(plan: Plan) -> list[str]:
+    start, sent = plan.costs.init, plan.costs.iterate
+    at_start = f"At the start {format_bytes(start.nbytes)} cross." if start.crossings else ""
+    if not sent.crossings:
         return [f"Nothing crosses. {at_start}".rstrip()]
     rows = [
-        [f"{c.src} -> {c.dst}", c.what, _messages(c), format_bytes(-(-c.nbytes // c.num_messages)),
-         format_bytes(c.nbytes * c.times)] for c in found
+        [f"{c.src} -> {c.dst}", describe(c.moves), _messages(c), format_bytes(c.message_nbytes), format_bytes(c.total_nbytes)]
+        for c in sent.crossings
     ]  # fmt: skip
-    total = sum(c.nbytes * c.times for c in found)
-    messages = sum(c.times * c.num_messages for c in found)
-    sentence = f"Per iteration {count(messages, 'message')}, {format_bytes(total)}. {at_start}"
+    sentence = f"Per iteration {count(sent.num_messages, 'message')}, {format_bytes(sent.nbytes)}. {at_start}"
     head = ["what crosses", "", "messages", "each", "per iteration"]
     return [*table(head, rows, align="<<>>>", flexible=1), sentence.rstrip()]
 
@@ -206,7 +122,7 @@ def _messages(crossing: Crossing) -> str:
 
 
 def promise(plan: Plan) -> str:
-    """Which level of the law holds."""
+    """Which level of the law holds (`docs/law.md`)."""
     words = _relaxed(plan) if plan.layout.is_relaxed else _lockstep(plan)
     host = any(isinstance(step, HostCall) for program in (plan.init, plan.iterate) for step, _ in walk(program.steps))
     python = " Python fragments must themselves give the same results again." if host else ""
@@ -222,7 +138,7 @@ def _lockstep(plan: Plan) -> str:
             f"bit for bit what {shards} computes (on CPU), for any number of replicas (exact=True): "
             "the blocks in which environments are computed do not depend on it."
         )
-    replicated = any(num_replicas(plan, group.name) > 1 for group in plan_groups(plan))
+    replicated = any(plan.processes(group.name) > 1 for group in plan_groups(plan))
     divided = any(group.devices > 1 for group in plan_groups(plan))
     if not replicated and not divided and plan.shards == 1:
         return f"bit for bit what {shards} computes (on CPU), since nothing is replicated."
@@ -236,13 +152,13 @@ def _lockstep(plan: Plan) -> str:
 
 
 def _relaxed(plan: Plan) -> str:
-    """What remains where sites do not wait for each other."""
-    lag, apart = plan.layout.max_lag, []
+    """The promise of a layout in which sites do not wait for each other."""
+    lag, relaxations = plan.layout.max_lag, []
     if lag:
-        apart += [f"what a worker reads is at most {count(lag, 'update')} old (max_lag={lag})"]
+        relaxations += [f"what a worker reads is at most {count(lag, 'update')} old (max_lag={lag})"]
     if plan.layout.merge == "any":
-        apart += ['whoever learns takes each worker\'s part as it arrives (merge="any")']
+        relaxations += ['whoever learns takes each worker\'s part as it arrives (merge="any")']
     return (
-        f"{', and '.join(apart)}. Results depend on who was faster; versions read and order of arrival are logged, and "
+        f"{', and '.join(relaxations)}. Results depend on who was faster; versions read and order of arrival are logged, and "
         "replayed in one process the log gives the same parameters."
     )

@@ -24,7 +24,7 @@ import jax
 
 from choreo.envs.gymnasium import HostEnv
 from choreo.errors import ChoreoWarning, DivergedError, RunError
-from choreo.plans import plan as plans
+from choreo.plans import build
 from choreo.plans.plan import Plan
 from choreo.runs import checkpoint, jax_settings, registry, requirements
 from choreo.runs.config import InitFrom, RunConfig, make_runtime
@@ -140,7 +140,7 @@ def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = N
     """
     algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
     requirements.check_parts(algo, env)
-    the_plan = plans.plan(algo, env, registry.layout(layout))
+    the_plan = build.plan(algo, env, registry.layout(layout))
     requirements.check_metric_names(algo, the_plan.metric_names)
     return the_plan
 
@@ -278,9 +278,9 @@ def _drive(
     began, algo, env = time.perf_counter(), recipe.algo_with_horizon, recipe.env
     use_compilation_cache()
     requirements.check_parts(algo, env)  # the cheapest way to hear that the algorithm and the counts do not fit
-    traced = plans.trace_for(algo, env, recipe.layout)
+    traced = build.trace_for(algo, env, recipe.layout)
     requirements.check_metrics(algo, traced.metrics)
-    the_plan = plans.plan_traced(traced, recipe.layout, title=recipe.title)
+    the_plan = build.plan_traced(traced, recipe.layout, title=recipe.title)
     for warning in the_plan.warnings:
         warnings.warn(warning, ChoreoWarning, stacklevel=3)
     if start.done and the_plan.num_sites > 1:

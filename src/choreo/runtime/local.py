@@ -32,7 +32,8 @@ import zmq
 from choreo._compat import is_key, key_impl
 from choreo.errors import ChoreoError, PartitionError
 from choreo.partition.program import HostCall, Segment, Transfer, walk
-from choreo.plans.plan import Plan, array_type, exported
+from choreo.plans.export import array_type, export_program
+from choreo.plans.plan import Plan
 from choreo.runtime.channels.base import message_bytes
 from choreo.runtime.channels.keys import KeyPair
 from choreo.runtime.channels.shm import make_shm_channel
@@ -268,7 +269,7 @@ class Local:
     def _orders(self, name: str) -> bytes:
         """What a worker has to do, ready to be sent."""
         plan, groups = self.plan, self._groups(name)
-        init, iterate = (exported(program, groups, plan.sites.replicas) for program in (plan.init, plan.iterate))
+        init, iterate = (export_program(program, groups, plan.sites.replicas) for program in (plan.init, plan.iterate))
         orders = orders_of(plan, init, iterate)
         try:
             return cloudpickle.dumps(orders)

@@ -26,7 +26,8 @@ from choreo import roles
 from choreo.envs.gymnasium import HostEnv
 from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
-from choreo.plans.plan import Plan, plan
+from choreo.plans.build import plan
+from choreo.plans.plan import Plan
 from choreo.runtime.engine.schedule import VersionRead
 from choreo.runtime.inprocess import InProcess, combine_metrics
 from choreo.testing.marks import unmarked

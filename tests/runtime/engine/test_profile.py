@@ -8,7 +8,7 @@ import pytest
 
 from choreo.envs import make
 from choreo.layouts import fine, fused
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime.engine.profile import Profile, Recorder, kind_of
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local

@@ -15,7 +15,7 @@ import pytest
 import choreo
 from choreo import envs
 from choreo.layouts import Layout, coarse, fine
-from choreo.plans.plan import plan
+from choreo.plans.build import plan
 from choreo.runtime.engine.profile import Profile
 from choreo.runtime.local import Local
 from tiny import Tiny

@@ -18,7 +18,7 @@ from choreo.errors import LayoutError
 from choreo.partition.program import Axis, Constant, Input, KeyType, Move, Program, Ref, Segment, Transfer
 from choreo.partition.reduce import REPLICA_AXIS
 from choreo.partition.together import on_one_device, over_devices, spec
-from choreo.plans.exported import ExportedFn
+from choreo.plans.exported_fn import ExportedFn
 from choreo.runtime.engine.backend import Site, Watch, host_type
 from choreo.types import GroupName
 

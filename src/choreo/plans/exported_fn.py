@@ -1,4 +1,4 @@
-"""A segment's function as it travels: serialised StableHLO. A worker imports this, and none of the compiler."""
+"""The function of a segment as serialised StableHLO. In a file of its own, so that a worker need not import the compiler."""
 
 import functools
 from dataclasses import dataclass
@@ -9,12 +9,14 @@ from jax import export
 
 @dataclass(frozen=True)
 class ExportedFn:
-    """A segment's function, back from serialised StableHLO."""
+    """A function that pickles; it is deserialised when it is called first."""
 
     serialized: bytes
+    """The bytes that `jax.export` made."""
 
     @functools.cached_property
     def call(self) -> Any:
+        """The deserialised function."""
         return export.deserialize(bytearray(self.serialized)).call
 
     def __call__(self, *args: Any) -> list[Any]:

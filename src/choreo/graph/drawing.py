@@ -1,9 +1,17 @@
-"""A graph as a picture: one lane per role, one for the carry; fragments in order, and what flows between them."""
+"""A graph as a picture: a lane for carry and metrics, a lane for each role, fragments as boxes and edges as arrows."""
+
+from typing import TYPE_CHECKING, Any
 
 from choreo.graph.edges import CARRY, METRICS, Edge, End, find_edges
-from choreo.graph.ir import Body, Graph, Op
-from choreo.graph.printer import count, describe, end_names, format_bytes, user_line, vmapped
+from choreo.graph.ir import Body, Op
+from choreo.graph.printer import end_names, user_line, vmapped
 from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
+from choreo.graph.text import count, describe, format_bytes
+
+if TYPE_CHECKING:
+    from choreo.graph.graph import Graph
+else:  # graph.py imports this module
+    Graph = Any
 
 
 def draw_graph(graph: Graph) -> str:
@@ -44,7 +52,7 @@ class _Drawer:
         return Box(self.lane(op), self.names[op], (*lines, user_line(op)), tuple(sorted(op.roles)))
 
     def ends(self) -> list[Item]:
-        """What is left behind for the next iteration, and for the user."""
+        """Arrows to the carry, which the next iteration reads, and to the metrics."""
         return [self.arrow(edge) for end in (CARRY, METRICS) for edge in self.into(end) if edge.src is not end]
 
     def into(self, end: End) -> list[Edge]:

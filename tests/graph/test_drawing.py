@@ -5,9 +5,10 @@ import pytest
 from choreo.algos.ppo import PPO
 from choreo.envs import make
 from choreo.graph.edges import find_edges
-from choreo.graph.printer import end_names, format_bytes
+from choreo.graph.printer import end_names
 from choreo.graph.svg import OTHER_COLOURS, ROLE_COLOURS, Arrow, Box, Lane, draw_lanes, fold, role_colour
-from choreo.plans.plan import graph
+from choreo.graph.text import format_bytes
+from choreo.plans.build import graph
 from graph.programs import Line, Nested
 from pictures import arrows, check_legible, texts
 

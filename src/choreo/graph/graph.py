@@ -1,0 +1,44 @@
+"""The fragmented dataflow graph of one traced function; it prints and draws itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from choreo.graph.drawing import draw_graph
+from choreo.graph.ir import Body, Op
+from choreo.graph.printer import format_graph
+from choreo.types import Role
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """One traced function of an algorithm."""
+
+    name: str
+    """`init` or `iterate`."""
+    body: Body
+    in_names: tuple[str, ...]
+    """One for each input of the body: paths into the carry, and `key`, `iteration`."""
+    out_names: tuple[str, ...]
+    """One for each output of the body: paths into the carry and the metrics."""
+    num_envs: int
+    """Environments that the function was traced for."""
+
+    @property
+    def roles(self) -> list[Role]:
+        """The roles of all fragments, in order of first appearance."""
+        return list(dict.fromkeys(role for op in self.fragments() for role in op.roles))
+
+    def fragments(self, body: Body | None = None) -> Iterator[Op]:
+        """All fragments, in order, also those inside of scans."""
+        for op in (body or self.body).ops:
+            if op.body:
+                yield from self.fragments(op.body)
+            elif op.roles:
+                yield op
+
+    def __str__(self) -> str:
+        return format_graph(self)
+
+    def draw(self) -> str:
+        """The graph as an SVG picture."""
+        return draw_graph(self)

@@ -1,0 +1,169 @@
+"""algorithm x environment x layout -> Plan: trace the algorithm, divide its program among sites, check the result."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from choreo._compat import is_key, key_impl
+from choreo.dtypes import KEY_IMPLS, NAMES
+from choreo.errors import LayoutError, PartitionError
+from choreo.graph.graph import Graph
+from choreo.layouts.base import Layout
+from choreo.layouts.forgotten import forgotten_marks
+from choreo.partition.carry import named
+from choreo.partition.mapped import trusted
+from choreo.partition.passes import partition
+from choreo.partition.place import Sites
+from choreo.partition.program import Axis, Program, Segment, Transfer, walk
+from choreo.partition.relax import relax
+from choreo.partition.trace import Traced, trace
+from choreo.plans.costs import largest_product
+from choreo.plans.merge_any import blocks_of_workers, uncut_leaf
+from choreo.plans.plan import Plan
+from choreo.types import GroupName
+
+
+def plan(algo: Any, env: Any, layout: Layout) -> Plan:
+    """How `algo` would run on `env` in `layout`: sites, fragments, the values that cross, their bytes.
+
+    Computes nothing and starts nothing. Raises PartitionError or LayoutError if the layout cannot keep its promise.
+    """
+    title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
+    return plan_traced(trace_for(algo, env, layout), layout, title=title)
+
+
+def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
+    """Trace an algorithm for the shards of a layout; with merge="any", `iterate` for the environments of one worker."""
+    layout.check_counts(env.num_envs)  # before the environments are divided
+    _check_buffers(algo, layout)
+    traced = trace(algo, env, layout.shards)
+    if layout.merge == "all":
+        return traced
+    part = trace(algo, env.with_num_envs(env.num_envs // layout.num_workers))
+    return replace(traced, iterate=part.iterate, uncut=uncut_leaf(type(algo).__name__, traced, part))
+
+
+def _check_buffers(algo: Any, layout: Layout) -> None:
+    """Refuse buffer replicas that do not divide the buffer shards: the later proof would fail with a less clear message."""
+    buffers, shards = layout.group_of("buffer").replicas or 1, getattr(algo, "buffer_shards", None)
+    if shards is not None and layout.shards == 1 and shards % buffers:
+        name = type(algo).__name__
+        raise LayoutError(
+            f"{buffers} replicas of `{layout.group_of('buffer').name}` cannot share {shards} buffer shard{'s' * (shards > 1)}: "
+            f"every batch of {name} would have to be drawn by all of them together.",
+            fix=f"Use {name}(buffer_shards={buffers}) (--buffer-shards {buffers}): a replay for each, part of the results. "
+            "Or use one replica.",
+        )
+
+
+def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
+    """The plan of an algorithm that `trace_for` has traced for this layout."""
+    roles = dict.fromkeys([*traced.iterate.roles, *traced.init.roles])
+    if layout.axis:
+        along = _count_along(traced, layout.axis)
+        _check_told_apart(layout.axis, along, traced.num_envs)
+        sites = layout.sites(roles, traced.num_envs, along)
+        traced = replace(traced, carry_axes=_axes_of_size(traced, along))
+    else:
+        sites = layout.sites(roles, traced.num_envs)
+    sites = replace(sites, python=_python_groups(traced, sites))
+    relaxed = functools.partial(relax, max_lag=layout.max_lag, merge=layout.merge, layout=layout.name)
+    relaxed = relaxed if layout.is_relaxed else None
+    if layout.merge == "any":
+        init, iterate = partition(traced, sites.of_one_worker(), init_sites=sites, relaxed=relaxed)
+        iterate = blocks_of_workers(iterate, traced, sites)
+        if traced.uncut is not None:
+            raise traced.uncut
+    else:
+        init, iterate = partition(traced, sites, relaxed=relaxed)
+    _check_types(init, iterate)
+    return Plan(
+        title=title,
+        layout=layout,
+        sites=sites,
+        init=init,
+        iterate=iterate,
+        num_carry=traced.iterate.body.num_carry,
+        carry_axes=traced.carry_axes,
+        largest_product=largest_product(traced.iterate),
+        trusted=_trusted(traced, sites),
+        warnings=forgotten_marks(traced, layout, sites),
+        carry=traced.carry,
+    )
+
+
+def _count_along(traced: Traced, axis: str) -> int:
+    """The size of a mapped axis, as recorded for the fragments called under its vmap; 0 if there are none."""
+    calls = [op.call for op in traced.iterate.fragments() if op.call]
+    return next((vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis), 0)
+
+
+def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
+    """Refuse an axis as long as that of the environments: axes of the carry are recognised by their length."""
+    if count == num_envs:
+        raise LayoutError(
+            f"There are {count} along {axis!r} and {num_envs} environments: the axis that this layout divides is recognised by "
+            "its length, and cannot be told from that of the environments.",
+            fix=f"Use another number of environments (--num-envs {2 * num_envs}), or a layout that does not divide {axis!r}.",
+        )
+
+
+def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
+    """For each leaf of the carry, the first axis of this length. A proposal only: `partition/blocks.py` proves it.
+
+    If several axes have this length, the first one may be wrong. Then the proof fails, or both give the same result.
+    """
+    shapes = [value.aval.shape for value in traced.iterate.body.carry_ins]
+    return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
+
+
+def _python_groups(traced: Traced, sites: Sites) -> frozenset[GroupName]:
+    """Groups whose fragments are all host fragments: their sites compile nothing."""
+    compiled = {sites.default}
+    for program in (traced.init, traced.iterate):
+        for op in program.fragments():
+            compiled |= set() if op.call and op.call.host else {sites.group(role) for role in op.roles}
+    return frozenset(sites.replicas) - compiled
+
+
+def _check_types(init: Program, iterate: Program) -> None:
+    """Refuse values whose type cannot leave a compiled program, before anything starts."""
+    num_carry = len(init.outs)
+    types = [(named(port.name), port.aval) for port in init.outs]
+    types += [(f"metrics.{port.name}", port.aval) for port in iterate.outs[num_carry:]]
+    for step, _ in (*walk(init.steps), *walk(iterate.steps)):
+        if isinstance(step, Transfer):
+            types += [(move.label, move.aval) for move in step.moves]
+        elif isinstance(step, Segment):
+            types += [(given.label, given.aval) for given in step.ins]
+            types += [(f"a result of {step.name}", aval) for aval in step.out_avals]
+    for name, aval in types:
+        if is_key(aval.dtype):
+            if key_impl(aval.dtype) not in KEY_IMPLS:
+                raise PartitionError(
+                    f"`{name}` holds random keys of the generator `{key_impl(aval.dtype)}`, which a worker does not know.",
+                    fix=f"Use one of JAX's own: {', '.join(KEY_IMPLS)}.",
+                )
+        elif aval.dtype.name not in NAMES:
+            raise PartitionError(
+                f"`{name}` is {aval.dtype.name}{list(aval.shape)}: values of this type cannot go from one compiled program to "
+                "another, nor into a checkpoint.",
+                fix="Keep it as int8 (or another type of 4 bits or more), and convert it inside of the fragment.",
+            )
+
+
+def _trusted(traced: Traced, sites: Sites) -> tuple[str, ...]:
+    """Fragments of replicated groups that the user declared `independent=True`."""
+    names = [
+        call.name
+        for program in (traced.init, traced.iterate)
+        for op in program.fragments()
+        if any(sites.size(sites.group(role)) for role in op.roles)
+        for call in trusted(op.eqn)
+    ]
+    return tuple(dict.fromkeys(names))
+
+
+def graph(algo: Any, env: Any) -> Graph:
+    """The fragmented dataflow graph of one iteration."""
+    return trace(algo, env).iterate

@@ -1,0 +1,72 @@
+"""merge="any": `init` is traced for all environments, `iterate` for the environments of one worker. Check that they fit."""
+
+from dataclasses import replace
+
+import jax
+
+from choreo.errors import AlgorithmError, PartitionError
+from choreo.partition.carry import block_type, is_type, leaf_text, named, same_leaf, same_structure
+from choreo.partition.place import Sites
+from choreo.partition.program import Axis, Port, Program
+from choreo.partition.trace import Traced
+
+
+def uncut_leaf(name: str, whole: Traced, part: Traced) -> AlgorithmError | None:
+    """An error about the first leaf of a worker's carry that is neither a block of the leaf in `whole` nor equal to it.
+
+    `whole`: the algorithm, traced for all environments; `part`: for those of one worker; `name`: the algorithm's.
+    """
+    axes, num_workers = iter(whole.carry_axes), whole.num_envs // part.num_envs
+    if not same_structure(jax.tree.structure(whole.carry), jax.tree.structure(part.carry)):
+        raise AlgorithmError(
+            f"`{name}.init` returns a carry whose structure depends on the number of environments.",
+            fix="Let the number of environments change shapes only: one array with an env axis in place of many arrays.",
+        )
+    rows = zip(jax.tree_util.tree_leaves_with_path(whole.carry), jax.tree.leaves(part.carry), strict=True)
+    for (path, leaf), worker_leaf in rows:
+        expected = block_type(leaf, next(axes), num_workers) if is_type(leaf) else leaf
+        if not same_leaf(expected, worker_leaf):
+            texts = [leaf_text(each) for each in (leaf, worker_leaf)]
+            return AlgorithmError(
+                f"`carry{jax.tree_util.keystr(path)}` of `{name}` is {texts[0]} for {whole.num_envs} environments and {texts[1]} "
+                f'for {part.num_envs}; with merge="any" a worker has {part.num_envs} of them, and its block is cut along an '
+                f"axis of exactly {whole.num_envs}.",
+                fix="Give it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
+                'does not depend on their number. Or use merge="all".',
+            )
+    return None
+
+
+def blocks_of_workers(iterate: Program, traced: Traced, sites: Sites) -> Program:
+    """`iterate` of one worker, with the axis along which its part of each carry leaf is a block of the whole leaf.
+
+    Refuses a carry leaf that the learner keeps for all environments, and one that every worker would change for itself.
+    """
+    num_carry = traced.iterate.body.num_carry
+
+    def block(port: Port, axis: Axis) -> Port:
+        held = {group: (ref, axis if sites.size(group) else None) for group, (ref, _) in port.held.items()}
+        if axis is not None and not all(sites.size(group) for group in held):
+            raise PartitionError(
+                f'With merge="any" the learner hears one worker at a time, and `{named(port.name)}`, which it keeps, has the '
+                "environments of all of them.",
+                fix='Use merge="all" (with max_lag, workers need not wait for it); with replay, the layout apex.',
+            )
+        if axis is None and all(sites.size(group) for group in held) and _is_written(iterate, port, num_carry):
+            raise PartitionError(
+                f'With merge="any" every worker would have its own `{named(port.name)}`, which has no env axis.',
+                fix='Let the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".',
+            )
+        return replace(port, held=held)
+
+    ins, outs = (
+        tuple(block(port, traced.carry_axes[i]) if i < num_carry else port for i, port in enumerate(ports))
+        for ports in (iterate.ins, iterate.outs)
+    )
+    return replace(iterate, ins=ins, outs=outs)
+
+
+def _is_written(iterate: Program, port: Port, num_carry: int) -> bool:
+    """True if an iteration changes this leaf of the carry."""
+    before, after = (next(p for p in ports[:num_carry] if p.name == port.name) for ports in (iterate.ins, iterate.outs))
+    return any(before.held[group][0] != after.held[group][0] for group in before.held)

@@ -1,0 +1,105 @@
+"""Costs of a plan: bytes against those that really move, messages against those of workers, products counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from choreo.envs import make
+from choreo.graph.graph import Graph
+from choreo.graph.ir import Body, Op
+from choreo.layouts import Group, Layout, coarse, fine
+from choreo.partition.program import Transfer, walk
+from choreo.plans.build import plan
+from choreo.plans.costs import largest_product
+from choreo.runtime.engine.messages import Neighbourhood, messages
+from choreo.runtime.inprocess import InProcess
+from plans.planned import LAYOUTS, planned
+from tiny import Tiny
+
+
+class Weighing(InProcess):
+    """Adds up the bytes that arrive somewhere."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.arrived, hand_over = 0, self.device.reshard
+
+        def weigh(parts, move, receiver, receivers, transfer):
+            value = hand_over(parts, move, receiver, receivers, transfer)
+            self.arrived += value.nbytes
+            return value
+
+        self.device.reshard = weigh
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        coarse(2),
+        fine(2),
+        Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner")),
+        coarse(2, shards=2),
+    ],
+    ids=["coarse", "fine", "three groups", "shards"],
+)
+def test_bytes_are_those_that_move(layout):
+    shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), layout)
+    runtime = Weighing(shown)
+    runtime.start(jax.random.key(0))
+    assert runtime.arrived == shown.costs.init.nbytes
+    runtime.arrived = 0
+    runtime.run(0, 1)
+    assert runtime.arrived == shown.costs.iterate.nbytes > 0
+    runtime.close()
+
+
+def test_messages_between_replicas_that_share_environments():
+    """Blocks of 6 and of 4 environments: 0-5 and 6-11 against 0-3, 4-7, 8-11 touch in four places."""
+    layout = LAYOUTS["env_x2_actor_x3"]
+    shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 12), layout)
+    counts = {(c.src, c.dst): c.num_messages for c in shown.costs.iterate.crossings}
+    assert counts["env", "actor"] == counts["actor", "env"] == 4
+    assert counts["learner", "actor"] == counts["actor", "learner"] == 3
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if not layout.exact])
+def test_messages_are_those_of_worker_processes(name):
+    shown = planned(name)
+    alone = {(group, 0): group for group in shown.sites.replicas}
+    homes = alone if shown.num_workers > 1 else {site: f"{site}" for site in shown.all_sites}
+    hood = Neighbourhood(me="", homes=homes)
+    transfers = [step for step, _ in walk(shown.iterate.steps) if isinstance(step, Transfer)]
+    counts = [len(messages(step, hood)) * shown.num_workers for step in transfers]
+    assert counts == [c.num_messages for c in shown.costs.iterate.crossings]
+
+
+def graph(fn, *shapes) -> Graph:
+    """As much of a graph as is looked at."""
+    eqns = jax.make_jaxpr(fn)(*(jnp.zeros(shape) for shape in shapes)).jaxpr.eqns
+    ops = tuple(Op(eqn, (), (), frozenset()) for eqn in eqns)
+    return Graph("iterate", Body((), ops, (), {}, 0, 0), (), (), 1)
+
+
+def image(x, kernel):
+    return lax.conv_general_dilated(x, kernel, (1, 1), "VALID")
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "expected"),
+    [
+        (lambda x: x + 1, [(4, 4)], 0),
+        (lambda x, y: x @ y, [(3, 5), (5, 7)], 3 * 5 * 7),
+        (lambda x, y: x @ y, [(2, 3, 5), (2, 5, 7)], 2 * 3 * 5 * 7),
+        (image, [(2, 3, 8, 8), (6, 3, 4, 4)], (2 * 6 * 5 * 5) * (3 * 4 * 4)),
+        (jax.jit(lambda x, y: x @ y), [(3, 5), (5, 7)], 3 * 5 * 7),
+        (lambda x: lax.scan(lambda c, _: (c @ c, None), x, length=9)[0], [(4, 4)], 4 * 4 * 4),
+    ],
+    ids=["none", "matrices", "batch", "convolution", "in a jit", "in a scan: of one round"],
+)
+def test_the_largest_product(fn, shapes, expected):
+    assert largest_product(graph(fn, *shapes)) == expected
+
+
+def test_of_several_the_largest():
+    assert largest_product(graph(lambda x, y: (x @ y, y @ x), (3, 50), (50, 3))) == 50 * 3 * 50

@@ -1,0 +1,78 @@
+"""Plans as text: a change in the cut shows in the diff."""
+
+import pickle
+
+import pytest
+
+from choreo.envs import make
+from choreo.layouts import PRESETS, coarse, fused, per_agent
+from choreo.plans.build import plan
+from goldens import FOLDER, check_golden
+from laws.test_agents import Bandits, Meeting
+from plans.planned import LAYOUTS, planned
+from tiny import Tiny
+
+
+def printed(name: str) -> str:
+    """What `test_print` compares with."""
+    return (FOLDER / f"plan_{name}.txt").read_text()
+
+
+def test_every_preset_is_here():
+    """But one: none of these has agents."""
+    assert {layout.name for layout in LAYOUTS.values()} >= {*PRESETS} - {"per_agent"}
+
+
+def test_agents():
+    shown = plan(Bandits(), Meeting(6), per_agent())
+    assert "actor+buffer+learner: 2 replicas, 1 agent each" in str(shown)
+    assert "env: 1 site, all 6 environments" in str(shown)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_print(name):
+    text = str(planned(name))
+    check_golden(f"plan_{name}", text)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_promise_is_that_of_the_law():
+    promises = {name: printed(name).split("Promise: ")[1] for name in LAYOUTS}
+    for name in ("fused", "coarse_x1", "coarse_x2_exact"):
+        assert promises[name].startswith("bit for bit"), name
+    for name in ("coarse_x2", "fine_x2", "env_x2_actor_x3"):
+        assert promises[name].startswith("what jax.jit(iterate) computes, up to rounding"), name
+    for name in ("fused_2_devices", "multi_learner_x2", "sebulba_x4_x2"):
+        assert promises[name].startswith("what vmap(iterate) over 4 learner shards computes, up to rounding"), name
+        assert "exact" not in promises[name]  # which shards do not go with
+    assert "bit for bit" not in promises["coarse_x2_lag"] + promises["a2c_a3c_x2"]
+    assert promises["coarse_x2_lag"].startswith("what a worker reads is at most 4 updates old (max_lag=4). Results")
+
+
+def test_who_carries_how_many_shards_and_combines_them():
+    text = {name: " ".join(printed(name).split()) for name in LAYOUTS}
+    assert all("12 environments, 4 learner shards" in text[name] for name in ("multi_learner_x2", "sebulba_x4_x2"))
+    assert "2 replicas, 6 environments each, 2 shards each" in text["multi_learner_x2"]
+    assert "learn, all-reduce over 2 replicas" in text["multi_learner_x2"]
+    assert "env+actor: 4 replicas, 3 environments each, 1 shard each" in text["sebulba_x4_x2"]
+    assert "buffer+learner: 2 replicas, 6 environments each, 2 shards each" in text["sebulba_x4_x2"]
+    assert "1 site, all 12 environments, all 4 shards, on 2 devices, 2 shards on each" in text["fused_2_devices"]
+    assert "learn, all-reduce over 2 devices" in text["fused_2_devices"]
+    assert "all-reduce" not in text["central_x2"] + text["coarse_x2"]
+
+
+def test_what_may_be_out_of_date():
+    assert "receive from buffer+learner, up to 4 updates old" in printed("coarse_x2_lag")
+    assert "updates old" not in printed("coarse_x2")
+    assert "1 site, 6 environments at a time" in printed("a2c_a3c_x2")
+
+
+def test_one_shard_on_several_devices_is_divided_by_the_compiler():
+    shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), fused(devices=2, shards=1))
+    assert "1 site, all 4 environments, on 2 devices, divided by the compiler" in str(shown)
+
+
+def test_pickled_plan_prints_the_same():
+    shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), coarse(2))
+    again = pickle.loads(pickle.dumps(shown))
+    assert str(again) == str(shown)
