@@ -13,8 +13,9 @@ from choreo.layouts import Layout
 from choreo.partition.trace import merge_shards, split_shards
 from choreo.plans.plan import Plan, plan
 from choreo.roles import SHARD_AXIS
+from choreo.runtime.engine.metrics import combine_metrics
 from choreo.runtime.engine.schedule import VersionRead
-from choreo.runtime.inprocess import InProcess, combine_metrics
+from choreo.runtime.inprocess import InProcess
 from choreo.testing import unmarked
 
 Run = dict[str, Any]

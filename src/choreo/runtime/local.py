@@ -50,13 +50,14 @@ from choreo.runtime.coordinator.processes import (
 from choreo.runtime.coordinator.remote import RemoteProcess
 from choreo.runtime.coordinator.versions import Versions, compare, this_machine
 from choreo.runtime.coordinator.wire import Frame, WireError, receive_frame, send_frame
+from choreo.runtime.engine.assemble import join_carry, orders_of, split_carry, split_key
 from choreo.runtime.engine.backend import host_type
 from choreo.runtime.engine.bundles import BUNDLE
 from choreo.runtime.engine.messages import Neighbourhood, messages
+from choreo.runtime.engine.metrics import join_metrics
 from choreo.runtime.engine.profile import Profile
 from choreo.runtime.engine.schedule import VersionRead, from_json
 from choreo.runtime.engine.threads import XLA_THREADS, useful_threads
-from choreo.runtime.inprocess import join_carry, join_metrics, orders_of, split_carry, split_key
 from choreo.types import Key, PyTree
 
 SLOTS = 2

@@ -27,8 +27,9 @@ from choreo.envs.gymnasium import HostEnv
 from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
 from choreo.plans.plan import Plan, plan
+from choreo.runtime.engine.metrics import combine_metrics
 from choreo.runtime.engine.schedule import VersionRead
-from choreo.runtime.inprocess import InProcess, combine_metrics
+from choreo.runtime.inprocess import InProcess
 from choreo.testing.marks import unmarked
 
 ROUNDING = 1e-5
