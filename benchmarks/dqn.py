@@ -29,7 +29,8 @@ from parts.load import Others
 
 import choreo
 from choreo.networks.q import q_mlp
-from choreo.runs.config import STEPS_PER_CHUNK, make_runtime
+from choreo.runs.config import STEPS_PER_CHUNK
+from choreo.runtime.make import make_runtime
 
 GYMNAX = importlib.util.find_spec("gymnax") is not None
 WORDS = {

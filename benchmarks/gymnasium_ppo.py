@@ -22,7 +22,7 @@ from parts import rival
 from parts.load import Others
 
 import choreo
-from choreo.runs.config import make_runtime
+from choreo.runtime.make import make_runtime
 
 NUM_ENVS, UNROLL = 8, 128
 ENVS = {"CartPole-v1": "cartpole", "Hopper-v5": "mujoco"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 import choreo
-from choreo.runs.config import make_runtime
+from choreo.runtime.make import make_runtime
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from choreo.plans.plan import Plan
-from choreo.runs.config import make_runtime
+from choreo.runtime.make import make_runtime
 
 
 class Running:

@@ -25,7 +25,8 @@ import choreo
 from choreo import envs
 from choreo.envs.gymnasium import seeds
 from choreo.plans.plan import Plan
-from choreo.runtime.inprocess import InProcess, split_key
+from choreo.runtime.engine.assemble import split_key
+from choreo.runtime.inprocess import InProcess
 from tiny import Tiny
 
 KEY = jax.random.key(3)

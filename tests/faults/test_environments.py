@@ -14,7 +14,7 @@ import pytest
 import choreo
 from choreo import envs
 from choreo.errors import ChoreoError, EnvError
-from choreo.runtime.coordinator.member import WorkerError
+from choreo.runtime.coordinator.supervision import WorkerError
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from faults.scenes import KEY, LAYOUTS, NUM_ENVS, naughty, naughty_factory, unlucky
@@ -99,7 +99,7 @@ def test_what_workers_print_is_passed_on(monkeypatch, capsys):
     with contextlib.closing(Local(naughty("fine x2"))) as local:
         local.start(KEY)
         local.run(0, 3)
-        megabytes = psutil.Process(local.members["env-1"].process.pid).memory_info().rss / 2**20
+        megabytes = psutil.Process(local.pool.handles["env-1"].process.pid).memory_info().rss / 2**20
     said = capsys.readouterr().err
     assert "[env-1] a word from the environment\n" in said
     assert re.search(r"^\[env-1\] .*UserWarning: an old way of doing it$", said, re.MULTILINE)
@@ -116,7 +116,7 @@ def test_what_cannot_travel_is_refused_before_any_process_starts(monkeypatch):
         return make()
 
     plan = choreo.plan(Tiny(unroll=4), envs.from_factory(factory, NUM_ENVS), LAYOUTS["fine x2"])
-    monkeypatch.setattr("choreo.runtime.local.subprocess.Popen", None)
+    monkeypatch.setattr("choreo.runtime.coordinator.handle.subprocess.Popen", None)
     with pytest.raises(ChoreoError, match=r"`factory` cannot travel to another process: TypeError: .*lock"):
         Local(plan)
 

@@ -33,6 +33,6 @@ def run(local, first, stop):
 
 def needs(local) -> dict[str, tuple[int, int]]:
     """Open files and resident kilobytes of every process."""
-    pids = {name: member.process.pid for name, member in local.members.items()} | {"coordinator": os.getpid()}
+    pids = {name: handle.process.pid for name, handle in local.pool.handles.items()} | {"coordinator": os.getpid()}
     processes = {name: psutil.Process(pid) for name, pid in pids.items()}
     return {name: (p.num_fds(), p.memory_info().rss // 1024) for name, p in processes.items()}

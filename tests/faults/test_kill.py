@@ -17,7 +17,7 @@ import pytest
 
 import choreo
 from choreo import envs
-from choreo.runtime.coordinator.member import WorkerError
+from choreo.runtime.coordinator.supervision import WorkerError
 from choreo.runtime.local import Local
 from faults.scenes import KEY, LAYOUTS, cartpole
 from tiny import Tiny
@@ -129,6 +129,6 @@ def test_what_an_environment_started_ends_with_its_worker(monkeypatch):
     with contextlib.closing(Local(plan, on_output=lambda *words: said.append(words))) as local:
         local.start(KEY)
         assert ("env-0", "children are there") in said
-        os.kill(local.members["env-0"].process.pid, signal.SIGKILL)
+        os.kill(local.pool.handles["env-0"].process.pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"`env-0` .* was killed by SIGKILL\."):
             local.run(0, 10)

@@ -10,7 +10,7 @@ import choreo
 from choreo import envs, networks
 from choreo.algos import A2C
 from choreo.plans.build import plan
-from choreo.runtime.coordinator.member import WorkerError
+from choreo.runtime.coordinator.supervision import WorkerError
 from choreo.runtime.local import Local
 from faults.test_kill import Killer, run_for_ever
 from tiny import Tiny

@@ -26,7 +26,7 @@ TINY = Path(__file__).parents[1] / "tiny.py"
 )
 def test_a_worker_that_is_stopped_for_a_while_spoils_nothing(layout, carrier, who):
     local = Local(cartpole(layout), carrier=carrier)
-    worker = psutil.Process(local.members[who].process.pid)
+    worker = psutil.Process(local.pool.handles[who].process.pid)
     wake = threading.Timer(STOPPED_S, worker.resume)
 
     def halfway():

@@ -28,10 +28,11 @@ from choreo import envs
 from choreo.errors import RunError
 from choreo.runtime.channels.keys import KeyPair, doorkeeper, show_key
 from choreo.runtime.channels.sockets import Connections, context_of_process
+from choreo.runtime.coordinator import launching
 from choreo.runtime.coordinator.agent import AGENT, COORDINATOR, Order
 from choreo.runtime.coordinator.cluster import Cluster, ClusterError, Host
-from choreo.runtime.coordinator.member import WorkerError
 from choreo.runtime.coordinator.remote import RemoteProcess
+from choreo.runtime.coordinator.supervision import WorkerError
 from choreo.runtime.coordinator.tunnel import Tunnel
 from choreo.runtime.coordinator.wire import WireError, receive_frame, send_frame
 from choreo.runtime.local import Local
@@ -169,11 +170,11 @@ class TestPeersWithTheKey:
         with contextlib.closing(local):
             local.start(KEY)
             there, here = socket.socketpair()
-            member = local.members["env-0"]
-            with there, member.control:
-                local._stop_listening(member)
-                member.control, member.talks = here, True
-                local.poller.register(here.fileno(), zmq.POLLIN)
+            handle = local.pool.handles["env-0"]
+            with there, handle.control:
+                local.pool.stop_listening(handle)
+                handle.control, handle.control_open = here, True
+                local.pool.listen(handle)
                 there.sendall(b"\xff" * 16)
                 with pytest.raises(RunError, match="announces a header of 18,446,744,073,709,551,615 bytes") as caught:
                     local.run(0, 1)
@@ -369,9 +370,9 @@ class Marked(Tiny):
 @pytest.mark.skipif(os.geteuid() != 0, reason="to record what crosses a network needs root")
 def test_nothing_readable_crosses_between_hosts(tmp_path, monkeypatch):
     """A run between two hosts is recorded, and searched for canaries: token, variables, closure, observations, weights."""
-    environment = Local._environment
+    variables = launching.environment_variables
     monkeypatch.setattr(
-        Local, "_environment", lambda self, name: environment(self, name) | {"CANARY": CANARIES["variable"].decode()}
+        launching, "environment_variables", lambda *args: variables(*args) | {"CANARY": CANARIES["variable"].decode()}
     )
     factory = secretive(CANARIES["closure"].decode(), pattern(CANARIES["observations"]))
     algo = Marked(unroll=4, learning_rate=0.0)
@@ -388,7 +389,7 @@ def test_nothing_readable_crosses_between_hosts(tmp_path, monkeypatch):
                 local.start(KEY)
                 local.run(0, 3)
                 weights = np.asarray(local.carry().train.weights)
-                assert {member.process.poll() for member in local.members.values()} == {None}
+                assert {handle.process.poll() for handle in local.pool.handles.values()} == {None}
             send_in_clear(there)
             key_there = KeyPair.from_token(token.read_bytes(), AGENT)
         recorded = recorder.stop()
@@ -489,7 +490,7 @@ class TestWhatWentWrongElsewhere:
         local = Local(cartpole("fine x1"), cluster=agent.cluster, on_output=lambda *line: said.append(line))
         with contextlib.closing(local):
             local.start(KEY)
-            os.kill(local.members["env-0"].process.pid, signal.SIGKILL)
+            os.kill(local.pool.handles["env-0"].process.pid, signal.SIGKILL)
             with pytest.raises(
                 WorkerError, match=r"Worker `env-0` \(process \d+ on 127\.0\.0\.1\) was killed by SIGKILL"
             ):
@@ -500,7 +501,7 @@ class TestWhatWentWrongElsewhere:
         local = Local(cartpole("fine x1"), cluster=agent.cluster)
         with contextlib.closing(local):
             local.start(KEY)
-            os.kill(local.members[who].process.pid, signal.SIGSTOP)
+            os.kill(local.pool.handles[who].process.pid, signal.SIGSTOP)
             with pytest.raises(WorkerError) as caught:
                 local.run(0, 100)
         assert str(caught.value).startswith(f"Nothing heard from `{who}` (process "), str(caught.value)
@@ -512,7 +513,7 @@ class TestWhatWentWrongElsewhere:
         local = Local(cartpole("fine x1"), carrier="tcp")
         with contextlib.closing(local):
             local.start(KEY)
-            os.kill(local.members["env-0"].process.pid, signal.SIGSTOP)
+            os.kill(local.pool.handles["env-0"].process.pid, signal.SIGSTOP)
             with pytest.raises(WorkerError, match="Nothing heard from `env-0` .* for 5 s; `actor.* waited for it"):
                 local.run(0, 100)
 
@@ -619,6 +620,6 @@ def test_the_coordinator_unpickles_nothing(monkeypatch):
         local.start(KEY)
         local.run(0, 2)
         local.carry()
-        os.kill(local.members["env-0"].process.pid, signal.SIGKILL)
+        os.kill(local.pool.handles["env-0"].process.pid, signal.SIGKILL)
         with pytest.raises(WorkerError):
             local.run(2, 100)

@@ -14,8 +14,9 @@ from choreo.partition.trace import merge_shards, split_shards
 from choreo.plans.build import plan
 from choreo.plans.plan import Plan
 from choreo.roles import SHARD_AXIS
+from choreo.runtime.engine.metrics import combine_metrics
 from choreo.runtime.engine.schedule import VersionRead
-from choreo.runtime.inprocess import InProcess, combine_metrics
+from choreo.runtime.inprocess import InProcess
 from choreo.testing import unmarked
 
 Run = dict[str, Any]

@@ -17,7 +17,8 @@ from choreo.partition.cut import _Cutter
 from choreo.partition.demand import Needs
 from choreo.partition.place import Placement, _Placer
 from choreo.partition.program import Segment, walk
-from choreo.plans.plan import Plan, plan
+from choreo.plans.build import plan
+from choreo.plans.plan import Plan
 from tiny import Tiny
 
 CASES = {

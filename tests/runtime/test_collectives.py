@@ -17,7 +17,7 @@ from choreo.errors import RunError
 from choreo.plans.build import plan
 from choreo.runtime import worker
 from choreo.runtime.coordinator.cluster import Cluster, Host
-from choreo.runtime.coordinator.processes import check_collectives, collective_address, hosts_of
+from choreo.runtime.coordinator.deployment import check_collectives, collective_address, hosts_of
 from choreo.runtime.local import Local
 from hosts import two_hosts as two_hosts  # a fixture
 from tiny import Tiny
@@ -73,7 +73,7 @@ class TestListening:
         try:
             runtime.start(jax.random.key(0))
             runtime.run(0, 2)
-            found = [listening(member.process.pid) for member in runtime.members.values()]
+            found = [listening(handle.process.pid) for handle in runtime.pool.handles.values()]
         finally:
             runtime.close()
         assert found == [{expected}, {expected}]
@@ -94,7 +94,7 @@ class TestListening:
 class TestRefused:
     def test_learners_on_two_hosts(self, monkeypatch):
         """Before a process is started, or a host asked for one."""
-        monkeypatch.setattr(Local, "_launch", stop)
+        monkeypatch.setattr("choreo.runtime.local.launch", stop)
         cluster = Cluster(hosts=(HERE, Host(address="10.0.0.2", port=7000)))
         with pytest.raises(RunError) as refused:
             Local(planned(choreo.multi_learner(2)), cluster=cluster)
@@ -118,7 +118,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("trusted", [False, True])
     def test_from_the_command_line(self, trusted, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(Local, "_launch", stop)
+        monkeypatch.setattr("choreo.runtime.local.launch", stop)
         (tmp_path / "token").write_text("0123456789abcdef")
         (tmp_path / "token").chmod(0o600)
         (tmp_path / "cluster.toml").write_text(
@@ -179,5 +179,5 @@ def test_nccl_uses_the_loopback_interface(address, given, interface, monkeypatch
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     for part in ("jax.distributed.initialize", "jax.config.update", "choreo._compat.use_gloo_at"):
         monkeypatch.setattr(part, lambda *_args, **_options: None)
-    worker._join_others({"group": "learner", "number": 0, "of": 2, "address": address}, f"{address}:1234")
+    worker._join_collective({"group": "learner", "rank": 0, "size": 2, "address": address}, f"{address}:1234")
     assert os.environ.get("NCCL_SOCKET_IFNAME") == interface

@@ -22,6 +22,7 @@ from choreo.partition.trace import trace
 from choreo.runs import descriptions, own_runs, public_names, registry, requirements
 from choreo.runs.evaluation import check_act
 from choreo.runs.folder import parse_toml, read_file
+from choreo.runtime.make import RUNTIMES
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
@@ -285,27 +286,3 @@ def _kind_name(kind: Any) -> str:
 def _near(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean `{close[0]}`?" if close else f"Known: {', '.join(sorted(known))}."
-
-
-def make_runtime(name: str | None, the_plan: Any, **options: Any) -> Any:
-    """The runtime of this name; None: worker processes if there are several sites, else this process."""
-    if name is None and options.get("cluster") is not None:
-        name = "local"
-    return RUNTIMES[name or ("local" if the_plan.num_processes > 1 else "inprocess")](the_plan, **options)
-
-
-def _inprocess(the_plan: Any, **options: Any) -> Any:
-    from choreo.runtime.inprocess import InProcess
-
-    return InProcess(the_plan, profile=options["profile"], replay=options.get("replay"))
-
-
-def _local(the_plan: Any, **options: Any) -> Any:
-    from choreo.runtime.local import Local
-
-    options.pop("replay", None)  # of which workers know nothing
-    return Local(the_plan, **options)
-
-
-RUNTIMES: dict[str, Callable[..., Any]] = {"inprocess": _inprocess, "local": _local}
-"""Who executes a plan, by name."""

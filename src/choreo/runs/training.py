@@ -27,7 +27,7 @@ from choreo.errors import ChoreoWarning, DivergedError, RunError
 from choreo.plans import build
 from choreo.plans.plan import Plan
 from choreo.runs import checkpoint, jax_settings, registry, requirements
-from choreo.runs.config import InitFrom, RunConfig, make_runtime
+from choreo.runs.config import InitFrom, RunConfig
 from choreo.runs.evaluation import evaluate
 from choreo.runs.folder import Row, RunFolder, free_folder, to_json
 from choreo.runs.loggers import Logger, Metrics, check_loggers, make_loggers
@@ -36,8 +36,9 @@ from choreo.runs.run import Run, Timing
 from choreo.runs.warm_start import Weights
 from choreo.runtime.compilation_cache import use_compilation_cache
 from choreo.runtime.coordinator.cluster import Cluster
+from choreo.runtime.engine.metrics import as_numbers
 from choreo.runtime.engine.schedule import VersionRead
-from choreo.runtime.inprocess import as_numbers
+from choreo.runtime.make import make_runtime
 from choreo.types import PyTree
 
 EPISODES_PER_RETURN = 100

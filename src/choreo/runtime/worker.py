@@ -5,13 +5,19 @@ Started as `python -m choreo.runtime.worker FD`, where FD is a socket to the coo
 own port and public key to FD, a socket to the agent, and ends when that is closed. It never traces and never imports the
 user's main: what it runs arrives as compiled programs, and host environments by value.
 
-    greet      tell what you run on: versions, CPU                               -> hello
-    brief      who I am, who lives where, how to reach them, what to run         -> ready
-    start      two random keys                                                   -> done
-    run        iterations first .. stop - 1                                      -> ran, with metrics
-    carry      what my sites hold of the carry                                   -> carry
-    restore    hold this instead                                                 -> done
-    stop       close the environments, and end
+    command    with                                                              reply
+    versions   names of packages                                                 versions: of packages, CPU, XLA_FLAGS
+    set_up     name, process of each site, channels, programs                    ready
+    start      the keys of `init` and of the iterations                          done
+    run        first and stop                                                    ran: metrics, log of versions read
+    carry                                                                        carry: the leaves that its sites hold
+    restore    the leaves that its sites shall hold, the key of the iterations   done
+    profile                                                                      profile: what it spent its time on
+    stop                                                                         closes the environments, and ends
+
+With channels over TCP, or with collectives, `set_up` has more steps, so that nobody connects to a closed door:
+
+    set_up ─▶   ◀─ listening: address, key   contacts: those of all workers ─▶   ◀─ admitted   connect ─▶   ◀─ ready
 
 A second thread listens: it hears at once when the coordinator is gone, and notices when an environment hangs.
 """
@@ -32,7 +38,7 @@ import numpy as np
 
 from choreo.errors import ChoreoError, EnvError, RunError
 from choreo.runtime.channels.links import Links
-from choreo.runtime.coordinator.wire import Frame, receive_frame, send_frame
+from choreo.runtime.coordinator.wire import PROGRESS, Frame, receive_frame, send_frame
 
 POLL_S = 0.5
 """How often the listening thread looks for an environment that hangs."""
@@ -60,7 +66,7 @@ def main() -> int:
     if relay is not None:
         control.shutdown(socket.SHUT_WR)  # all is said; what was said must still leave this process
         relay.join()
-    if worker.joined_others:  # JAX would wait for them at exit, and abort if one is gone
+    if worker.in_collective:  # JAX would wait for them at exit, and abort if one is gone
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -93,7 +99,7 @@ class Worker:
         self.recorder: Any = None
         self.links: Links | None = None
         self.env_timeout_s = 0.0
-        self.joined_others = False
+        self.in_collective = False
         self.ending = False
         self.told = 0.0
         threading.Thread(target=self._listen, name="choreo-control", daemon=True).start()
@@ -115,48 +121,48 @@ class Worker:
         if self.links is not None:
             self.links.close()
 
-    def _greet(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+    def _versions(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         from choreo.runtime.coordinator.versions import this_machine
 
         # Modules that the coordinator finds beside the user's script are needed here, too. After all others, those in the
         # current folder: what is installed comes first, so that no file that happens to lie there stands in for it.
         sys.path.extend(folder for folder in [*header["path"], os.getcwd()] if folder not in sys.path)
-        self._send({"kind": "hello", "versions": this_machine(header["packages"]).to_json()})
+        self._send({"kind": "versions", "versions": this_machine(header["packages"]).to_json()})
 
-    def _brief(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+    def _set_up(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         began = time.perf_counter()
         self.name, self.env_timeout_s = header["name"], header["env_timeout_s"]
         self.links = Links(self.name, header["links"], host=header["host"], keys=self.keys)
-        meet_at, together = {}, header["together"]
-        if header["meet"]:
+        rendezvous, collective = {}, header["collective"]
+        if header["introduction"]:
             here = {
-                "group": together and together["group"],
-                "meet_at": _free_address(together["address"]) if together and together["number"] == 0 else None,
+                "group": collective and collective["group"],
+                "rendezvous": _free_address(collective["address"]) if collective and collective["rank"] == 0 else None,
             }
-            self._send({"kind": "listening", "card": self.links.card, **here})
-            book = self._next("cards")
-            meet_at = book["meet_at"]
-            self.links.meet(book["cards"])
-            self._send({"kind": "met"})
+            self._send({"kind": "listening", "contact": self.links.contact, **here})
+            introduction = self._next("contacts")
+            rendezvous = introduction["rendezvous"]
+            self.links.admit(introduction["contacts"])
+            self._send({"kind": "admitted"})
             self._next("connect")
-            self.links.connect(book["cards"])
+            self.links.connect(introduction["contacts"])
         from choreo.runtime.engine.arrivals import Arrivals
         from choreo.runtime.engine.backend import PythonOnly
         from choreo.runtime.engine.execution import Execution
         from choreo.runtime.engine.messages import Neighbourhood
 
         orders = _load(arrays[0].tobytes())
-        homes = {(group, r): home for group, r, home in header["homes"]}
-        hood = Neighbourhood(me=self.name, homes=homes, links=self.links.by_peer)
+        process_of_site = {(group, r): process for group, r, process in header["process_of_site"]}
+        hood = Neighbourhood(me=self.name, homes=process_of_site, links=self.links.by_peer)
         if header["profile"]:
             from choreo.runtime.engine.profile import Recorder
 
             self.recorder = Recorder()
         watch = self.recorder and self.recorder.watch
-        if together:
-            _join_others(together, meet_at[together["group"]])
-            self.joined_others = True
-        backend = _device(header, watch) if header["compiled"] else PythonOnly()
+        if collective:
+            _join_collective(collective, rendezvous[collective["group"]])
+            self.in_collective = True
+        backend = _device(header, watch) if header["platforms"] else PythonOnly()
         self.execution = (Arrivals if orders.num_workers > 1 else Execution)(orders, hood, backend, watch)
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
 
@@ -181,7 +187,7 @@ class Worker:
         """Tell the coordinator how far this worker is, now and then."""
         if time.monotonic() - self.told > TELL_S:
             self.told = time.monotonic()
-            self._send({"kind": "iteration", "number": iteration})
+            self._send({"kind": PROGRESS, "iteration": iteration})
 
     def _carry(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         held = [((*site, i), leaf) for site, leaves in self.execution.leaves.items()
@@ -199,7 +205,7 @@ class Worker:
         self._done()
 
     def _profile(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        self._send({"kind": "profile", "taken": self.recorder.take()})
+        self._send({"kind": "profile", "recorded": self.recorder.take()})
 
     def _done(self) -> None:
         self._send({"kind": "done", **self._state()})
@@ -303,7 +309,7 @@ def _free_address(host: str) -> str:
         return f"{host}:{free.getsockname()[1]}"
 
 
-def _join_others(together: dict[str, Any], meet_at: str) -> None:
+def _join_collective(collective: dict[str, Any], rendezvous: str) -> None:
     """Let JAX know the devices of all workers of this group, so that they can combine values in compiled programs.
 
     Nothing of this is encrypted or authenticated: every port is opened at this worker's address in the group only.
@@ -315,13 +321,13 @@ def _join_others(together: dict[str, Any], meet_at: str) -> None:
 
     jax.config.update("jax_enable_recoverability", True)  # else a survivor aborts when a peer dies; we want to hear why
     jax.distributed.initialize(
-        meet_at,
-        num_processes=together["of"],
-        process_id=together["number"],
-        coordinator_bind_address=meet_at,  # JAX's default is all interfaces
+        rendezvous,
+        num_processes=collective["size"],
+        process_id=collective["rank"],
+        coordinator_bind_address=rendezvous,  # JAX's default is all interfaces
     )
-    use_gloo_at(together["address"])
-    if is_loopback(together["address"]):
+    use_gloo_at(collective["address"])
+    if is_loopback(collective["address"]):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # NCCL's default is any interface but this one
 
 
@@ -331,13 +337,13 @@ def _device(header: dict[str, Any], watch: Any) -> Any:
     jax.config.update("jax_enable_x64", header["x64"])
     jax.config.update("jax_default_prng_impl", header["prng"])
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # who acts waits for the action anyway
-    if header["spread"]:  # without accelerators, as many as the layout wants; with some, this changes nothing
-        jax.config.update("jax_num_cpu_devices", max(header["spread"].values()))
+    if header["num_devices"]:  # without accelerators, as many as the layout wants; with some, this changes nothing
+        jax.config.update("jax_num_cpu_devices", max(header["num_devices"].values()))
     from choreo.runtime.compilation_cache import use_compilation_cache
     from choreo.runtime.engine.device import Device
 
     use_compilation_cache()
-    return Device(header["compiled"], watch, spread=header["spread"])
+    return Device(header["platforms"], watch, spread=header["num_devices"])
 
 
 def _end_now() -> None:

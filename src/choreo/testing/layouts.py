@@ -28,8 +28,9 @@ from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
 from choreo.plans.build import plan
 from choreo.plans.plan import Plan
+from choreo.runtime.engine.metrics import combine_metrics
 from choreo.runtime.engine.schedule import VersionRead
-from choreo.runtime.inprocess import InProcess, combine_metrics
+from choreo.runtime.inprocess import InProcess
 from choreo.testing.marks import unmarked
 
 ROUNDING = 1e-5

@@ -14,7 +14,7 @@ SCRIPT = f"""
 import functools, pathlib, sys
 import choreo
 from choreo.networks import mlp
-from choreo.runs.config import make_runtime
+from choreo.runtime.make import make_runtime
 network = functools.partial(mlp, hidden=(int(sys.argv[1]),) * 2)
 algo = choreo.PPO(unroll=32, epochs=1, minibatch_size=256, network=network)
 make_runtime("inprocess", choreo.plan(algo, "jax:CartPole-v1", num_envs=8), profile=False)

@@ -49,16 +49,16 @@ class Links:
             self.listener = TcpListener.open(host, keys=keys or KeyPair.new())
 
     @property
-    def card(self) -> list[str] | None:
+    def contact(self) -> list[str] | None:
         """Address and public key for others, if this worker has channels over TCP."""
         return self.listener and [self.listener.address, self.listener.keys.public.decode()]
 
-    def meet(self, cards: dict[str, list[str]]) -> None:
+    def admit(self, contacts: dict[str, list[str]]) -> None:
         """Let the others in. Nobody may connect before all have done this."""
         if self.listener is not None:
-            self.listener.admit({key.encode(): name for name, (_, key) in cards.items()})
+            self.listener.admit({key.encode(): name for name, (_, key) in contacts.items()})
 
-    def connect(self, cards: dict[str, list[str]]) -> None:
+    def connect(self, contacts: dict[str, list[str]]) -> None:
         """Open the channels over TCP: in the same order everywhere, since both ends wait for each other."""
         if self.listener is None:
             return
@@ -67,7 +67,7 @@ class Links:
         for sender, receiver, kind, _, slot_bytes, slots in self.remote:
             name, sizes = f"{sender} -> {receiver}{kind}", {"slot_bytes": slot_bytes, "slots": slots}
             if sender == self.me:
-                address, key = cards[receiver]
+                address, key = contacts[receiver]
                 keys = self.listener.keys
                 channel = connect(address, name, keys=keys, peer=receiver, peer_key=key.encode(), end="sender", **sizes)
                 self._with(receiver + kind).sender = channel

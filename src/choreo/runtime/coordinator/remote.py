@@ -86,7 +86,7 @@ class RemoteProcess:
         while self._started is None and self.returncode is None and self.is_connected:
             if not self._wait(deadline):
                 break
-            self.hear()
+            self.read_messages()
         printed = "".join(f"\n  {line}" for line in self._output.decode(errors="replace").splitlines()[-60:])
         where = f"`{name}` on {self.host.address}"
         if self._started is None:
@@ -102,7 +102,7 @@ class RemoteProcess:
 
     @property
     def pollable(self) -> list[zmq.Socket]:
-        """What to wait for before `hear`."""
+        """What to wait for before `read_messages`."""
         return [self.agent, self._connections.monitor]
 
     @property
@@ -110,7 +110,7 @@ class RemoteProcess:
         """Can its agent still be heard?"""
         return bool(self._connections.open)
 
-    def hear(self) -> bytes:
+    def read_messages(self) -> bytes:
         """Take what the agent has told; returns what the worker printed since."""
         self._connections.hear()
         while self.agent.poll(0):
@@ -141,7 +141,7 @@ class RemoteProcess:
         """Wait for the exit code as long as the agent can be heard."""
         deadline = time.monotonic() + (timeout or 0.0)
         while self.returncode is None and self.is_connected and self._wait(deadline):
-            self._output += self.hear()
+            self._output += self.read_messages()
         return self.returncode
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class Tunnel:
 
     @property
     def monitor(self) -> zmq.Socket:
-        """When this is ready, `hear_of_the_end`."""
+        """When this is ready, `check_connection`."""
         return self._connections.monitor
 
     @property
@@ -98,7 +98,7 @@ class Tunnel:
         """Are there bytes here already?"""
         return bool(self._left)
 
-    def hear_of_the_end(self) -> None:
+    def check_connection(self) -> None:
         """Look whether the peer's connection is gone."""
         self._connections.hear()
         self.lost |= self._connections.peer_gone
@@ -162,7 +162,7 @@ class Tunnel:
         if not ready:
             raise TimeoutError
         if self.monitor in ready:
-            self.hear_of_the_end()
+            self.check_connection()
 
 
 def start_relay(tunnel: Tunnel, lifeline: int) -> tuple[socket.socket, threading.Thread]:
@@ -186,7 +186,7 @@ def _relay(tunnel: Tunnel, plain: socket.socket, lifeline: int) -> None:
         while True:
             ready = {} if tunnel.pending else dict(poller.poll())
             if tunnel.monitor in ready:
-                tunnel.hear_of_the_end()
+                tunnel.check_connection()
             try:
                 if lifeline in ready:
                     return

@@ -17,7 +17,9 @@ from choreo.errors import RunError
 
 Frame = tuple[dict[str, Any], list[np.ndarray]]
 MAX_HEADER_BYTES = 2**26
-"""More is nonsense: nothing is allocated for it."""
+"""A longer header is refused, before memory is allocated for it."""
+PROGRESS = "progress"
+"""The kind of the only frame that a worker sends without being asked: the iteration that it begins."""
 
 
 class WireError(RunError):

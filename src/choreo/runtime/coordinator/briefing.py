@@ -1,0 +1,69 @@
+"""What each worker is told before it starts: its environment variables, its briefing, and the programs of its sites."""
+
+import os
+from typing import Any
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo.errors import PartitionError
+from choreo.partition.program import HostCall, walk
+from choreo.plans.export import export_program
+from choreo.runtime.coordinator.deployment import Deployment
+from choreo.runtime.engine.assemble import orders_of
+from choreo.runtime.engine.threads import XLA_THREADS, useful_threads
+
+
+def pickled_programs(deployment: Deployment, worker: str) -> bytes:
+    """The programs that a worker runs, for `cloudpickle.loads`. Refuses environments that cannot be pickled."""
+    plan, groups = deployment.plan, deployment.groups(worker)
+    init, iterate = (export_program(program, groups, plan.sites.replicas) for program in (plan.init, plan.iterate))
+    try:
+        return cloudpickle.dumps(orders_of(plan, init, iterate))
+    except (TypeError, AttributeError, ValueError, NotImplementedError, OSError) as error:
+        python = [step.name for step, _ in walk(iterate.steps) if isinstance(step, HostCall)]
+        raise PartitionError(
+            f"What `{worker}` must run cannot leave this process: {error}",
+            fix=f"Make what {', '.join(f'`{n}`' for n in python) or 'it'} holds picklable (open files, locks and "
+            "windows inside the factory, not before), or use `--runtime inprocess`.",
+        ) from error
+
+
+def environment_variables(deployment: Deployment, worker: str) -> dict[str, str]:
+    """The environment variables of a worker. Among them: no more threads than its share of the cores."""
+    plan, host = deployment.plan, deployment.hosts[worker]
+    cores = max(1, host.cpus // sum(other == host for other in deployment.hosts.values()))
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(cores))
+    limits |= dict.fromkeys(XLA_THREADS, str(useful_threads(plan, cores)))
+    platforms = {plan.platform(group) for group in deployment.groups(worker)}
+    chosen = {"JAX_PLATFORMS": ",".join(sorted(p for p in platforms if p))} if None not in platforms else {}
+    # Several workers may share an accelerator: none of them may take all of its memory at the start.
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    set_by_user = {name: os.environ[name] for name in (*limits, *shared) if name in os.environ}
+    # JAX's coordination service warns of the options that `worker.py` sets.
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"} if deployment.collective(worker) else {}
+    return {**limits, **shared, **quiet, **set_by_user, **chosen, "PYTHONUNBUFFERED": "1"}
+
+
+def briefing(
+    deployment: Deployment, worker: str, links: list[list[Any]], *, profile: bool, env_timeout_s: float
+) -> dict[str, Any]:
+    """The header of the command `set_up`; the worker's programs follow as its only array."""
+    plan, groups = deployment.plan, deployment.groups(worker)
+    return {
+        "kind": "set_up",
+        "name": worker,
+        "process_of_site": [[*site, name] for site, name in deployment.process_of_site.items()],
+        "links": links,
+        "host": deployment.hosts[worker].address,
+        "platforms": {g: plan.platform(g) for g in groups} if deployment.compiles(worker) else None,
+        "introduction": deployment.needs_introduction,
+        "collective": deployment.collective(worker),
+        "num_devices": {g.name: g.devices for g in plan.layout.groups if g.name in groups and g.devices > 1},
+        "x64": jnp.result_type(float) == np.float64,
+        "prng": str(jax.random.key_impl(jax.random.key(0))),
+        "profile": profile,
+        "env_timeout_s": env_timeout_s,
+    }

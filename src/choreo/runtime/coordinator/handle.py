@@ -1,0 +1,129 @@
+"""One worker as its coordinator sees it: its process, its control connection, its output."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from choreo.runtime.coordinator.remote import RemoteProcess
+from choreo.runtime.coordinator.tunnel import Tunnel
+
+LAST_LINES = 60
+"""How many lines of a worker's output are kept for the error, if it dies without a report: one traceback of all threads."""
+
+
+@dataclass(eq=False)
+class WorkerHandle:
+    """A worker as its coordinator sees it."""
+
+    name: str
+    """The worker's name, `env+actor-0` for example."""
+    process: "subprocess.Popen[bytes] | RemoteProcess"
+    """The worker's process, on this machine or on another host."""
+    control: socket.socket | Tunnel
+    """The connection for commands and replies."""
+    lines: "deque[str]" = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    """The last lines of the worker's output."""
+    unfinished_line: bytes = b""
+    """Output after the last line break."""
+    output_closed: bool = False
+    """Has the worker closed its output?"""
+    error: dict[str, Any] | None = None
+    """The worker's own report of why it ends."""
+    control_open: bool = True
+    """False once the worker has reported an error, or its control connection has closed."""
+    state: str = "starting"
+    """What the worker is doing, for people to read."""
+    uses_collectives: bool = False
+    """Does the worker combine values with other workers inside of compiled programs?"""
+
+    @classmethod
+    def start_here(cls, name: str, variables: Mapping[str, str], fds: Collection[int]) -> "WorkerHandle":
+        """Start a worker on this machine. It gets our environment variables and `variables`, and inherits `fds`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                # -P: Python must not import modules from the current folder.
+                [sys.executable, "-P", "-m", "choreo.runtime.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), *fds],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                # Ctrl-C reaches the coordinator alone, and `kill` ends the processes that environments have started.
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        return cls(name, process, ours)
+
+    @property
+    def control_sources(self) -> list[Any]:
+        """Sockets or descriptors to poll: when one is ready, a frame may have arrived, or the connection has ended."""
+        return self.control.pollable if isinstance(self.control, Tunnel) else [self.control.fileno()]
+
+    @property
+    def output_sources(self) -> list[Any]:
+        """Sockets or descriptors to poll for the worker's output."""
+        if isinstance(self.process, RemoteProcess):
+            return self.process.pollable
+        return [] if self.process.stdout is None or self.output_closed else [self.process.stdout.fileno()]
+
+    def has_frame(self, ready: Collection[Any]) -> bool:
+        """Would `receive_frame` return at once, with a frame or None? `ready` are the `control_sources` that are ready."""
+        if not isinstance(self.control, Tunnel):
+            return bool(ready)
+        if self.control.monitor in ready:
+            self.control.check_connection()
+        return self.control.pending or self.control.lost or self.control.socket in ready
+
+    def read_output(self) -> tuple[list[str], bool]:
+        """The lines printed since the last call, and whether another call may find more."""
+        if isinstance(self.process, RemoteProcess):
+            data = self.process.read_messages()
+            ended = not data and self.process.poll() is not None
+        elif self.process.stdout is None or self.output_closed:
+            return [], False
+        else:
+            try:
+                data = os.read(self.process.stdout.fileno(), 65536)
+            except BlockingIOError:
+                return [], False
+            ended = self.output_closed = not data
+        *lines, self.unfinished_line = (self.unfinished_line + data).split(b"\n")
+        if ended and self.unfinished_line:
+            lines, self.unfinished_line = [self.unfinished_line], b""
+        return [line.decode(errors="replace") for line in lines], bool(data)
+
+    def kill(self) -> None:
+        """Kill a worker on this machine and the processes its environments have started. On another host, `close` does."""
+        if isinstance(self.process, subprocess.Popen):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended already
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close all connections. The agent of a worker on another host then kills that worker."""
+        self.control.close()
+        if isinstance(self.process, RemoteProcess):
+            self.process.close()
+        elif self.process.stdout is not None:
+            self.process.stdout.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Is the worker running? A worker on another host counts as ended when its agent cannot be heard."""
+        reachable = not isinstance(self.process, RemoteProcess) or self.process.is_connected
+        return self.process.poll() is None and reachable
+
+    @property
+    def whereabouts(self) -> str:
+        """The worker's process and host, for messages."""
+        process = self.process
+        where = f" on {process.host.address}" if isinstance(process, RemoteProcess) else ""
+        return f"process {process.pid}{where}"

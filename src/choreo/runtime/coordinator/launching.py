@@ -1,0 +1,126 @@
+"""Start the workers of a deployment, here and through agents, and bring them to the point where they can run.
+
+start_workers      every worker has a process and a control connection
+compare_versions   every worker runs on versions that this run accepts
+set_up             every worker knows its sites, its channels and its programs
+introduce          workers with channels over TCP, or with collectives, know each other's addresses and keys
+ready              every worker has opened its channels and loaded its programs
+"""
+
+import contextlib
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from choreo.runtime.channels.keys import KeyPair
+from choreo.runtime.coordinator.briefing import briefing, environment_variables
+from choreo.runtime.coordinator.cluster import ClusterError
+from choreo.runtime.coordinator.conversation import Conversation
+from choreo.runtime.coordinator.deployment import Deployment, packages_of_plan
+from choreo.runtime.coordinator.handle import WorkerHandle
+from choreo.runtime.coordinator.pool import WorkerPool
+from choreo.runtime.coordinator.remote import RemoteProcess
+from choreo.runtime.coordinator.versions import Versions, compare, this_machine
+from choreo.runtime.coordinator.wiring import make_channels
+
+START_S = 120.0
+"""How long a worker may take to be ready."""
+
+
+def launch(
+    conversation: Conversation,
+    programs: Mapping[str, bytes],
+    *,
+    token: bytes | None,
+    allow_versions: bool,
+    same_bits: bool,
+    profile: bool,
+    env_timeout_s: float,
+) -> dict[str, dict[str, str]]:
+    """Start all workers with their programs, and wait until they are ready; returns what `compare_versions` found.
+
+    Workers that were started stay in the conversation's pool if this fails: the caller must kill the pool.
+    """
+    deployment = conversation.deployment
+    links, ends = make_channels(deployment)
+    with contextlib.ExitStack() as stack:
+        for end in (end for each in ends.values() for end in each):
+            stack.callback(end.close)  # workers alone may hold them: then a worker's death closes its channels
+        fds = {worker: [fd for end in ends[worker] for fd in end.fds] for worker in deployment.workers}
+        start_workers(conversation.pool, deployment, fds, token)
+    differences = compare_versions(conversation, allow_versions=allow_versions, same_bits=same_bits)
+    for worker in deployment.workers:
+        header = briefing(deployment, worker, links[worker], profile=profile, env_timeout_s=env_timeout_s)
+        conversation.tell(worker, header, [np.frombuffer(programs[worker], np.uint8)])
+    if deployment.needs_introduction:
+        introduce(conversation)
+    conversation.await_replies("ready", doing="starting", timeout_s=START_S)
+    return differences
+
+
+def start_workers(pool: WorkerPool, deployment: Deployment, fds: Mapping[str, list[int]], token: bytes | None) -> None:
+    """Start all workers, then wait for those on other hosts; each worker on this machine inherits its `fds`."""
+    keys, run, deadline = KeyPair.new(), secrets.token_hex(4), time.monotonic() + START_S
+    requested: dict[str, RemoteProcess] = {}
+    try:
+        for worker, host in deployment.hosts.items():
+            if host.port:
+                requested[worker] = RemoteProcess(host, _checked(token))
+                requested[worker].spawn(worker, environment_variables(deployment, worker), run=run, key=keys.public)
+        for worker in deployment.workers:
+            if worker not in requested:
+                pool.add(WorkerHandle.start_here(worker, environment_variables(deployment, worker), fds[worker]))
+        for worker in list(requested):
+            pool.add(WorkerHandle(worker, requested[worker], requested[worker].reach_worker(worker, keys, deadline)))
+            del requested[worker]
+    finally:
+        for process in requested.values():  # the pool does not know them yet
+            process.close()
+    pool.handles = {worker: pool.handles[worker] for worker in deployment.workers}
+    for worker, handle in pool.handles.items():
+        handle.uses_collectives = deployment.collective(worker) is not None
+
+
+def _checked(token: bytes | None) -> bytes:
+    if token is None:
+        raise ClusterError(
+            "The cluster has hosts with an agent, which asks for a token, and no token_file.",
+            fix='Give it one: Cluster(hosts=..., token_file="token").',
+        )
+    return token
+
+
+def compare_versions(conversation: Conversation, *, allow_versions: bool, same_bits: bool) -> dict[str, dict[str, str]]:
+    """For each host with other versions or another CPU, what differs. Refuses hosts that this run does not accept."""
+    deployment = conversation.deployment
+    packages = packages_of_plan(deployment.plan)
+    conversation.tell_all({"kind": "versions", "packages": packages, "path": sys.path})
+    here = this_machine(packages)
+    differences: dict[str, dict[str, str]] = {}
+    replies = conversation.await_replies("versions", doing="starting", timeout_s=START_S)
+    for worker, (header, _) in replies.items():
+        host = deployment.hosts[worker]
+        place = f"{host.address}:{host.port}" if host.port else host.address
+        found = compare(place, Versions.from_json(header["versions"]), here)
+        found.check(allow_versions=allow_versions, same_bits=same_bits)
+        if found.recorded and place not in differences:
+            differences[place] = found.recorded
+            conversation.pool.on_output(place, found.warning or "")
+    return differences
+
+
+def introduce(conversation: Conversation) -> None:
+    """Tell each worker the addresses and public keys of the others, and each collective the address of its first worker.
+
+    No worker connects before all workers let the others in.
+    """
+    replies = conversation.await_replies("listening", doing="starting", timeout_s=START_S)
+    headers = {worker: header for worker, (header, _) in replies.items()}
+    contacts = {worker: header["contact"] for worker, header in headers.items() if header["contact"]}
+    rendezvous = {header["group"]: header["rendezvous"] for header in headers.values() if header["rendezvous"]}
+    conversation.tell_all({"kind": "contacts", "contacts": contacts, "rendezvous": rendezvous})
+    conversation.await_replies("admitted", doing="starting", timeout_s=START_S)
+    conversation.tell_all({"kind": "connect"})

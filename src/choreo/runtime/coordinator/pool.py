@@ -1,0 +1,147 @@
+"""All workers of a run: wait for any of them, read their frames, pass on their output, and end them.
+
+The pool runs no threads: it reads output and frames while the coordinator waits for workers. The end of a worker is
+noticed at once, because its control connection closes.
+"""
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from choreo.runtime.coordinator.handle import WorkerHandle
+from choreo.runtime.coordinator.wire import PROGRESS, Frame, WireError, receive_frame, send_frame
+
+GRACE_S = 2.0
+"""How long workers may take to end by themselves, and how long to look for the worker that failed first."""
+NOISE = "[Gloo] Rank "
+"""Lines that begin so are not passed on: Gloo prints them whenever it connects."""
+
+
+class WorkerPool:
+    """The workers of a run, by name."""
+
+    def __init__(
+        self,
+        on_output: Callable[[str, str], None],
+        on_states: Callable[[dict[str, str]], None] | None = None,
+    ):
+        """`on_output(worker, line)` gets every line that a worker prints; `on_states` gets all states when one changes."""
+        self.on_output, self.on_states = on_output, on_states
+        self.handles: dict[str, WorkerHandle] = {}
+        self._poller = zmq.Poller()
+
+    def add(self, handle: WorkerHandle) -> None:
+        """Take a worker in: from now on `select` listens to it, and `kill` ends it."""
+        self.handles[handle.name] = handle
+        self.listen(handle)
+        for source in handle.output_sources:
+            self._poller.register(source, zmq.POLLIN)
+
+    def listen(self, handle: WorkerHandle) -> None:
+        for source in handle.control_sources:
+            self._poller.register(source, zmq.POLLIN)
+
+    def stop_listening(self, handle: WorkerHandle) -> None:
+        handle.control_open = False
+        for source in handle.control_sources:
+            self._unregister(source)
+
+    def states(self) -> dict[str, str]:
+        """What each worker is doing, for people to read."""
+        return {name: handle.state for name, handle in self.handles.items()}
+
+    def select(self, *, timeout_s: float) -> list[WorkerHandle]:
+        """Wait until a worker says something. Passes on what workers print; returns the workers with a frame for us."""
+        talking = [handle for handle in self.handles.values() if handle.control_open]
+        here = any(handle.has_frame(()) for handle in talking)
+        ready = {source for source, _ in self._poller.poll(0 if here else int(1000 * timeout_s))}
+        for handle in self.handles.values():
+            if not ready.isdisjoint(handle.output_sources):
+                self._pass_on_output(handle)
+        return [handle for handle in talking if handle.has_frame(ready.intersection(handle.control_sources))]
+
+    def receive(self, handle: WorkerHandle) -> Frame | None:
+        """A worker's next frame. None if it ended; then `handle.error` is its report, if it sent one."""
+        handle.control_open = False  # stays so if Ctrl-C comes in the middle of a frame: the rest could not be read
+        try:
+            frame = receive_frame(handle.control)
+        except WireError as error:
+            frame = _report_of(error, handle.name), []
+        if frame is None or frame[0]["kind"] == "error":
+            handle.error = frame and frame[0]
+            self.stop_listening(handle)
+            return None
+        handle.control_open = True
+        if frame[0]["kind"] == PROGRESS:
+            handle.state = f"iteration {frame[0]['iteration']}"
+            if self.on_states is not None:
+                self.on_states(self.states())
+        return frame
+
+    def ended(self) -> list[WorkerHandle]:
+        """Workers whose process has ended.
+
+        A closed control connection usually says so, but not if a process that the worker started still holds it open.
+        """
+        return [handle for handle in self.handles.values() if handle.process.poll() is not None]
+
+    def close(self) -> None:
+        """Ask all workers to stop, so that they close their environments; kill those that do not within GRACE_S."""
+        deadline = time.monotonic() + GRACE_S
+        try:
+            for handle in self.handles.values():
+                handle.control.settimeout(GRACE_S)
+                with contextlib.suppress(OSError):  # the worker may have ended already
+                    send_frame(handle.control, {"kind": "stop"})
+                if not handle.control_open:
+                    self.stop_listening(handle)
+            while any(handle.is_alive for handle in self.handles.values()) and time.monotonic() < deadline:
+                for handle in self.select(timeout_s=0.02):
+                    self.receive(handle)
+        except TimeoutError:
+            return  # a worker was stopped in the middle of a frame
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill all workers and the processes that their environments have started, and pass on their last output."""
+        handles = list(self.handles.values())
+        self.handles.clear()
+        for handle in handles:
+            handle.kill()
+        try:
+            for handle in handles:
+                handle.process.wait()
+                while self._pass_on_output(handle):
+                    pass
+        finally:
+            for handle in handles:
+                handle.close()
+
+    def _pass_on_output(self, handle: WorkerHandle) -> bool:
+        """Pass on what a worker has printed; False if there was nothing."""
+        before = handle.output_sources
+        lines, more = handle.read_output()
+        for source in before:
+            if source not in handle.output_sources:  # a closed pipe would be ready in every poll
+                self._unregister(source)
+        for line in lines:
+            if not line.startswith(NOISE):
+                handle.lines.append(line)
+                self.on_output(handle.name, line)
+        return more
+
+    def _unregister(self, source: Any) -> None:
+        if source in self._poller:
+            self._poller.unregister(source)
+
+
+def _report_of(error: WireError, worker: str) -> dict[str, Any]:
+    """The report of a worker whose bytes are no frame, in its place."""
+    trace = "".join(traceback.format_exception(error))
+    return {"kind": "error", "known": True, "type": "RunError", "what": error.what, "fix": None,
+            "places": {"worker": worker}, "traceback": trace}  # fmt: skip

@@ -1,0 +1,77 @@
+"""The channels between workers: which pairs need one, how large its messages are, and its two ends."""
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from choreo.partition.program import Transfer, walk
+from choreo.plans.export import array_type
+from choreo.runtime.channels.base import message_bytes
+from choreo.runtime.channels.shm import ReceiverEnd, SenderEnd, make_shm_channel
+from choreo.runtime.coordinator.deployment import Deployment
+from choreo.runtime.engine.backend import host_type
+from choreo.runtime.engine.bundles import BUNDLE
+from choreo.runtime.engine.messages import Neighbourhood, Piece, messages
+
+SLOTS = 2
+"""Messages that may wait in a channel."""
+
+Links = dict[str, list[list[Any]]]
+"""For each worker, the descriptions of its channels; see `channels/links.py`."""
+Ends = dict[str, list[SenderEnd | ReceiverEnd]]
+"""For each worker, the ends of shared-memory channels that it inherits."""
+
+
+def make_channels(deployment: Deployment) -> tuple[Links, Ends]:
+    """Describe all channels, and make those in shared memory; workers open channels over TCP by themselves."""
+    slots = max(SLOTS, deployment.plan.layout.max_lag + 2)
+    links: Links = {name: [] for name in deployment.workers}
+    ends: Ends = {name: [] for name in deployment.workers}
+    for (src, dst, kind), size in _channel_bytes(deployment).items():
+        if deployment.over_tcp:
+            for name in (src, dst):
+                links[name].append([src, dst, kind, "tcp", size, slots])
+            continue
+        for name, end in zip((src, dst), make_shm_channel(size, slots), strict=True):
+            links[name].append([src, dst, kind, "shm", *end.fds, end.slot_bytes, end.slots])
+            ends[name].append(end)
+    return links, ends
+
+
+def _channel_bytes(deployment: Deployment) -> dict[tuple[str, str, str], int]:
+    """The size of the largest message of each channel, by sender, receiver and kind (`BUNDLE` or "")."""
+    plan, everybody = deployment.plan, Neighbourhood(me="coordinator", homes=deployment.process_of_site)
+    sizes: dict[tuple[str, str, str], int] = {}
+    for program, participants in ((plan.init, [everybody]), (plan.iterate, _participants(deployment, everybody))):
+        for (step, _), hood in itertools.product(walk(program.steps), participants):
+            if not isinstance(step, Transfer):
+                continue
+            kind = BUNDLE if step.lag is not None else ""
+            for pair, pieces in messages(step, hood).items():
+                if pair[0] != pair[1]:
+                    sizes[*pair, kind] = max(sizes.get((*pair, kind), 0), _message_bytes(pieces))
+    return sizes
+
+
+def _participants(deployment: Deployment, everybody: Neighbourhood) -> list[Neighbourhood]:
+    """The processes that take part in one run of `iterate`: all; with merge="any", each worker in turn with the learner."""
+    plan = deployment.plan
+    if plan.num_workers == 1:
+        return [everybody]
+    learner = plan.sites.default
+    return [
+        Neighbourhood(me="coordinator", homes={
+            (group, 0): deployment.process_of_site[group, 0 if group == learner else worker]
+            for group in plan.sites.replicas
+        }) for worker in range(plan.num_workers)
+    ]  # fmt: skip
+
+
+def _message_bytes(pieces: list[Piece]) -> int:
+    types = [host_type(array_type(piece.move.aval)) for piece in pieces]
+    head = jax.ShapeDtypeStruct((2,), np.uint64)  # the version of a bundle
+    return message_bytes([head] + [
+        jax.ShapeDtypeStruct(piece.shape(shape), dtype) for piece, (shape, dtype) in zip(pieces, types, strict=True)
+    ])  # fmt: skip

@@ -1,0 +1,53 @@
+"""From a plan to its sites and back: the programs and keys that a process gets, and the carry in parts and as a whole."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from choreo.partition.program import Program, Segment
+from choreo.plans.plan import Plan
+from choreo.runtime.engine.backend import Site
+from choreo.runtime.engine.device import block, join
+from choreo.runtime.engine.execution import Orders
+from choreo.types import Key, PyTree
+
+
+def orders_of(plan: Plan, init: Program, iterate: Program) -> Orders:
+    """What a process must know to run a plan. `init` and `iterate` are the plan's programs, or exported copies of them."""
+    single = iterate.steps[0] if plan.single else None
+    assert single is None or isinstance(single, Segment)
+    return Orders(
+        init=init, iterate=iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes, shards=plan.shards,
+        max_lag=plan.layout.max_lag, num_workers=plan.num_workers, learner=plan.sites.default, single=single,
+    )  # fmt: skip
+
+
+def split_key(key: Key) -> tuple[np.ndarray, np.ndarray]:
+    """The key of `init` and the key of the iterations, each as its key data."""
+    init_key, run_key = jax.random.split(key)
+    return np.asarray(jax.random.key_data(init_key)), np.asarray(jax.random.key_data(run_key))
+
+
+def join_carry(plan: Plan, parts_of: dict[Site, list[Any]]) -> list[Any]:
+    """The leaves of the whole carry, from the leaves that each site holds."""
+    whole = []
+    for i, port in enumerate(plan.iterate.ins[: plan.num_carry]):
+        group, (_, axis) = next(iter(port.held.items()))
+        parts = [jnp.asarray(parts_of[group, r][i]) for r in range(plan.replicas(group))]
+        (device, *_) = parts[0].devices()
+        whole.append(join([jax.device_put(part, device) for part in parts], axis))
+    return whole
+
+
+def split_carry(plan: Plan, carry: PyTree) -> dict[Site, list[Any]]:
+    """The leaves of a carry that each site holds; None in the place of a leaf that the site does not hold."""
+    whole, ports = plan.leaves(carry), plan.iterate.ins[: plan.num_carry]
+    return {
+        (group, r): [
+            block(leaf, port.held[group][1], r, plan.replicas(group)) if group in port.held else None
+            for leaf, port in zip(whole, ports, strict=True)
+        ]
+        for group, r in plan.all_sites
+    }

@@ -1,0 +1,84 @@
+"""The metrics of a run, joined from the metrics that each site returns.
+
+join_metrics      sites -> one array per metric, one entry per iteration; adds the lag of an asynchronous run
+combine_metrics   [iteration, shard] -> [iteration]; the name of a metric decides how it is reduced
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from choreo.plans.plan import Plan
+from choreo.runtime.engine.backend import Site
+from choreo.runtime.engine.schedule import VersionRead, lag_metrics
+
+SiteMetrics = dict[Site, dict[str, np.ndarray]]
+"""For each site, the metrics that it returned."""
+
+
+def join_metrics(plan: Plan, metrics: SiteMetrics, log: list[VersionRead], iterations: range) -> dict[str, np.ndarray]:
+    """Each metric of these iterations, one entry per iteration; `log` holds the versions that were read in them."""
+    if plan.num_workers > 1:
+        updates = range(iterations.start * plan.num_workers, iterations.stop * plan.num_workers)
+        return _join_updates(plan, metrics, log) | lag_metrics(log, updates, plan.num_workers)
+    joined = _join_sites(plan, metrics)
+    return joined | lag_metrics(log, iterations) if plan.layout.is_relaxed else joined
+
+
+def _join_updates(plan: Plan, metrics: SiteMetrics, log: list[VersionRead]) -> dict[str, np.ndarray]:
+    """With merge="any": an iteration is one update per worker, and these are combined like shards.
+
+    Every site returns its metrics in the order in which it computed them; `log` says which worker each update came from.
+    """
+    order = [int(read.reader.rpartition("-")[2]) for read in log]
+    joined = {}
+    for port in plan.iterate.outs[plan.num_carry :] if metrics else ():
+        group = next(iter(port.held))
+        rows = {r: iter(values[port.name]) for (g, r), values in metrics.items() if g == group}
+        found = [next(rows[worker if plan.sites.size(group) else 0]) for worker in order]
+        joined[port.name] = np.stack(found).reshape(-1, plan.num_workers, *found[0].shape)
+    return combine_metrics(joined)
+
+
+def _join_sites(plan: Plan, metrics: SiteMetrics) -> dict[str, np.ndarray]:
+    joined = {}
+    for port in plan.iterate.outs[plan.num_carry :] if metrics else ():
+        group, (_, axis) = next(iter(port.held.items()))
+        parts = [metrics[group, r][port.name] for r in range(plan.replicas(group))]
+        joined[port.name] = parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis + 1)
+    return joined if plan.shards == 1 else combine_metrics(joined)
+
+
+def combine_metrics(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One number for all shards, from arrays [iteration, shard].
+
+    Counts (`episodes`, `..._count`, `..._sum`) are added up, `..._max` is the largest, `episode_...` is a mean over
+    episodes, and every other metric is a mean over shards.
+    """
+    metrics = {name: as_numbers(values) for name, values in metrics.items()}
+    episodes = metrics.get("episodes")
+
+    def combined(name: str, values: np.ndarray) -> np.ndarray:
+        if name == "episodes" or name.endswith(("_count", "_sum")):
+            return values.sum(1)
+        if name.endswith("_max"):
+            return values.max(1)
+        if name.startswith("episode_") and episodes is not None:
+            # Integers have no NaN for an iteration without episodes, and their products may overflow.
+            values = values if np.issubdtype(values.dtype, np.inexact) else values.astype(np.float64)
+            total, weighted = episodes.sum(1), np.where(episodes > 0, values * episodes, 0).sum(1)
+            return np.divide(weighted, total, out=np.full_like(weighted, np.nan), where=total > 0)
+        return values.mean(1)
+
+    return {name: combined(name, values) for name, values in metrics.items()}
+
+
+def as_numbers(values: Any) -> np.ndarray:
+    """These values as a type that numpy itself defines; numpy cannot add up bfloat16 or int4, and JSON cannot hold them."""
+    values = np.asarray(values)
+    if jnp.issubdtype(values.dtype, np.floating) and values.dtype.itemsize < 4:
+        return values.astype(np.float32)
+    if jnp.issubdtype(values.dtype, np.integer) and values.dtype.kind not in "iu":  # int4, uint4
+        return values.astype(np.int32)
+    return values

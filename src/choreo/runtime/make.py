@@ -1,0 +1,31 @@
+"""The runtimes by name, and the choice among them."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def make_runtime(name: str | None, plan: Any, **options: Any) -> Any:
+    """The runtime of this name for a plan. None chooses `local` for several processes or a cluster, else `inprocess`."""
+    if name is None and options.get("cluster") is not None:
+        name = "local"
+    return RUNTIMES[name or ("local" if plan.num_processes > 1 else "inprocess")](plan, **options)
+
+
+# Imported when they are called: a run configuration needs the names alone, and a run needs one of the two.
+
+
+def _inprocess(plan: Any, **options: Any) -> Any:
+    from choreo.runtime.inprocess import InProcess
+
+    return InProcess(plan, profile=options["profile"], replay=options.get("replay"))
+
+
+def _local(plan: Any, **options: Any) -> Any:
+    from choreo.runtime.local import Local
+
+    options.pop("replay", None)  # only the serial runtime can replay a log
+    return Local(plan, **options)
+
+
+RUNTIMES: dict[str, Callable[..., Any]] = {"inprocess": _inprocess, "local": _local}
+"""The function that makes each runtime."""
