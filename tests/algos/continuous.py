@@ -17,7 +17,7 @@ from choreo import ops
 from choreo.algos import control
 from choreo.algos.control import Network
 from choreo.algos.off_policy import Batches
-from choreo.buffers import EnvStep as Stored
+from choreo.buffers import StoredStep as Stored
 from choreo.envs import EnvStep
 from choreo.networks.control import bounds_of
 from choreo.roles import SHARD_AXIS
