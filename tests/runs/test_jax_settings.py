@@ -73,7 +73,7 @@ assert changed() == {"jax_num_cpu_devices": 2}  # JAX refuses to change it from 
 def test_what_the_user_has_set_stays(env, tmp_path):
     run(
         """
-from choreo import jax_settings
+from choreo.runs import jax_settings
 jax_settings.prepare(choreo.fused(devices=2), choreo.envs.make("CartPole-v1", 2))
 assert changed() == {}
 assert len(jax.devices()) == 3
