@@ -10,8 +10,8 @@ from rich.console import Console
 from choreo.cli.main import main
 from choreo.errors import RunError
 from choreo.runs.compare import Comparison, Record
+from choreo.runs.episode_returns import EPISODES_PER_RETURN, EpisodeReturns
 from choreo.runs.folder import RunFolder, to_json
-from choreo.runs.training import EPISODES_PER_RETURN, EpisodeReturns
 from choreo.runs.training import train as train_for_real
 
 STEPS = 1000

@@ -19,10 +19,11 @@ from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, 
 from choreo.layouts import coarse, fused
 from choreo.runs import checkpoint, descriptions, registry
 from choreo.runs.config import RunConfig
+from choreo.runs.episode_returns import EpisodeReturns
 from choreo.runs.folder import RunFolder
 from choreo.runs.requirements import RESERVED
 from choreo.runs.run import Run, Timing
-from choreo.runs.training import EpisodeReturns, load, resume, train
+from choreo.runs.training import load, resume, train
 
 TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
 Tiny = registry.algorithm_class(TINY)

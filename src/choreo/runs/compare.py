@@ -20,10 +20,9 @@ from rich.text import Text
 
 from choreo.errors import RunError, printable
 from choreo.runs import figures
+from choreo.runs.episode_returns import EPISODES_PER_RETURN
 from choreo.runs.folder import Row, RunFolder
 
-EPISODES_PER_RETURN = 100
-"""As in training: so many episodes make a return, once there are so many."""
 POINTS = (0.25, 0.5, 0.75, 1.0)
 """Where in the shortest run all are compared."""
 

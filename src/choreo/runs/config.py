@@ -21,7 +21,7 @@ from choreo.partition.carry import form_of, may_change
 from choreo.partition.trace import trace
 from choreo.runs import descriptions, own_runs, public_names, registry, requirements
 from choreo.runs.evaluation import check_act
-from choreo.runs.folder import parse_toml, read_file
+from choreo.runs.folder import Row, parse_toml, read_file
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
@@ -128,7 +128,22 @@ class RunConfig:
         return jax.random.fold_in(self.key, 2**31)
 
     def next_boundary(self, iteration: int) -> int:
+        """The first boundary after `iteration` iterations."""
         return min((iteration // self.chunk + 1) * self.chunk, self.iterations)
+
+    def is_evaluation_due(self, iteration: int) -> bool:
+        """Whether the parameters are evaluated after `iteration` iterations."""
+        return self.eval_every is not None and iteration % self.eval_every == 0
+
+    def is_checkpoint_due(self, iteration: int) -> bool:
+        """Whether the state is saved after `iteration` iterations; the last iteration always is."""
+        return iteration % self.checkpoint_period == 0 or iteration == self.iterations
+
+    def is_good_enough(self, row: Row) -> bool:
+        """Whether the metrics at a boundary reach `stop_at_return`."""
+        if self.stop_at_return is None:
+            return False
+        return row.get("eval_return" if self.eval_every else "train_return", math.nan) >= self.stop_at_return
 
     def carry_structure(self) -> PyTree:
         """The form of the carry: the types of its arrays, and its static leaves; runs nothing."""
