@@ -109,11 +109,11 @@ class TestRun:
         command = ["train", TINY, CARTPOLE, "--num-envs", "4", "--steps", "1", "--runtime", "inprocess", "--quiet"]
         assert main([*command, "--layout", "own.py:two_stage", "--workers", "4", "--out", "x"]) == 0
         run = load("x")
-        assert run.recipe.layout == two_stage(4)
+        assert run.config.layout == two_stage(4)
         Path("own.py").unlink()
         assert main(["train", "x/run.toml", "--out", "y", "--quiet"]) == 0
         again = load("y")
-        assert again.recipe == run.recipe
+        assert again.config == run.config
         assert again.training_summary["params_hash"] == run.training_summary["params_hash"]
 
     def test_from_python(self):

@@ -34,7 +34,7 @@ def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
     """A run folder as training would leave it: one row per return, in order."""
     folder = RunFolder(name)
     Path(name).mkdir()
-    folder.write_recipe({"algorithm": {"class": "x.y:MyPPO"}, "environment": env or ENV, "layout": COARSE})
+    folder.write_config({"algorithm": {"class": "x.y:MyPPO"}, "environment": env or ENV, "layout": COARSE})
     history = EpisodeReturns([])
     rows = []
     for i, (value, at) in enumerate(zip(returns, seconds, strict=True)):
@@ -248,11 +248,11 @@ def test_a_line_that_is_no_row_is_named():
 @pytest.mark.parametrize(
     "value", ["text", [1], {"class": [1]}, {"fields": "x"}, {"fields": {"groups": {"tuple": [3, {}]}}}, {"kwargs": 3}]
 )
-def test_a_recipe_of_another_form_is_compared_all_the_same(table, value):
+def test_a_config_of_another_form_is_compared_all_the_same(table, value):
     folder = write_run("a", [10], [1])
-    recipe = folder.read_recipe() | {table: value}
+    config = folder.read_config() | {table: value}
     assert Comparison(
-        records=(Record(path=folder.path, recipe=recipe, rows=folder.read_metrics(), summary={}),), at_return=0.0
+        records=(Record(path=folder.path, config=config, rows=folder.read_metrics(), summary={}),), at_return=0.0
     ).to_dict()
 
 

@@ -41,7 +41,7 @@ def run_tiny(iterations=6, *, fields=None, **options):
     )
 
 
-def make_recipe(**fields):
+def make_config(**fields):
     options = {"layout": None, "steps": 1, "seed": 0, "runtime": "inprocess", "eval_every": None, "eval_episodes": 1}
     return RunConfig(**(options | {"stop_at_return": None, "checkpoint_every": None} | fields))
 
@@ -134,7 +134,7 @@ def test_on_iteration_sees_every_iteration_and_may_end_the_run():
     st.integers(1, 5000), st.sampled_from([1, 8, 512]), st.none() | st.integers(1, 60), st.none() | st.integers(1, 60)
 )
 def test_every_period_ends_at_a_boundary(iterations, num_envs, eval_every, checkpoint_every):
-    recipe = make_recipe(
+    config = make_config(
         algo=Tiny(),
         env=registry.environment(CARTPOLE, num_envs),
         steps=iterations * 16 * num_envs,
@@ -143,9 +143,9 @@ def test_every_period_ends_at_a_boundary(iterations, num_envs, eval_every, check
     )
     boundaries = [0]
     while boundaries[-1] < iterations:
-        boundaries.append(recipe.next_boundary(boundaries[-1]))
+        boundaries.append(config.next_boundary(boundaries[-1]))
     assert boundaries[-1] == iterations
-    for every in (eval_every, recipe.checkpoint_period):
+    for every in (eval_every, config.checkpoint_period):
         assert set(range(every or iterations, iterations, every or iterations)) <= set(boundaries)
     # The runtime compiles one length, and perhaps another for the end.
     lengths = np.diff(boundaries)
@@ -180,7 +180,7 @@ def test_a_loaded_run_is_the_run(tmp_path):
     run = run_tiny(4, out=tmp_path / "x")
     loaded = load(tmp_path / "x")
     assert loaded.algo == run.algo and loaded.env == run.env
-    assert loaded.recipe == run.recipe
+    assert loaded.config == run.config
     assert loaded.training_summary == run.training_summary
     np.testing.assert_array_equal(loaded.evaluate(episodes=7).returns, run.evaluate(episodes=7).returns)
     obs = np.array([0.1, -0.2, 0.3, 0.4], np.float32)
@@ -202,9 +202,9 @@ def test_a_recurrent_network_hands_its_memory_around():
     from choreo.algos import PPO
 
     algo, env = PPO(network=networks.lstm), registry.environment(CARTPOLE)
-    recipe = make_recipe(algo=algo, env=env)
-    carry = jax.jit(lambda key: algo.init(env, key))(recipe.key)
-    run = Run(recipe=recipe, train_state=carry.train, rows=[], timing=Timing(), path=None)
+    config = make_config(algo=algo, env=env)
+    carry = jax.jit(lambda key: algo.init(env, key))(config.key)
+    run = Run(config=config, train_state=carry.train, rows=[], timing=Timing(), path=None)
     obs = np.full(4, 0.1, np.float32)
     action, memory = run.act(obs)
     assert action.shape == ()
@@ -306,7 +306,7 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path):
     assert "--steps 1024" in str(error.value)
     longer = resume(tmp_path / "x", steps=6 * PER_ITERATION)
     assert longer.training_summary["params_hash"] == whole.training_summary["params_hash"]
-    assert load(tmp_path / "x").recipe.steps == 6 * PER_ITERATION
+    assert load(tmp_path / "x").config.steps == 6 * PER_ITERATION
 
 
 def test_a_horizon_nobody_fixed_moves_with_the_steps(tmp_path):

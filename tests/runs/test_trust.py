@@ -171,9 +171,9 @@ def write_run(folder: Path, *, algo: Any = None) -> Path:
     """The run.toml of a run that never ran, of an algorithm of the user's if nothing is said."""
     options: dict[str, Any] = {"steps": 16, "seed": 0, "runtime": None, "eval_every": None, "eval_episodes": 1}
     algo, options = algo or registry.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
-    recipe = RunConfig(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
+    config = RunConfig(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
     folder.mkdir(parents=True)
-    RunFolder(folder).write_recipe(recipe.to_toml())
+    RunFolder(folder).write_config(config.to_toml())
     return folder / "run.toml"
 
 
@@ -249,9 +249,9 @@ def test_a_file_of_the_wrong_form(tmp_path, old, new, message):
 )
 @pytest.mark.parametrize("table", ["algorithm", "environment", "layout"])
 def test_a_table_that_is_something_else(tmp_path, table, data):
-    recipe = tomllib.loads(write_run(tmp_path / "x", algo=choreo.PPO()).read_text())
+    config = tomllib.loads(write_run(tmp_path / "x", algo=choreo.PPO()).read_text())
     with pytest.raises(RunError, match=f"`{table}` in run.toml is no {table}"):
-        RunConfig.from_toml(recipe | {table: data})
+        RunConfig.from_toml(config | {table: data})
 
 
 # What else is read from a folder.
@@ -352,7 +352,7 @@ def test_going_on_with_a_run_of_somebody_else_does_not_make_it_ones_own(tmp_path
     write_run(tmp_path / "mine")
     shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
     file = tmp_path / "theirs" / "run.toml"
-    RunFolder(file.parent).write_recipe(RunConfig.read(file, trust=True).to_toml())  # as `resume --trust` does
+    RunFolder(file.parent).write_config(RunConfig.read(file, trust=True).to_toml())  # as `resume --trust` does
     with pytest.raises(UntrustedError):
         RunConfig.read(file)
 

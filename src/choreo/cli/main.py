@@ -256,7 +256,7 @@ def evaluate(args: list[str]) -> int:
         length = float(result.lengths.mean())
         print(to_json({"return": result.mean, "std": result.std, "episodes": len(result.returns), "length": length}))
     else:
-        print(printable(f"{run.recipe.title}  {result}"))
+        print(printable(f"{run.config.title}  {result}"))
     return 0
 
 
@@ -446,7 +446,7 @@ def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], A
             print("Interrupted before the first checkpoint.", file=sys.stderr)
         return 130
     summary = run.summary
-    table = figures.summary_table(summary, title=run.recipe.title, folder=run.path)
+    table = figures.summary_table(summary, title=run.config.title, folder=run.path)
     console = Console(stderr=options.json, highlight=False)
     console.print(table)
     if run.profile is not None:
@@ -475,6 +475,6 @@ def _remove_run(folder: Path, *, keep: Any) -> None:
             raise UsageError(
                 f"--overwrite would remove {kept.path}, the run of --init-from.", fix="Choose another --out."
             )
-    if RunFolder(folder).recipe.is_file():
+    if RunFolder(folder).config_file.is_file():
         RunFolder(folder).check_not_in_use()
         shutil.rmtree(folder)

@@ -170,7 +170,7 @@ class RunConfig:
 
     @classmethod
     def read(cls, file: Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> "RunConfig":
-        """The recipe in a run.toml. Code that it names is run if `trust`, or if this account wrote just this file."""
+        """The config in a run.toml. Code that it names is run if `trust`, or if this account wrote just this file."""
         text = read_file(file)
         trust = trust or own_runs.is_own(file, text)
         return cls.from_toml(parse_toml(text, file), algo=algo, env=env, file=file, trust=trust)
@@ -185,7 +185,7 @@ class RunConfig:
         file: str | Path = "run.toml",
         trust: bool = False,
     ) -> "RunConfig":
-        """The recipe of a run; `algo` and `env` stand in for what the file cannot name. `file` is named in errors.
+        """The config of a run; `algo` and `env` stand in for what the file cannot name. `file` is named in errors.
 
         Every way to open a run passes here. Without `trust`, a file that names code is refused (UntrustedError) before
         anything is imported or made.

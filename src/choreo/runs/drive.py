@@ -107,7 +107,7 @@ def drive(
         runtime = _make_runtime(config, the_plan, options, line)
         stack.callback(runtime.close)
         if folder is not None and runtime.differences:
-            folder.write_recipe(config.to_toml(hosts=runtime.differences))
+            folder.write_config(config.to_toml(hosts=runtime.differences))
         _load_carry(runtime, start, config)
 
         rows, returns = list(start.rows), EpisodeReturns(start.rows)
@@ -161,7 +161,7 @@ def _check_can_start(start: Start, the_plan: Plan) -> None:
 
 def _write_inputs(folder: RunFolder, config: RunConfig, traced: Traced, start: Start) -> None:
     """Write what is known before the first iteration."""
-    folder.write_recipe(config.to_toml())
+    folder.write_config(config.to_toml())
     folder.write_text("graph.svg", traced.iterate.draw())
     if start.done:
         folder.rewrite_metrics(start.rows)  # drops the rows after the checkpoint: their iterations are run again
@@ -230,7 +230,7 @@ def _finished_run(
     profile: Profile | None,
 ) -> Run:
     return Run(
-        recipe=config,
+        config=config,
         train_state=runtime.carry().train,
         rows=rows,
         timing=Timing(

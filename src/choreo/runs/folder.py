@@ -41,7 +41,7 @@ class RunFolder:
         self._made: list[Path] = []
 
     @property
-    def recipe(self) -> Path:
+    def config_file(self) -> Path:
         return self.path / "run.toml"
 
     @property
@@ -69,7 +69,7 @@ class RunFolder:
         self.check_not_in_use()
         if self.path.is_dir() and any(file.name != ".lock" for file in self.path.iterdir()):
             fix = f"Continue it with `choreo resume {self.path}`, choose another --out, or remove it."
-            if not self.recipe.is_file():
+            if not self.config_file.is_file():
                 fix = "Choose another --out, or empty it."
             raise RunError(f"{self.path} is not empty.", fix=fix)
 
@@ -80,7 +80,7 @@ class RunFolder:
 
     def check_run(self) -> None:
         """Refuse what is no run folder."""
-        if not self.recipe.is_file():
+        if not self.config_file.is_file():
             what = "is no run folder: it has no run.toml" if self.path.is_dir() else "does not exist"
             if self.path.is_file():
                 what = "is a file, and no run folder"
@@ -116,22 +116,22 @@ class RunFolder:
         self._lock.close()
         self._lock = None
 
-    def write_recipe(self, data: Mapping[str, Any]) -> None:
+    def write_config(self, data: Mapping[str, Any]) -> None:
         """Write run.toml; one that names the user's code is put on the list of this account's own runs.
 
         Not one in the place of a file that this account did not write: to go on with a run of somebody else's does not make
         it one's own.
         """
-        is_ours = not self.recipe.exists() or own_runs.is_own(self.recipe, files.read_bytes(self.recipe))
+        is_ours = not self.config_file.exists() or own_runs.is_own(self.config_file, files.read_bytes(self.config_file))
         text = ("# Written by Choreo: everything needed to run this again.\n" + tomli_w.dumps(data)).encode()
-        files.write_atomic(self.recipe, text)
+        files.write_atomic(self.config_file, text)
         if is_ours and descriptions.names_code(data):
-            own_runs.remember(self.recipe, text)
+            own_runs.remember(self.config_file, text)
 
-    def read_recipe(self) -> dict[str, Any]:
+    def read_config(self) -> dict[str, Any]:
         """What run.toml says, as data."""
         self.check_run()
-        return parse_toml(read_file(self.recipe), self.recipe)
+        return parse_toml(read_file(self.config_file), self.config_file)
 
     def append_metrics(self, rows: Sequence[Row]) -> None:
         """Add whole lines, in one write."""

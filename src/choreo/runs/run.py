@@ -38,7 +38,7 @@ class Timing:
 class Run:
     """What a training run gave."""
 
-    recipe: RunConfig
+    config: RunConfig
     """Everything the run depended on."""
     train_state: PyTree
     """Everything learned."""
@@ -53,15 +53,15 @@ class Run:
 
     @property
     def algo(self) -> Any:
-        return self.recipe.algo_with_horizon
+        return self.config.algo_with_horizon
 
     @property
     def env(self) -> Any:
-        return self.recipe.env
+        return self.config.env
 
     @property
     def layout(self) -> Any:
-        return self.recipe.layout
+        return self.config.layout
 
     @functools.cached_property
     def params(self) -> PyTree:
@@ -81,7 +81,7 @@ class Run:
 
     def evaluate(self, episodes: int = 100, *, seed: int = 0, greedy: bool = True) -> Evaluation:
         """Fresh, complete episodes with the final parameters; another `seed` gives other episodes."""
-        key = jax.random.fold_in(jax.random.fold_in(self.recipe.key_evaluate, 2**31), seed)
+        key = jax.random.fold_in(jax.random.fold_in(self.config.key_evaluate, 2**31), seed)
         with jax_settings.put_back():
             use_compilation_cache()
             return evaluate(self.algo, self.env, self.params, key=key, episodes=episodes, greedy=greedy)
@@ -104,7 +104,7 @@ class Run:
         if key is None:
             if not greedy:
                 raise RunError("act(greedy=False) samples, and needs a key.", fix="Pass key=jax.random.key(0).")
-            key = self.recipe.key
+            key = self.config.key
         first = initial_state(self.algo, self.params)
         state = first if state is None else state
         one = np.asarray(obs, space.dtype) if space.shape is not None else dict(obs) if isinstance(obs, dict) else obs
@@ -123,7 +123,7 @@ class Run:
         return {
             "train_return": self.train_return,
             "iterations": len(self.rows),
-            "env_steps": len(self.rows) * self.recipe.steps_per_iteration,
+            "env_steps": len(self.rows) * self.config.steps_per_iteration,
             **dataclasses.asdict(self.timing),
             "params_hash": checkpoint.sha256(self.params),
         }
@@ -132,14 +132,14 @@ class Run:
         """The learning curve as a Matplotlib figure; written as PNG if `path` is given."""
         from choreo.runs import figures
 
-        figure = figures.learning_curve(self.metrics, title=self.recipe.title)
+        figure = figures.learning_curve(self.metrics, title=self.config.title)
         if path is not None:
             figures.save_png(figure, Path(path))
         return figure
 
     def __repr__(self) -> str:
         folder = f", {self.path}" if self.path else ""
-        return f"<Run {self.recipe.title}: {len(self.rows)} iterations, return {self.train_return:.1f}{folder}>"
+        return f"<Run {self.config.title}: {len(self.rows)} iterations, return {self.train_return:.1f}{folder}>"
 
 
 @static_key.jit

@@ -78,7 +78,7 @@ def train(
         jax_settings.prepare(layout)  # before a file of the user's is imported, which may use JAX
         algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
         jax_settings.prepare(layout, env)
-        recipe = RunConfig(
+        config = RunConfig(
             algo=algo,
             env=env,
             layout=layout,
@@ -98,13 +98,13 @@ def train(
         if folder is not None:
             folder.check_new()
         check_loggers(loggers, folder and folder.path)
-        weights = None if init_from is None else Weights.read(recipe, init_from)
+        weights = None if init_from is None else Weights.read(config, init_from)
         if weights is not None:
-            recipe = dataclasses.replace(recipe, init_from=weights.origin)
+            config = dataclasses.replace(config, init_from=weights.origin)
         start = Start(done=0, rows=[], carry=None, weights=weights)
         if cluster is not None and not isinstance(cluster, Cluster):
             cluster = Cluster.from_toml(cluster)
-        watching = RunOptions(
+        options = RunOptions(
             env_timeout_s=float(env_timeout),
             profile=profile,
             cluster=cluster,
@@ -112,7 +112,7 @@ def train(
             same_bits=same_bits,
             trust_network=trust_network,
         )
-        return drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
+        return drive(config, folder, start, options, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
 def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = None) -> Plan:
@@ -148,29 +148,29 @@ def resume(
         folder = RunFolder(path)
         folder.check_run()
         folder.check_not_in_use()
-        recipe = RunConfig.read(folder.recipe, algo=algo, env=env, trust=trust)
-        jax_settings.prepare(recipe.layout, recipe.env)
-        if isinstance(recipe.env, HostEnv):
+        config = RunConfig.read(folder.config_file, algo=algo, env=env, trust=trust)
+        jax_settings.prepare(config.layout, config.env)
+        if isinstance(config.env, HostEnv):
             raise RunError(
-                f"`{recipe.env.name}` is Python, and its state is not in the checkpoint: this run cannot go on where it stopped.",
+                f"`{config.env.name}` is Python, and its state is not in the checkpoint: this run cannot go on where it stopped.",
                 fix=f"Begin a new run with its weights: choreo train {folder.path}/run.toml --init-from {folder.path}",
             )
         if steps is not None:
-            recipe = dataclasses.replace(recipe, steps=steps)
+            config = dataclasses.replace(config, steps=steps)
         check_loggers(loggers, folder.path)
         done = checkpoint.iteration(folder.checkpoint)
-        if done >= recipe.iterations:
+        if done >= config.iterations:
             raise RunError(
-                f"{folder.path} is finished: {done} iterations, {done * recipe.steps_per_iteration:,} steps.",
-                fix=f"Go on with `choreo resume {folder.path} --steps {2 * done * recipe.steps_per_iteration}`.",
+                f"{folder.path} is finished: {done} iterations, {done * config.steps_per_iteration:,} steps.",
+                fix=f"Go on with `choreo resume {folder.path} --steps {2 * done * config.steps_per_iteration}`.",
             )
         start = Start(
             done=done,
             rows=folder.read_metrics(before=done),
-            carry=checkpoint.load(folder.checkpoint, recipe.carry_structure()),
+            carry=checkpoint.load(folder.checkpoint, config.carry_structure()),
         )
-        watching = RunOptions()
-        return drive(recipe, folder, start, watching, loggers=loggers, on_iteration=on_iteration, progress=progress)
+        options = RunOptions()
+        return drive(config, folder, start, options, loggers=loggers, on_iteration=on_iteration, progress=progress)
 
 
 def replay(
@@ -183,16 +183,16 @@ def replay(
     with jax_settings.put_back():
         folder = RunFolder(path)
         folder.check_run()
-        recipe = RunConfig.read(folder.recipe, algo=algo, env=env, trust=trust)
-        jax_settings.prepare(recipe.layout, recipe.env)
+        config = RunConfig.read(folder.config_file, algo=algo, env=env, trust=trust)
+        jax_settings.prepare(config.layout, config.env)
         log = [VersionRead(*read) for read in folder.read_log()]
-        if recipe.layout.is_relaxed and not log:
+        if config.layout.is_relaxed and not log:
             raise RunError(f"{folder.path} has no log of what was read.", fix="Only a run that was begun here has one.")
-        recipe = dataclasses.replace(recipe, runtime="inprocess")
-        weights = None if recipe.init_from is None else Weights.read(recipe, recipe.init_from)
+        config = dataclasses.replace(config, runtime="inprocess")
+        weights = None if config.init_from is None else Weights.read(config, config.init_from)
         start, done = Start(done=0, rows=[], carry=None, weights=weights), checkpoint.iteration(folder.checkpoint)
-        watching, is_done = RunOptions(replay=log or None), lambda iteration, _: iteration + 1 >= done
-        return drive(recipe, None, start, watching, loggers=(), on_iteration=is_done, progress=progress)
+        options, is_done = RunOptions(replay=log or None), lambda iteration, _: iteration + 1 >= done
+        return drive(config, None, start, options, loggers=(), on_iteration=is_done, progress=progress)
 
 
 def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> Run:
@@ -205,11 +205,11 @@ def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = F
         use_compilation_cache()
         folder = RunFolder(path)
         folder.check_run()
-        recipe = RunConfig.read(folder.recipe, algo=algo, env=env, trust=trust)
+        config = RunConfig.read(folder.config_file, algo=algo, env=env, trust=trust)
         done = checkpoint.iteration(folder.checkpoint)
-        carry = checkpoint.load(folder.checkpoint, recipe.carry_structure())
+        carry = checkpoint.load(folder.checkpoint, config.carry_structure())
         rows = folder.read_metrics(before=done)
-        return Run(recipe=recipe, train_state=carry.train, rows=rows, timing=_read_timing(folder), path=folder.path)
+        return Run(config=config, train_state=carry.train, rows=rows, timing=_read_timing(folder), path=folder.path)
 
 
 def _read_timing(folder: RunFolder) -> Timing:
