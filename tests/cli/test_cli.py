@@ -13,7 +13,7 @@ import pytest
 from choreo.cli import arguments
 from choreo.cli.main import main
 from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, multi_learner, sebulba
-from choreo.runs import checkpoint, registry
+from choreo.runs import checkpoint, resolve
 from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from choreo.runs.progress import progress_line
@@ -141,8 +141,8 @@ def test_a_reader_that_has_seen_enough_is_no_error_worth_words(unbuffered):
 def write_run_toml(folder, *, layout=None, **options):
     """A run.toml without its run."""
     config = RunConfig(
-        algo=registry.algorithm_class(TINY)(learning_rate=0.25),
-        env=registry.environment(CARTPOLE, 4),
+        algo=resolve.algorithm_class(TINY)(learning_rate=0.25),
+        env=resolve.environment(CARTPOLE, 4),
         layout=layout or coarse(workers=2),
         **({"steps": 100, "seed": 3, "runtime": "inprocess", "eval_episodes": 20} | OPTIONAL | options),
     )

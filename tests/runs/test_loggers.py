@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from choreo.errors import RunError, UnknownNameError
-from choreo.runs import registry
+from choreo.runs import resolve
 from choreo.runs.folder import to_json
 from choreo.runs.loggers import check_loggers
 from choreo.runs.training import train
 
-Tiny = registry.algorithm_class(f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny")
+Tiny = resolve.algorithm_class(f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny")
 
 
 class Recorder:

@@ -17,16 +17,16 @@ import choreo
 from choreo import envs, loops
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
 from choreo.layouts import coarse, fused
-from choreo.runs import checkpoint, descriptions, registry
+from choreo.runs import checkpoint, resolve, toml_values
+from choreo.runs.algorithm_checks import RESERVED
 from choreo.runs.config import RunConfig
 from choreo.runs.episode_returns import EpisodeReturns
 from choreo.runs.folder import RunFolder
-from choreo.runs.requirements import RESERVED
 from choreo.runs.run import Run, Timing
 from choreo.runs.training import load, resume, train
 
 TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
-Tiny = registry.algorithm_class(TINY)
+Tiny = resolve.algorithm_class(TINY)
 CARTPOLE = "jax:CartPole-v1"
 PER_ITERATION = 16 * 8
 
@@ -136,7 +136,7 @@ def test_on_iteration_sees_every_iteration_and_may_end_the_run():
 def test_every_period_ends_at_a_boundary(iterations, num_envs, eval_every, checkpoint_every):
     config = make_config(
         algo=Tiny(),
-        env=registry.environment(CARTPOLE, num_envs),
+        env=resolve.environment(CARTPOLE, num_envs),
         steps=iterations * 16 * num_envs,
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
@@ -201,7 +201,7 @@ def test_a_recurrent_network_hands_its_memory_around():
     from choreo import networks
     from choreo.algos import PPO
 
-    algo, env = PPO(network=networks.lstm), registry.environment(CARTPOLE)
+    algo, env = PPO(network=networks.lstm), resolve.environment(CARTPOLE)
     config = make_config(algo=algo, env=env)
     carry = jax.jit(lambda key: algo.init(env, key))(config.key)
     run = Run(config=config, train_state=carry.train, rows=[], timing=Timing(), path=None)
@@ -379,7 +379,7 @@ def test_refused_with_a_message_before_anything_is_traced(tmp_path, monkeypatch,
 
 def test_an_option_a_layout_does_not_take():
     with pytest.raises(LayoutError, match="Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"):
-        registry.layout("fused", workers=2)
+        resolve.layout("fused", workers=2)
 
 
 @pytest.mark.parametrize("part", ["unroll", "init", "iterate", "policy", "act"])
@@ -576,8 +576,8 @@ def test_what_is_described_is_rebuilt():
 
     network = functools.partial(networks.mlp, hidden=(8, 8))
     value = Nested(inner=Nested(widths=(), scale=float("inf")), network=network)
-    text = tomli_w.dumps(descriptions.describe(value))
-    back = descriptions.rebuild(tomllib.loads(text), at="value", trust=True)
+    text = tomli_w.dumps(toml_values.describe(value))
+    back = toml_values.rebuild(tomllib.loads(text), at="value", trust=True)
     assert dataclasses.replace(back, network=None) == dataclasses.replace(value, network=None)
     assert (back.network.func, back.network.keywords) == (network.func, network.keywords)
 
@@ -586,12 +586,12 @@ def test_every_layout_is_rebuilt():
     from choreo.layouts import PRESETS
 
     for preset in PRESETS.values():
-        assert descriptions.rebuild(descriptions.describe(preset()), at="layout") == preset()
+        assert toml_values.rebuild(toml_values.describe(preset()), at="layout") == preset()
 
 
 def test_a_name_that_is_gone_says_so():
     with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which is gone"):
-        descriptions.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
+        toml_values.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
 
 
 def test_a_plan_by_names():

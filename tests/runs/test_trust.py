@@ -23,7 +23,7 @@ from choreo.cli.main import main
 from choreo.errors import LayoutError, RunError, UntrustedError
 from choreo.networks.control import deterministic
 from choreo.networks.q import q_cnn
-from choreo.runs import descriptions, public_names, registry
+from choreo.runs import public_names, resolve, toml_values
 from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from tiny import Tiny
@@ -52,9 +52,9 @@ def test_a_public_name_has_no_colon_and_stands_for_one_thing():
     {"text": "x", "numbers": [1, 2.5, None, (True,)]},
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_is_ours_is_data(value):
-    described = descriptions.describe(value)
+    described = toml_values.describe(value)
     assert ":" not in tomli_w.dumps({"x": described}).replace("::", "")
-    back = descriptions.rebuild(tomllib.loads(tomli_w.dumps({"x": described}))["x"], at="x")
+    back = toml_values.rebuild(tomllib.loads(tomli_w.dumps({"x": described}))["x"], at="x")
     assert repr(back) == repr(value)
 
 
@@ -65,9 +65,9 @@ def test_what_is_ours_is_data(value):
 ])  # fmt: skip
 def test_an_environment_that_is_data(name, kwargs):
     env = envs.make(name, 3, **kwargs)
-    described = tomllib.loads(tomli_w.dumps(descriptions.describe_environment(env)))
+    described = tomllib.loads(tomli_w.dumps(toml_values.describe_environment(env)))
     assert described["name"] == name.removeprefix("gymnasium:") and described["num_envs"] == 3
-    assert descriptions.rebuild_environment(described) == env
+    assert toml_values.rebuild_environment(described) == env
 
 
 def test_an_environment_of_the_users_within_ours_is_code():
@@ -76,11 +76,11 @@ def test_an_environment_of_the_users_within_ours_is_code():
         pass
 
     Long.__qualname__, globals()["Long"] = "Long", Long
-    described = descriptions.describe_environment(envs.VmapEnv(env=Long(), num_envs=2))
+    described = toml_values.describe_environment(envs.VmapEnv(env=Long(), num_envs=2))
     assert described["class"] == "VmapEnv"
     with pytest.raises(UntrustedError, match=r"`environment.env.class = .*test_trust.*:Long\"`"):
-        descriptions.rebuild_environment(described)
-    assert descriptions.rebuild_environment(described, trust=True) == envs.VmapEnv(env=Long(), num_envs=2)
+        toml_values.rebuild_environment(described)
+    assert toml_values.rebuild_environment(described, trust=True) == envs.VmapEnv(env=Long(), num_envs=2)
 
 
 @pytest.mark.parametrize("name", [
@@ -94,7 +94,7 @@ def test_an_environment_that_is_code(name):
                        additional_wrappers=(gymnasium.wrappers.TimeAwareObservation.wrapper_spec(),))  # fmt: skip
     try:
         with pytest.raises(UntrustedError, match=f'`environment.name = "{name}"`'):
-            descriptions.rebuild_environment({"name": name, "num_envs": 2})
+            toml_values.rebuild_environment({"name": name, "num_envs": 2})
     finally:
         del gymnasium.registry["Registered-v0"], gymnasium.registry["Wrapped-v0"]
 
@@ -102,7 +102,7 @@ def test_an_environment_that_is_code(name):
 def test_an_environment_that_nobody_knows_is_no_code():
     for name in ("CartPol-v1", "gymnax:CartPol-v1", "CartPole-v99"):
         with pytest.raises(RunError, match=f"`environment` of this run is `{name}`, which is gone"):
-            descriptions.rebuild_environment({"name": name, "num_envs": 2})
+            toml_values.rebuild_environment({"name": name, "num_envs": 2})
 
 
 @pytest.mark.parametrize("argument, value", [
@@ -111,7 +111,7 @@ def test_an_environment_that_nobody_knows_is_no_code():
 ])  # fmt: skip
 def test_an_argument_that_is_no_plain_data_is_code(argument, value):
     with pytest.raises(UntrustedError, match=f"`environment.kwargs.{argument} = "):
-        descriptions.rebuild_environment({"name": "CartPole-v1", "num_envs": 2, "kwargs": {argument: value}})
+        toml_values.rebuild_environment({"name": "CartPole-v1", "num_envs": 2, "kwargs": {argument: value}})
 
 
 @pytest.mark.parametrize("data, message", [
@@ -125,7 +125,7 @@ def test_an_argument_that_is_no_plain_data_is_code(argument, value):
 ])  # fmt: skip
 def test_an_environment_of_the_wrong_form(data, message):
     with pytest.raises(RunError, match=message):
-        descriptions.rebuild_environment(data)
+        toml_values.rebuild_environment(data)
 
 
 @pytest.mark.parametrize("data, message", [
@@ -145,7 +145,7 @@ def test_an_environment_of_the_wrong_form(data, message):
 ])  # fmt: skip
 def test_data_of_the_wrong_form(data, message):
     with pytest.raises(RunError, match=message):
-        descriptions.rebuild(data, at="x")
+        toml_values.rebuild(data, at="x")
 
 
 @pytest.mark.parametrize("data, entry", [
@@ -160,7 +160,7 @@ def test_data_of_the_wrong_form(data, message):
 ])  # fmt: skip
 def test_code_is_refused_by_its_entry(data, entry):
     with pytest.raises(UntrustedError) as error:
-        descriptions.rebuild(data, at="x")
+        toml_values.rebuild(data, at="x")
     assert entry in str(error.value) and "--trust" in str(error.value)
 
 
@@ -170,7 +170,7 @@ def test_code_is_refused_by_its_entry(data, entry):
 def write_run(folder: Path, *, algo: Any = None) -> Path:
     """The run.toml of a run that never ran, of an algorithm of the user's if nothing is said."""
     options: dict[str, Any] = {"steps": 16, "seed": 0, "runtime": None, "eval_every": None, "eval_episodes": 1}
-    algo, options = algo or registry.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
+    algo, options = algo or resolve.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
     config = RunConfig(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
     folder.mkdir(parents=True)
     RunFolder(folder).write_config(config.to_toml())
@@ -179,7 +179,7 @@ def write_run(folder: Path, *, algo: Any = None) -> Path:
 
 def test_the_own_run_needs_no_trust_and_a_copy_of_it_does(tmp_path, capsys):
     file = write_run(tmp_path / "mine")
-    assert RunConfig.read(file).algo == registry.algorithm(TINY)
+    assert RunConfig.read(file).algo == resolve.algorithm(TINY)
     shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
     theirs = tmp_path / "theirs" / "run.toml"
     with pytest.raises(UntrustedError) as error:

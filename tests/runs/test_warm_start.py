@@ -14,13 +14,13 @@ import pytest
 from choreo import networks
 from choreo.algos import PPO
 from choreo.errors import AlgorithmError, RunError
-from choreo.runs import checkpoint, registry
+from choreo.runs import checkpoint, resolve
 from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from choreo.runs.training import load, resume, train
 from choreo.runs.warm_start import Weights
 
-Tiny = registry.algorithm_class(f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny")
+Tiny = resolve.algorithm_class(f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny")
 CARTPOLE = "jax:CartPole-v1"
 PER_ITERATION = 16 * 8
 SMALL_PPO = PPO(
@@ -34,7 +34,7 @@ def run_tiny(iterations=2, **options):
 
 def make_config(algo, *, seed=0, num_envs=8):
     options = dict.fromkeys(("eval_every", "stop_at_return", "checkpoint_every"))
-    env, layout = registry.environment(CARTPOLE, num_envs), registry.layout("fused")
+    env, layout = resolve.environment(CARTPOLE, num_envs), resolve.layout("fused")
     return RunConfig(
         algo=algo, env=env, layout=layout, steps=1, seed=seed, runtime="inprocess", eval_episodes=1, **options
     )

@@ -84,9 +84,9 @@ def parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argpa
     options, left = parser.parse_known_args(args)
     algo = _hyperparameters(names[0], left, parser, config)
 
-    from choreo.runs import registry
+    from choreo.runs import resolve
 
-    env = registry.environment(names[1] if config is None else config.env, options.num_envs, **settings)
+    env = resolve.environment(names[1] if config is None else config.env, options.num_envs, **settings)
     return options, algo, env
 
 
@@ -139,9 +139,9 @@ def _config(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -
 def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser, config: Any) -> Any:
     import tyro
 
-    from choreo.runs import registry
+    from choreo.runs import resolve
 
-    cls = registry.algorithm_class(name) if config is None else type(config.algo)
+    cls = resolve.algorithm_class(name) if config is None else type(config.algo)
     fields = {f"--{field.name.replace('_', '-')}": field for field in dataclasses.fields(cls)}
     known = {*fields, *(f"--no-{flag[2:]}" for flag, field in fields.items() if field.type in (bool, "bool"))}
     for arg in args:
@@ -149,8 +149,8 @@ def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser
         if flag.startswith("--") and flag not in {*known, "--help"}:
             raise _unknown_option(flag, known | _flags(parser))
     if config is None:
-        return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name} ENVIRONMENT"))
-    return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name}", default=config.algo))
+        return resolve.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name} ENVIRONMENT"))
+    return resolve.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name}", default=config.algo))
 
 
 LAYOUT_OPTIONS = ("workers", "learners", "buffers", "devices", "shards", "max_lag", "merge", "exact")
@@ -164,18 +164,18 @@ def layout_given(options: argparse.Namespace) -> dict[str, Any]:
 
 def layout_of(options: argparse.Namespace) -> Any:
     """The layout by name, or that of a run, of which only what is given is changed."""
-    from choreo.runs import registry
+    from choreo.runs import resolve
 
     layout, given = options.layout, layout_given(options)
     if isinstance(layout, str) or not given:
-        return registry.layout(layout, **given)
-    before = registry.made_with(layout)
+        return resolve.layout(layout, **given)
+    before = resolve.made_with(layout)
     if before is None:
         raise UsageError(
             f"{as_flag(next(iter(given)))} cannot change the layout of this run, which is not one of Choreo's.",
             fix="Name a layout as well: --layout coarse --workers 2",
         )
-    return registry.layout(layout.name, **before | given)
+    return resolve.layout(layout.name, **before | given)
 
 
 def as_flag(name: str) -> str:

@@ -274,7 +274,7 @@ def graph(args: list[str]) -> int:
 
     from choreo.plans.plan import graph as make_graph
     from choreo.plans.plan import plan
-    from choreo.runs.files import write_atomic
+    from choreo.runs.safe_files import write_atomic
 
     shown = make_graph(algo, env) if options.layout is None else plan(algo, env, layout_of(options))
     if options.out is None:
@@ -385,10 +385,10 @@ def show_list(args: list[str]) -> int:
 
     from choreo import algos, envs
     from choreo.layouts import PRESETS
-    from choreo.runs import registry
+    from choreo.runs import resolve
 
     known = {"algos": algos.ALGOS, "envs": dict.fromkeys(envs.names()), "layouts": PRESETS}[options.kind]
-    _print_columns({name: registry.summary_line(value) if value else "" for name, value in known.items()})
+    _print_columns({name: resolve.summary_line(value) if value else "" for name, value in known.items()})
     if options.kind == "layouts":
         print("\nother names:")
         _print_columns(_other_names())
@@ -398,12 +398,12 @@ def show_list(args: list[str]) -> int:
 def _other_names() -> dict[str, str]:
     """Aliases, those of one preset together, and what they stand for."""
     from choreo.layouts import ALIASES, PRESETS
-    from choreo.runs import registry
+    from choreo.runs import resolve
 
     presets = {preset: name for name, preset in PRESETS.items()}
     named: dict[str, list[str]] = {}
     for alias, make in ALIASES.items():
-        named.setdefault(presets.get(make) or registry.summary_line(make), []).append(alias)
+        named.setdefault(presets.get(make) or resolve.summary_line(make), []).append(alias)
     return {", ".join(aliases): what for what, aliases in named.items()}
 
 

@@ -19,7 +19,7 @@ from choreo.errors import RunError, unknown_name
 from choreo.layouts import Layout
 from choreo.partition.carry import form_of, may_change
 from choreo.partition.trace import trace
-from choreo.runs import descriptions, own_runs, public_names, registry, requirements
+from choreo.runs import algorithm_checks, own_runs, public_names, resolve, toml_values
 from choreo.runs.evaluation import check_act
 from choreo.runs.folder import Row, parse_toml, read_file
 from choreo.types import Key, PyTree
@@ -148,7 +148,7 @@ class RunConfig:
     def carry_structure(self) -> PyTree:
         """The form of the carry: the types of its arrays, and its static leaves; runs nothing."""
         form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
-        requirements.check_carry(self.algo, form)
+        algorithm_checks.check_carry(self.algo, form)
         if not may_change(form):
             return form
         return trace(self.algo_with_horizon, self.env, self.layout.shards).carry
@@ -162,9 +162,9 @@ class RunConfig:
         versions = {name: importlib.metadata.version(name) for name in ("choreo", "jax", "jaxlib", "equinox", "optax")}
         return {
             "run": {name: value for name, value in options.items() if value is not None},
-            "algorithm": descriptions.describe(algo),
-            "environment": descriptions.describe_environment(env),
-            "layout": descriptions.describe(layout),
+            "algorithm": toml_values.describe(algo),
+            "environment": toml_values.describe_environment(env),
+            "layout": toml_values.describe(layout),
             "versions": versions | {"python": platform.python_version()} | ({"hosts": hosts} if hosts else {}),
         }
 
@@ -196,11 +196,11 @@ class RunConfig:
                     f"{file} has no table [{table}].", fix="Take the run.toml of a run; `choreo train` writes one."
                 )
         options = _checked_options(data["run"], file)
-        code = descriptions.Code(trusted=trust)
+        code = toml_values.Code(trusted=trust)
         try:
-            make_env = None if env is not None else descriptions.environment_maker(data["environment"], code=code)
-            make_algo = None if algo is not None else descriptions.maker(data["algorithm"], at="algorithm", code=code)
-            make_layout = descriptions.maker(data["layout"], at="layout", code=code)
+            make_env = None if env is not None else toml_values.environment_maker(data["environment"], code=code)
+            make_algo = None if algo is not None else toml_values.maker(data["algorithm"], at="algorithm", code=code)
+            make_layout = toml_values.maker(data["layout"], at="layout", code=code)
         except RecursionError as error:
             raise RunError(f"{file} is nested too deeply.", fix="Undo the last edit.") from error
         code.check(file)
@@ -214,7 +214,7 @@ class RunConfig:
                 raise RunError(f"`algorithm` in {file} is no algorithm.", fix="Undo the last edit.")
         layout = _rebuilt(make_layout, "layout", file)
         _check_is(layout, Layout, "layout", file)
-        return cls(algo=registry.algorithm(algo), env=env, layout=layout, **options)
+        return cls(algo=resolve.algorithm(algo), env=env, layout=layout, **options)
 
 
 def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, Any]:
@@ -246,15 +246,15 @@ def _init_from(*, path: Any, params_hash: Any) -> InitFrom:
     return InitFrom(path=path, params_hash=params_hash)
 
 
-def _check_fields(described: Mapping[str, Any], file: str | Path, code: descriptions.Code) -> None:
+def _check_fields(described: Mapping[str, Any], file: str | Path, code: toml_values.Code) -> None:
     """Refuse hyper-parameters that the algorithm does not have, and numbers that are none."""
     fields = described.get("fields", {})
     target = described.get("class")
     if not isinstance(target, str) or not isinstance(fields, dict):
         return  # `rebuild` says what it was
-    cls: Any = descriptions.finder(target, "algorithm.class", code)()
+    cls: Any = toml_values.finder(target, "algorithm.class", code)()
     if not dataclasses.is_dataclass(cls):
-        return  # `registry.algorithm` refuses it
+        return  # `resolve.algorithm` refuses it
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     name_of_class = getattr(cls, "__name__", "?")
     for name, value in fields.items():

@@ -23,7 +23,7 @@ from choreo.errors import ChoreoWarning, DivergedError, RunError
 from choreo.partition.trace import Traced
 from choreo.plans import plan as plans
 from choreo.plans.plan import Plan
-from choreo.runs import checkpoint, requirements
+from choreo.runs import algorithm_checks, checkpoint
 from choreo.runs.clock import Clock
 from choreo.runs.config import RunConfig, make_runtime
 from choreo.runs.episode_returns import EpisodeReturns
@@ -142,9 +142,9 @@ def drive(
 
 def _make_plan(config: RunConfig) -> tuple[Traced, Plan]:
     algo = config.algo_with_horizon
-    requirements.check_parts(algo, config.env)  # before `iterate` is traced, which takes longer
+    algorithm_checks.check_parts(algo, config.env)  # before `iterate` is traced, which takes longer
     traced = plans.trace_for(algo, config.env, config.layout)
-    requirements.check_metrics(algo, traced.metrics)
+    algorithm_checks.check_metrics(algo, traced.metrics)
     the_plan = plans.plan_traced(traced, config.layout, title=config.title)
     for warning in the_plan.warnings:
         warnings.warn(warning, ChoreoWarning, stacklevel=4)  # shown at the line that called `train`

@@ -90,7 +90,7 @@ def save_png(figure: Figure, path: Path) -> None:
     """Write a figure whole, or not at all."""
     import io
 
-    from choreo.runs.files import write_atomic
+    from choreo.runs.safe_files import write_atomic
 
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=120)

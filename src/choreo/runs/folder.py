@@ -10,7 +10,7 @@ One process writes at a time: it holds a lock, which the system drops when the p
 is replaced whole; `metrics.jsonl` grows by whole lines. A run that never reached its first boundary leaves no folder.
 
 A folder may come from anybody. What is read is checked here: it has the form that a run writes, and no characters that
-change a terminal. Nothing is written through a link (`choreo.runs.files`).
+change a terminal. Nothing is written through a link (`choreo.runs.safe_files`).
 """
 
 import fcntl
@@ -26,7 +26,7 @@ import numpy as np
 import tomli_w
 
 from choreo.errors import RunError, printable
-from choreo.runs import descriptions, files, own_runs
+from choreo.runs import own_runs, safe_files, toml_values
 
 Row = dict[str, float | int]
 """The metrics of one iteration."""
@@ -91,7 +91,7 @@ class RunFolder:
         missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         self._made = missing
-        self._lock = os.fdopen(files.open_to_write(self._lock_file), "w")
+        self._lock = os.fdopen(safe_files.open_to_write(self._lock_file), "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -122,10 +122,12 @@ class RunFolder:
         Not one in the place of a file that this account did not write: to go on with a run of somebody else's does not make
         it one's own.
         """
-        is_ours = not self.config_file.exists() or own_runs.is_own(self.config_file, files.read_bytes(self.config_file))
+        is_ours = not self.config_file.exists() or own_runs.is_own(
+            self.config_file, safe_files.read_bytes(self.config_file)
+        )
         text = ("# Written by Choreo: everything needed to run this again.\n" + tomli_w.dumps(data)).encode()
-        files.write_atomic(self.config_file, text)
-        if is_ours and descriptions.names_code(data):
+        safe_files.write_atomic(self.config_file, text)
+        if is_ours and toml_values.names_code(data):
             own_runs.remember(self.config_file, text)
 
     def read_config(self) -> dict[str, Any]:
@@ -143,7 +145,7 @@ class RunFolder:
         return [row for row in rows if before is None or row["iteration"] < before]
 
     def rewrite_metrics(self, rows: Sequence[Row]) -> None:
-        files.write_atomic(self.metrics, "".join(to_json(row) + "\n" for row in rows).encode())
+        safe_files.write_atomic(self.metrics, "".join(to_json(row) + "\n" for row in rows).encode())
 
     def append_log(self, reads: Sequence[Sequence[Any]]) -> None:
         """What was read out of date, for `choreo replay`."""
@@ -153,7 +155,7 @@ class RunFolder:
         return [_read_of(self.log, number, line) for number, line in enumerate(self._lines(self.log), 1)]
 
     def write_text(self, name: str, text: str) -> None:
-        files.write_atomic(self.path / name, text.encode())
+        safe_files.write_atomic(self.path / name, text.encode())
 
     def read_summary(self) -> dict[str, Any]:
         """The numbers of the last training that reached its end here; empty if none did."""
@@ -169,7 +171,7 @@ class RunFolder:
         return summary
 
     def _append(self, file: Path, lines: str) -> None:
-        with os.fdopen(files.open_to_write(file, os.O_APPEND), "ab", buffering=0) as opened:
+        with os.fdopen(safe_files.open_to_write(file, os.O_APPEND), "ab", buffering=0) as opened:
             opened.write(lines.encode())
 
     def _lines(self, file: Path) -> list[str]:
@@ -182,7 +184,7 @@ class RunFolder:
     def _in_use(self) -> bool:
         if not os.path.lexists(self._lock_file):
             return False
-        with os.fdopen(files.open_to_read(self._lock_file)) as file:
+        with os.fdopen(safe_files.open_to_read(self._lock_file)) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -204,7 +206,7 @@ COUNTS = ("iteration", "env_steps")
 def read_file(file: Path) -> bytes:
     """The content of a file of a run."""
     try:
-        return files.read_bytes(file)
+        return safe_files.read_bytes(file)
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error.strerror}.", fix="Name a file that is there.") from error
 

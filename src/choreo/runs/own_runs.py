@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from choreo.errors import ChoreoWarning, RunError, printable
-from choreo.runs import files
+from choreo.runs import safe_files
 
 
 def is_own(file: Path, text: bytes) -> bool:
@@ -40,7 +40,7 @@ def remember(file: Path, text: bytes) -> None:
         with _locked(folder):
             listed = _read(folder / "runs") | {path: hashlib.sha256(text).hexdigest()}
             lines = [f"{digest}  {path}\n" for path, digest in listed.items() if os.path.lexists(path)]
-            files.write_atomic(folder / "runs", "".join(lines).encode(), mode=0o600)
+            safe_files.write_atomic(folder / "runs", "".join(lines).encode(), mode=0o600)
     except (OSError, RunError) as error:
         _warn(str(error).rstrip("."), file)
 
@@ -60,7 +60,7 @@ def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder.stat()):
         raise RunError(f"others can write to {folder}")
-    lock = files.open_to_write(folder / "runs.lock", mode=0o600)
+    lock = safe_files.open_to_write(folder / "runs.lock", mode=0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -71,7 +71,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _read(file: Path) -> dict[str, str]:
     """Hashes by path; none if there is no list, or if it is not believed."""
     try:
-        descriptor = files.open_to_read(file)
+        descriptor = safe_files.open_to_read(file)
     except FileNotFoundError:
         return {}
     except (OSError, RunError) as error:

@@ -4,7 +4,7 @@
     "jax:CartPole-v1"  "gymnax:Catch-bsuite"  "CartPole-v1"      an environment
 
 A run folder may come from anybody, and opening one must not run what its author chose. So a file of a run is read against
-this table; whatever the table does not hold is the user's code (`module:Name`, `file.py:name`), and `choreo.runs.descriptions` asks
+this table; whatever the table does not hold is the user's code (`module:Name`, `file.py:name`), and `choreo.runs.toml_values` asks
 whether it may be run. The names are independent of where in Choreo a thing lives. Everything in the table can be called
 with any numbers and texts: it computes, and imports, opens and starts nothing.
 """

@@ -17,7 +17,7 @@ from choreo.envs.gymnasium import HostEnv
 from choreo.errors import RunError
 from choreo.plans import plan as plans
 from choreo.plans.plan import Plan
-from choreo.runs import checkpoint, jax_settings, registry, requirements
+from choreo.runs import algorithm_checks, checkpoint, jax_settings, resolve
 from choreo.runs.config import InitFrom, RunConfig
 from choreo.runs.drive import OnIteration, RunOptions, Start, drive
 from choreo.runs.folder import RunFolder, free_folder
@@ -74,9 +74,9 @@ def train(
     Refuses (ChoreoError) before anything is compiled whatever can be refused then.
     """
     with jax_settings.put_back():
-        layout = registry.layout(layout)
+        layout = resolve.layout(layout)
         jax_settings.prepare(layout)  # before a file of the user's is imported, which may use JAX
-        algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
+        algo, env = resolve.algorithm(algo), resolve.environment(env, num_envs)
         jax_settings.prepare(layout, env)
         config = RunConfig(
             algo=algo,
@@ -120,10 +120,10 @@ def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = N
 
     Nothing is computed and nothing started.
     """
-    algo, env = registry.algorithm(algo), registry.environment(env, num_envs)
-    requirements.check_parts(algo, env)
-    the_plan = plans.plan(algo, env, registry.layout(layout))
-    requirements.check_metric_names(algo, the_plan.metric_names)
+    algo, env = resolve.algorithm(algo), resolve.environment(env, num_envs)
+    algorithm_checks.check_parts(algo, env)
+    the_plan = plans.plan(algo, env, resolve.layout(layout))
+    algorithm_checks.check_metric_names(algo, the_plan.metric_names)
     return the_plan
 
 

@@ -4,7 +4,7 @@
     "CartPole-v1", "my_env.py:make_env", MyEnv  -> an environment
     "coarse", "my_layouts.py:pods", coarse(2)   -> a layout
 
-`choreo.runs.descriptions` goes the other way, for run.toml. What is named here is the user's own word, and is run.
+`choreo.runs.toml_values` goes the other way, for run.toml. What is named here is the user's own word, and is run.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from choreo.errors import RunError, UnknownNameError, UntrustedError, unknown_name
-from choreo.runs import public_names, registry
+from choreo.runs import public_names, resolve
 
 
 def describe(value: Any) -> Any:
@@ -165,7 +165,7 @@ def _made(cls: Any, fields: dict[str, Any], at: str) -> Any:
     if not isinstance(cls, type):
         raise RunError(f"`{at}.class` of this run is no class, but {cls!r}.", fix="Undo the last edit.")
     _check_arguments_of(cls, fields, at)
-    return registry.construct(cls, fields)
+    return resolve.construct(cls, fields)
 
 
 def _partial(func: Any, args: list[Any], kwargs: dict[str, Any], at: str) -> Any:
@@ -239,7 +239,7 @@ def _named_environment(name: str, count: int, kwargs: dict[str, Any], *, trust: 
     if built_in is not None and (wrong := public_names.misfit(built_in, kwargs)) is not None:
         raise RunError(f"`environment.kwargs` of this run do not fit: {wrong} in `{name}`.", fix="Undo the last edit.")
     try:
-        return registry.environment(name, count, **kwargs) if trust else envs.make(name, count, **kwargs)
+        return resolve.environment(name, count, **kwargs) if trust else envs.make(name, count, **kwargs)
     except UnknownNameError as error:
         raise RunError(
             f"`environment` of this run is `{name}`, which is gone. {error.what}",
@@ -249,7 +249,7 @@ def _named_environment(name: str, count: int, kwargs: dict[str, Any], *, trust: 
 
 def _reload(target: str, at: str) -> Any:
     try:
-        return registry.load(target)
+        return resolve.load(target)
     except UnknownNameError as error:
         raise RunError(
             f"`{at}` of this run is `{target}`, which is gone. {error.what}",
