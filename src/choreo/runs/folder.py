@@ -26,7 +26,7 @@ import numpy as np
 import tomli_w
 
 from choreo.errors import RunError, printable
-from choreo.runs import own_runs, safe_files, toml_values
+from choreo.runs import own_runs, safe_files
 
 Row = dict[str, float | int]
 """The metrics of one iteration."""
@@ -122,6 +122,8 @@ class RunFolder:
         Not one in the place of a file that this account did not write: to go on with a run of somebody else's does not make
         it one's own.
         """
+        from choreo.runs import toml_values  # imports JAX, which `choreo compare` does without
+
         is_ours = not self.config_file.exists() or own_runs.is_own(
             self.config_file, safe_files.read_bytes(self.config_file)
         )

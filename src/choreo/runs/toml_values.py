@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from choreo import envs
 from choreo.errors import RunError, UnknownNameError, UntrustedError, unknown_name
 from choreo.runs import public_names, resolve
 
@@ -183,8 +184,6 @@ def _check_arguments_of(make: Any, arguments: dict[str, Any], at: str) -> None:
 
 def describe_environment(env: Any) -> dict[str, Any]:
     """An environment as TOML data: its name, its count and its arguments, if these are all there is to it."""
-    from choreo import envs
-
     if isinstance(env, envs.HostEnv):
         target, kwargs = env.name if env.is_envpool else env.source.recipe.target, env.arguments
     else:
@@ -233,8 +232,6 @@ def environment_maker(data: Any, *, code: Code) -> Make:
 
 
 def _named_environment(name: str, count: int, kwargs: dict[str, Any], *, trust: bool) -> Any:
-    from choreo import envs
-
     built_in = envs.BUILT_IN.get(name)
     if built_in is not None and (wrong := public_names.misfit(built_in, kwargs)) is not None:
         raise RunError(f"`environment.kwargs` of this run do not fit: {wrong} in `{name}`.", fix="Undo the last edit.")
