@@ -226,7 +226,7 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("[run]", "[run", "x/run.toml is no valid TOML: Expected"),
+        ("[run]", "[run", "x/run.toml is not valid TOML: Expected"),
         ("[environment]", "[env]", "x/run.toml has no table [environment].\nTake the run.toml of a run"),
         ("seed = 3", "sede = 3", "x/run.toml has an option `sede` in [run], which no run has.\nDid you mean `seed`?"),
         ("seed = 3", "", "x/run.toml has no `seed` in [run].\n"),

@@ -240,7 +240,7 @@ def test_what_is_refused(capsys):
 def test_a_line_that_is_no_row_is_named():
     folder = write_run("a", [10], [1])
     folder.metrics.write_text(f"{folder.metrics.read_text()}oops\n")
-    with pytest.raises(RunError, match="Line 2 of a/metrics.jsonl is no row of metrics: 'oops'"):
+    with pytest.raises(RunError, match="Line 2 of a/metrics.jsonl is not a row of metrics: 'oops'"):
         Record.read("a")
 
 

@@ -1,4 +1,4 @@
-"""Files are written beside and renamed; links, pipes and second names are refused by name."""
+"""Files are replaced atomically; links, pipes and folders in their place are refused by name."""
 
 import os
 
@@ -26,8 +26,8 @@ KINDS = {
     "link": "it is a symbolic link",
     "dangling link": "it is a symbolic link",
     "hard link": r"the same file has another name elsewhere \(a hard link\)",
-    "pipe": "it is no regular file",
-    "folder": "it is no regular file",
+    "pipe": "it is not a regular file",
+    "folder": "it is not a regular file",
 }
 
 
@@ -36,7 +36,7 @@ KINDS = {
 def test_what_is_no_file_of_its_own_is_refused(tmp_path, kind, open_file):
     place, victim = tmp_path / "metrics.jsonl", tmp_path / "victim"
     plant(kind, place, victim)
-    with pytest.raises(RunError, match=f"metrics.jsonl is not touched: {KINDS[kind]}.\nRemove it"):
+    with pytest.raises(RunError, match=f"Refused to open .*metrics.jsonl: {KINDS[kind]}.\nRemove it"):
         os.close(open_file(place))
     assert victim.read_text() == "precious" and not (tmp_path / "gone").exists()
 
@@ -54,7 +54,7 @@ def test_a_file_is_replaced_and_never_written_through(tmp_path, kind, name):
 @pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"], ids=["file", "part"])
 def test_a_folder_in_its_place_is_named(tmp_path, name):
     (tmp_path / name).mkdir()
-    with pytest.raises(RunError, match=f"{name} is not touched: it is a folder"):
+    with pytest.raises(RunError, match=f"Refused to open .*{name}: it is a folder"):
         safe_files.write_atomic(tmp_path / "x", b"new")
 
 
@@ -63,5 +63,5 @@ def test_reading_follows_links_and_waits_for_no_pipe(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert safe_files.read_bytes(tmp_path / "link") == b"text"
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(RunError, match="pipe is not touched: it is no regular file"):
+    with pytest.raises(RunError, match="Refused to open .*pipe: it is not a regular file"):
         safe_files.read_bytes(tmp_path / "pipe")

@@ -191,7 +191,7 @@ def test_acting_takes_one_observation(tmp_path):
     run = run_tiny(1)
     with pytest.raises(EnvError, match=re.escape("An observation of jax:CartPole-v1 has shape [4], not [8, 4].")):
         run.act(np.zeros((8, 4)))
-    with pytest.raises(RunError, match="samples, and needs a key"):
+    with pytest.raises(RunError, match="samples an action, and needs a key"):
         run.act(np.zeros(4), greedy=False)
     sampled = {int(run.act(np.zeros(4), greedy=False, key=jax.random.key(i))) for i in range(20)}
     assert sampled == {0, 1}
@@ -265,10 +265,10 @@ def test_a_lambda_among_the_fields_is_asked_for_again(tmp_path):
 def test_folders_that_are_no_runs_are_refused(tmp_path):
     with pytest.raises(RunError, match="gone does not exist"):
         load(tmp_path / "gone")
-    with pytest.raises(RunError, match="is no run folder: it has no run.toml"):
+    with pytest.raises(RunError, match="is not a run folder: it has no run.toml"):
         load(tmp_path)
     (tmp_path / "run.toml").write_text("not = = toml")
-    with pytest.raises(RunError, match="is no valid TOML"):
+    with pytest.raises(RunError, match="is not valid TOML"):
         load(tmp_path)
 
 

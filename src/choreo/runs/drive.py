@@ -1,4 +1,4 @@
-"""The loop of a run: from one boundary to the next, and at each boundary whatever is due.
+"""The loop of a run: it runs iterations to the next boundary and does there what is due.
 
     plan      check the parts of the algorithm, trace, plan: nothing is written before these succeed
     open      run folder, loggers, progress line, runtime: closed in reverse order, however the run ends

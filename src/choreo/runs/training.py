@@ -54,28 +54,33 @@ def train(
     on_iteration: OnIteration | None = None,
     progress: bool | None = None,
 ) -> Run:
-    """Train `algo` on `env` for at least `steps` environment steps (whole iterations).
+    """Train `algo` on `env` for at least `steps` environment steps, rounded up to whole iterations.
 
-    `algo`, `env` and `layout` are values or names ("ppo", "my_ppo.py:MyPPO"; "jax:CartPole-v1"; "coarse"). An
-    environment given by name is made 8 times unless `num_envs` says otherwise. With `out`, everything is kept in that
-    folder, which must be new or empty; a logger given by name takes a new one in `runs/`. `eval_every` and
-    `checkpoint_every` count iterations. `stop_at_return` ends the run once the evaluation reaches it; without
-    `eval_every`, once the mean of the last 100 training episodes does.
-    `init_from`, a run folder, gives the first weights; optimiser, counters and environments start anew.
-    `runtime`: "inprocess" runs everything in this process, "local" in worker processes; None takes workers where the
-    layout has several sites. `cluster` (or the path of a `cluster.toml`) names the hosts of workers. A worker whose
-    environment does not return for `env_timeout` seconds ends the run. `profile` keeps what each site did when: a table,
-    and `trace.json` in the run folder, which Perfetto opens. A host with other versions than this machine is refused;
-    `allow_versions` insists. `same_bits` also refuses one with another CPU or other XLA_FLAGS, of which one is warned
-    otherwise. Learners on different machines combine gradients without encryption, which is refused; `trust_network` insists.
-    `progress`: None shows it in a terminal only.
-    JAX's settings are afterwards what they were before; the number of CPU devices only until JAX has started.
+    `algo`, `env` and `layout` are values or names ("ppo", "my_ppo.py:MyPPO"; "jax:CartPole-v1"; "coarse").
 
-    Refuses (ChoreoError) before anything is compiled whatever can be refused then.
+    - `num_envs`: number of environments; 8 by default if `env` is a name.
+    - `out`: the run folder, which must be new or empty. Without it nothing is written, unless a logger is given by name:
+      then a new folder in `runs/` is used.
+    - `eval_every`, `checkpoint_every`: in iterations.
+    - `stop_at_return`: ends the run when an evaluation reaches this return; without `eval_every`, when the mean of the last
+      100 training episodes does.
+    - `init_from`: a run folder whose weights the run begins with; optimiser, counters and environments start anew.
+    - `runtime`: "inprocess" runs all sites in this process, "local" in worker processes. None: workers if the layout has
+      several sites.
+    - `cluster`: a Cluster, or the path of a `cluster.toml`; names the hosts of workers.
+    - `env_timeout`: seconds after which a worker whose environment does not return ends the run.
+    - `profile`: records when each site did what, as a table and as `trace.json` in the run folder (open it in Perfetto).
+    - `allow_versions`: accepts hosts with other versions than this machine, which are refused otherwise.
+    - `same_bits`: refuses hosts with another CPU or other XLA_FLAGS, which give a warning otherwise.
+    - `trust_network`: lets learners on different machines combine gradients without encryption, which is refused otherwise.
+    - `progress`: None shows it in a terminal only.
+
+    JAX's settings are restored at the end, except for the number of CPU devices, which JAX cannot change after it started.
+    Raises ChoreoError before anything is compiled if an argument is wrong.
     """
     with jax_settings.put_back():
         layout = resolve.layout(layout)
-        jax_settings.prepare(layout)  # before a file of the user's is imported, which may use JAX
+        jax_settings.prepare(layout)  # before importing a file of the user's, which may start JAX
         algo, env = resolve.algorithm(algo), resolve.environment(env, num_envs)
         jax_settings.prepare(layout, env)
         config = RunConfig(
@@ -93,7 +98,7 @@ def train(
         if out is None and any(
             isinstance(logger, str) for logger in ([loggers] if isinstance(loggers, str) else loggers)
         ):
-            out = free_folder(algo, env, seed)  # they need a place to write to
+            out = free_folder(algo, env, seed)  # these loggers write into the run folder
         folder = None if out is None else RunFolder(out)
         if folder is not None:
             folder.check_new()
@@ -116,9 +121,9 @@ def train(
 
 
 def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = None) -> Plan:
-    """Say how `algo` would run on `env` in `layout`, values or names as for `train`: sites, fragments, what crosses.
+    """The plan of `algo` on `env` in `layout`: sites, fragments, and the values that cross between sites.
 
-    Nothing is computed and nothing started.
+    Takes values or names, as `train` does. Only traces: nothing is compiled or started.
     """
     algo, env = resolve.algorithm(algo), resolve.environment(env, num_envs)
     algorithm_checks.check_parts(algo, env)
@@ -138,11 +143,11 @@ def resume(
     on_iteration: OnIteration | None = None,
     progress: bool | None = None,
 ) -> Run:
-    """Go on from the last checkpoint of a run folder, to its own number of steps or to `steps`.
+    """Continue a run from the last checkpoint in its folder, to its own number of steps or to `steps`.
 
-    The result is that of a run that was never interrupted, bit for bit. With other `steps` than the run began with,
-    schedules stretch to the new end, unless the algorithm was given its `total_steps` at the start. Only for layouts
-    with one site. `trust`: as of `load`.
+    The result is the same, bit for bit, as that of a run that was never interrupted. If `steps` differs from the number
+    the run began with, schedules stretch to the new end, unless the algorithm was given `total_steps`. Only layouts with
+    one site can be resumed. `algo`, `env` and `trust` are those of `load`.
     """
     with jax_settings.put_back():
         folder = RunFolder(path)
@@ -152,7 +157,7 @@ def resume(
         jax_settings.prepare(config.layout, config.env)
         if isinstance(config.env, HostEnv):
             raise RunError(
-                f"`{config.env.name}` is Python, and its state is not in the checkpoint: this run cannot go on where it stopped.",
+                f"This run cannot be resumed: `{config.env.name}` is a Python environment, whose state is not in the checkpoint.",
                 fix=f"Begin a new run with its weights: choreo train {folder.path}/run.toml --init-from {folder.path}",
             )
         if steps is not None:
@@ -176,9 +181,10 @@ def resume(
 def replay(
     path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = False, progress: bool | None = None
 ) -> Run:
-    """Run again what is in a folder, in this process; what was read out of date is read so again, by the run's log.
+    """Run the run of a folder again, in this process, and return the new run; nothing is written.
 
-    The result is that of the run in the folder, bit for bit, whatever the timing of its workers was. `trust`: as of `load`.
+    The result is the same, bit for bit. Where workers read parameters that were out of date, the same versions are read
+    again: the run's log (reads.jsonl) has them. `algo`, `env` and `trust` are those of `load`.
     """
     with jax_settings.put_back():
         folder = RunFolder(path)
@@ -187,19 +193,24 @@ def replay(
         jax_settings.prepare(config.layout, config.env)
         log = [VersionRead(*read) for read in folder.read_log()]
         if config.layout.is_relaxed and not log:
-            raise RunError(f"{folder.path} has no log of what was read.", fix="Only a run that was begun here has one.")
+            raise RunError(
+                f"{folder.path} has no reads.jsonl, the log of the versions that were read.",
+                fix="Restore it from a copy: without it, this run cannot be replayed.",
+            )
         config = dataclasses.replace(config, runtime="inprocess")
         weights = None if config.init_from is None else Weights.read(config, config.init_from)
-        start, done = Start(done=0, rows=[], carry=None, weights=weights), checkpoint.iteration(folder.checkpoint)
-        options, is_done = RunOptions(replay=log or None), lambda iteration, _: iteration + 1 >= done
-        return drive(config, None, start, options, loggers=(), on_iteration=is_done, progress=progress)
+        start = Start(done=0, rows=[], carry=None, weights=weights)
+        options = RunOptions(replay=log or None)
+        last = checkpoint.iteration(folder.checkpoint) - 1  # a run may have ended early
+        ends = lambda iteration, _: iteration >= last  # noqa: E731
+        return drive(config, None, start, options, loggers=(), on_iteration=ends, progress=progress)
 
 
 def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> Run:
-    """The run in a folder, as of its last checkpoint. `algo` or `env` are needed only if run.toml cannot name them.
+    """The run in a folder, at its last checkpoint.
 
-    A folder is data. If its run.toml names code (`my_ppo.py:MyPPO`), that is run only if this account wrote the file, or with
-    `trust=True`; an `algo` or `env` that is passed is used in place of the file's.
+    If run.toml names code (`my_ppo.py:MyPPO`), the code is run only if this account wrote the file, or with `trust=True`.
+    `algo` and `env` replace those of run.toml; they are needed if run.toml could not describe them (a lambda).
     """
     with jax_settings.put_back():
         use_compilation_cache()
@@ -213,7 +224,7 @@ def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = F
 
 
 def _read_timing(folder: RunFolder) -> Timing:
-    """What the last finished training of this folder took; nothing is known if it was interrupted."""
+    """The timing of the last training that finished in this folder; NaN if none did."""
     known = folder.read_summary()
     numbers = {f.name: known.get(f.name) for f in dataclasses.fields(Timing)}
     return Timing(**{name: float(value) for name, value in numbers.items() if isinstance(value, int | float)})
