@@ -13,7 +13,7 @@ import pytest
 from choreo.cli import arguments
 from choreo.cli.main import main
 from choreo.layouts import ALIASES, PRESETS, Group, Layout, central, coarse, multi_learner, sebulba
-from choreo.runs import checkpoint, registry
+from choreo.runs import checkpoint, resolve
 from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from choreo.runs.progress import progress_line
@@ -52,7 +52,7 @@ def test_json_is_the_last_line_of_stdout_and_everything_else_goes_to_stderr(caps
     assert "compiling" in err and "Tiny 100%  512 steps" in err and "return (greedy, 100 fresh episodes)" in err
     assert "choreo check" not in err
     run = load("x")
-    assert run.recipe.seed == 3
+    assert run.config.seed == 3
     assert checkpoint.sha256(run.params) == summary["params_hash"]
     assert run.evaluate(episodes=100).mean == summary["return"]
 
@@ -71,7 +71,7 @@ def test_hyper_parameters_are_the_fields_of_the_dataclass():
     assert main([*TRAIN, "--steps", "2e1", "--out", "x", "--quiet", *options]) == 0
     run = load("x")
     assert (run.algo.learning_rate, run.algo.unroll, run.algo.centred) == (0.25, 4, False)
-    assert run.env.num_envs == 4 and run.recipe.steps == 20
+    assert run.env.num_envs == 4 and run.config.steps == 20
 
 
 def test_evaluate_and_resume(capsys):
@@ -138,16 +138,16 @@ def test_a_reader_that_has_seen_enough_is_no_error_worth_words(unbuffered):
 # The run.toml of a run, given back.
 
 
-def write_recipe(folder, *, layout=None, **options):
+def write_run_toml(folder, *, layout=None, **options):
     """A run.toml without its run."""
-    recipe = RunConfig(
-        algo=registry.algorithm_class(TINY)(learning_rate=0.25),
-        env=registry.environment(CARTPOLE, 4),
+    config = RunConfig(
+        algo=resolve.algorithm_class(TINY)(learning_rate=0.25),
+        env=resolve.environment(CARTPOLE, 4),
         layout=layout or coarse(workers=2),
         **({"steps": 100, "seed": 3, "runtime": "inprocess", "eval_episodes": 20} | OPTIONAL | options),
     )
     Path(folder).mkdir(parents=True)
-    RunFolder(folder).write_recipe(recipe.to_toml())
+    RunFolder(folder).write_config(config.to_toml())
     return f"{folder}/run.toml"
 
 
@@ -162,21 +162,21 @@ def test_a_run_is_run_again_from_its_file(capsys):
     after = json.loads(capsys.readouterr().out)
     assert after["path"] == "runs/tiny-CartPole-v1-7"
     assert after["params_hash"] == before["params_hash"] and after["return"] == before["return"]
-    assert load(after["path"]).recipe == load("runs/x").recipe
+    assert load(after["path"]).config == load("runs/x").config
 
 
 def test_what_is_given_beside_the_file_is_other_and_the_rest_as_it_was(capsys):
-    file = write_recipe("runs/x", stop_at_return=1e9, checkpoint_every=2)
+    file = write_run_toml("runs/x", stop_at_return=1e9, checkpoint_every=2)
     changes = ["--seed", "1", "--no-centred", "--unroll", "4", "--num-envs", "2", "--workers", "1", "--steps", "40"]
     assert main(["train", file, *changes, "--out", "y", "--quiet"]) == 0
-    recipe = load("y").recipe
-    assert (recipe.algo.learning_rate, recipe.algo.centred, recipe.algo.unroll) == (0.25, False, 4)
-    assert (recipe.seed, recipe.steps, recipe.env.num_envs, recipe.layout) == (1, 40, 2, coarse(workers=1))
-    assert (recipe.stop_at_return, recipe.checkpoint_every) == (1e9, 2)
+    config = load("y").config
+    assert (config.algo.learning_rate, config.algo.centred, config.algo.unroll) == (0.25, False, 4)
+    assert (config.seed, config.steps, config.env.num_envs, config.layout) == (1, 40, 2, coarse(workers=1))
+    assert (config.stop_at_return, config.checkpoint_every) == (1e9, 2)
 
 
 def test_the_layout_of_a_run_and_its_workers(capsys):
-    file = write_recipe("runs/x", layout=coarse(workers=2, exact=True))
+    file = write_run_toml("runs/x", layout=coarse(workers=2, exact=True))
     assert main(["graph", file]) == 0
     assert "env+actor" in capsys.readouterr().out
     assert main(["graph", file, "--workers", "1"]) == 0
@@ -186,7 +186,7 @@ def test_the_layout_of_a_run_and_its_workers(capsys):
         == 0
     )
     assert capsys.readouterr().out == one
-    own = write_recipe("runs/own", layout=Layout(Group("env", replicas=2), Group("actor"), Group("learner")))
+    own = write_run_toml("runs/own", layout=Layout(Group("env", replicas=2), Group("actor"), Group("learner")))
     err = fails(capsys, "graph", own, "--workers", "4")
     assert err.startswith("UsageError: --workers cannot change the layout of this run")
     assert "Layout `fused` takes no `workers`" in fails(capsys, "graph", file, "--layout", "fused", "--workers", "4")
@@ -207,17 +207,17 @@ def test_the_layout_of_a_run_and_its_workers(capsys):
 )
 def test_what_is_given_changes_the_layout_of_a_run(before, options, after):
     """Without `train`: the layout that it would be given."""
-    recipe_file = write_recipe("x", layout=before)
+    run_toml = write_run_toml("x", layout=before)
     parser = arguments.make_parser("graph", "")
     arguments.add_layout(parser, default=None)
     parser.add_argument("--num-envs")
-    parsed, _, _ = arguments.parse_named(parser, [recipe_file, *options])
+    parsed, _, _ = arguments.parse_named(parser, [run_toml, *options])
     assert arguments.layout_of(parsed) == after
 
 
 def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
     with pytest.raises(SystemExit) as end:
-        main(["train", write_recipe("runs/x"), "--help"])
+        main(["train", write_run_toml("runs/x"), "--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
     assert "--learning-rate" in text and "default: 0.25" in text
@@ -226,7 +226,7 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("[run]", "[run", "x/run.toml is no valid TOML: Expected"),
+        ("[run]", "[run", "x/run.toml is not valid TOML: Expected"),
         ("[environment]", "[env]", "x/run.toml has no table [environment].\nTake the run.toml of a run"),
         ("seed = 3", "sede = 3", "x/run.toml has an option `sede` in [run], which no run has.\nDid you mean `seed`?"),
         ("seed = 3", "", "x/run.toml has no `seed` in [run].\n"),
@@ -258,7 +258,7 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
     ],
 )
 def test_a_broken_file_says_where(capsys, old, new, message):
-    file = Path(write_recipe("x"))
+    file = Path(write_run_toml("x"))
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new, 1))
     err = fails(capsys, "train", str(file), "--trust", code=1)
@@ -267,7 +267,7 @@ def test_a_broken_file_says_where(capsys, old, new, message):
 
 
 def test_a_file_stands_alone(capsys):
-    file = write_recipe("x")
+    file = write_run_toml("x")
     assert "`jax:Pendulum-v1` is one argument too many: x/run.toml says" in fails(
         capsys, "train", file, "jax:Pendulum-v1"
     )

@@ -9,7 +9,7 @@ import pytest
 from choreo import envs
 from choreo.cli import arguments, main
 from choreo.errors import EnvError, RunError, UnknownNameError
-from choreo.runs import descriptions, registry
+from choreo.runs import resolve, toml_values
 from choreo.testing import check_env
 from host.toys import Count, Faulty, Masked, Nested
 from tiny import Tiny
@@ -113,7 +113,7 @@ def test_actions_of_a_wrong_shape_are_refused_while_tracing():
     ("CartPole-v1", {"vectorization_mode": "vector_entry_point"}),
 ])  # fmt: skip
 def test_check_env(what, kwargs):
-    env = registry.environment(what, 3, **kwargs)
+    env = resolve.environment(what, 3, **kwargs)
     if "vectorization_mode" in kwargs:  # one stream of randomness for all of its environments
         with pytest.raises(EnvError, match="depend on the "):
             check_env(env, steps=40)
@@ -136,47 +136,47 @@ def test_check_env_shows_what_an_environment_raised():
     (lambda: envs.from_factory(Count, 3), {}),
 ])  # fmt: skip
 def test_what_a_run_writes_down_makes_an_equal_environment(make, kwargs):
-    described = descriptions.describe_environment(make())
+    described = toml_values.describe_environment(make())
     assert described == described | kwargs
-    assert descriptions.rebuild_environment(described, trust=True) == make()
+    assert toml_values.rebuild_environment(described, trust=True) == make()
 
 
 def test_a_lambda_cannot_be_written_down():
-    described = descriptions.describe_environment(envs.from_factory(lambda: Count(), 2))
+    described = toml_values.describe_environment(envs.from_factory(lambda: Count(), 2))
     with pytest.raises(
         RunError, match="`environment` of this run cannot be made again from its run.toml: it was <function"
     ):
-        descriptions.rebuild_environment(described)
+        toml_values.rebuild_environment(described)
 
 
 def test_a_file_of_the_users(tmp_path):
     file = tmp_path / "my_env.py"
     file.write_text("from host.toys import Count\n\ndef make_env(length=3):\n    return Count(length)\n")
-    env = registry.environment(f"{file}:make_env", 2, length=4)
-    described = descriptions.describe_environment(env)
+    env = resolve.environment(f"{file}:make_env", 2, length=4)
+    described = toml_values.describe_environment(env)
     assert described == {"name": f"{file}:make_env", "num_envs": 2, "kwargs": {"length": 4}}
-    assert descriptions.rebuild_environment(described, trust=True) == env and env.name == "make_env"
+    assert toml_values.rebuild_environment(described, trust=True) == env and env.name == "make_env"
     with pytest.raises(UnknownNameError, match="no name in .*my_env.py `make_evn`"):
-        registry.environment(f"{file}:make_evn")
+        resolve.environment(f"{file}:make_evn")
     with pytest.raises(RunError, match="`environment` of this run is `.*gone.py:make_env`, which is gone"):
-        descriptions.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2}, trust=True)
+        toml_values.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2}, trust=True)
 
 
 def test_what_a_factory_may_also_make():
     from choreo.envs.cartpole import CartPole
 
-    assert registry.environment(CartPole, 4) == envs.make("jax:CartPole-v1", 4)
-    assert registry.environment(lambda: envs.make("jax:CartPole-v1", 1), 4) == envs.make("jax:CartPole-v1", 4)
-    assert registry.environment(CartPole(), 4) == envs.make("jax:CartPole-v1", 4)
-    assert registry.environment(envs.make("CartPole-v1", 3)).num_envs == 3
-    assert registry.environment("gymnasium.envs.classic_control.cartpole:CartPoleEnv", 2).name == "CartPoleEnv"
+    assert resolve.environment(CartPole, 4) == envs.make("jax:CartPole-v1", 4)
+    assert resolve.environment(lambda: envs.make("jax:CartPole-v1", 1), 4) == envs.make("jax:CartPole-v1", 4)
+    assert resolve.environment(CartPole(), 4) == envs.make("jax:CartPole-v1", 4)
+    assert resolve.environment(envs.make("CartPole-v1", 3)).num_envs == 3
+    assert resolve.environment("gymnasium.envs.classic_control.cartpole:CartPoleEnv", 2).name == "CartPoleEnv"
 
 
 def test_what_is_refused():
     with pytest.raises(EnvError, match="A Count was given; it cannot be made 8 times.\n.*lambda: MyEnv"):
-        registry.environment(Count())
+        resolve.environment(Count())
     with pytest.raises(EnvError, match="`difficulty` belongs to an environment given by name"):
-        registry.environment(envs.make("CartPole-v1", 3), difficulty=3)
+        resolve.environment(envs.make("CartPole-v1", 3), difficulty=3)
     with pytest.raises(EnvError, match="needs at least one environment, not num_envs=0"):
         envs.make("CartPole-v1", 0)
     with pytest.raises(EnvError, match="vectorization_mode='async' is not known"):
@@ -189,9 +189,9 @@ def test_envpool():
     pytest.importorskip("envpool", reason="the extra choreo[envpool] is not installed")
     env = envs.make("envpool:CartPole-v1", 3, num_threads=1)
     check_env(env, steps=40)
-    described = descriptions.describe_environment(env)
+    described = toml_values.describe_environment(env)
     assert described == {"name": "envpool:CartPole-v1", "num_envs": 3, "kwargs": {"num_threads": 1}}
-    assert descriptions.rebuild_environment(described) == env
+    assert toml_values.rebuild_environment(described) == env
     with pytest.raises(UnknownNameError, match="no environment `envpool:CartPol-v1`"):
         envs.make("envpool:CartPol-v1", 2)
 

@@ -12,7 +12,7 @@ from choreo.errors import EnvError
 from choreo.host.batch import MakeBatch
 from choreo.host.gymnasium import probe
 from choreo.host.sources import Source
-from choreo.runs import registry
+from choreo.runs import resolve
 from host.toys import Count
 
 PLAY = """
@@ -77,7 +77,7 @@ def make_env(slope=1.0):
 def test_a_users_file_goes_by_value(tmp_path):
     (tmp_path / "my_env.py").write_text(USER_FILE)
     (tmp_path / "beside.py").write_text("LENGTH = 4\n")
-    env = registry.environment(f"{tmp_path}/my_env.py:make_env", 4, slope=2)
+    env = resolve.environment(f"{tmp_path}/my_env.py:make_env", 4, slope=2)
     obs, imported, _ = play_elsewhere(env.source)
     assert obs == "[[2.0], [2.0]]" and imported == "False"
 

@@ -360,7 +360,7 @@ def test_a_run_shows_what_the_reference_computes(layout):
     """As many environments as steps, and as numbers in an observation. Rows, what was learned, summary and evaluation."""
     algo, env = edges.Learner(), choreo.envs.make("jax:CartPole-v1", 4)
     run = choreo.train(algo, env, steps=48, layout=layout, runtime="inprocess", eval_every=3, eval_episodes=2)
-    wanted = reference_run(algo, env, run.recipe.key)
+    wanted = reference_run(algo, env, run.config.key)
     metrics = {name.removeprefix("metrics/"): value for name, value in wanted.items() if name.startswith("metrics/")}
     ours = {"iteration", "env_steps", "seconds", "train_return", "eval_return"}
     assert {name for row in run.rows for name in row} == ours | set(metrics)
@@ -400,12 +400,12 @@ def test_acting_with_algorithms_that_compare_equal(marks):
     env, obs = choreo.envs.make("jax:CartPole-v1", 4), np.array([0.0, 0.0, 0.1, 0.1], np.float32)
     actions = {}
     for sign in (1, 1.0):
-        recipe = RunConfig(
+        config = RunConfig(
             algo=edges.Learner(sign=sign), env=env, layout=fused(), steps=16, seed=0, runtime=None, eval_every=None,
             eval_episodes=2, stop_at_return=None, checkpoint_every=None,
         )  # fmt: skip
         train = edges.Learned(jnp.zeros((4, 2)), jnp.int32(0), None)
-        run = Run(recipe=recipe, train_state=train, rows=[], timing=Timing(), path=None)
+        run = Run(config=config, train_state=train, rows=[], timing=Timing(), path=None)
         with marks():
             actions[type(sign)] = int(run.act(obs))
     assert actions == {int: 1, float: 0}

@@ -9,7 +9,7 @@ import choreo
 from choreo.cli.main import main
 from choreo.errors import ChoreoError
 from choreo.layouts import PRESETS, Group, Layout, apex, central, coarse, fine, fused, multi_learner, per_agent, sebulba
-from choreo.runs import registry
+from choreo.runs import resolve
 from choreo.runs.training import load
 from tiny import Tiny
 
@@ -51,16 +51,16 @@ def two_stage(workers, *, exact=False):
 
 class TestFound:
     def test_a_value_or_a_function(self):
-        assert registry.layout("own.py:two_stage") == two_stage(2)
-        assert registry.layout("own.py:two_stage", workers=4, exact=True) == two_stage(4, exact=True)
-        assert registry.layout("own.py:open_to_all", workers=4, max_lag=2) == coarse(4, max_lag=2)
+        assert resolve.layout("own.py:two_stage") == two_stage(2)
+        assert resolve.layout("own.py:two_stage", workers=4, exact=True) == two_stage(4, exact=True)
+        assert resolve.layout("own.py:open_to_all", workers=4, max_lag=2) == coarse(4, max_lag=2)
 
     def test_it_is_called_what_its_author_called_it(self):
-        assert registry.layout("own.py:three").name == "three"
-        assert registry.layout("own.py:named").name == "mine"
+        assert resolve.layout("own.py:three").name == "three"
+        assert resolve.layout("own.py:named").name == "mine"
 
     def test_by_its_own_name_too(self):
-        assert registry.layout("choreo.layouts.presets:coarse", workers=3) == coarse(3)
+        assert resolve.layout("choreo.layouts.presets:coarse", workers=3) == coarse(3)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ class TestFound:
 )
 def test_refused(name, options, message):
     with pytest.raises(ChoreoError) as refusal:
-        registry.layout(name, **options)
+        resolve.layout(name, **options)
     assert str(refusal.value).startswith(message)
 
 
 def test_an_unknown_name_says_that_a_file_will_do():
     with pytest.raises(ChoreoError, match=r"A layout of your own is `file\.py:name`"):
-        registry.layout("two_stage")
+        resolve.layout("two_stage")
 
 
 class TestRun:
@@ -109,11 +109,11 @@ class TestRun:
         command = ["train", TINY, CARTPOLE, "--num-envs", "4", "--steps", "1", "--runtime", "inprocess", "--quiet"]
         assert main([*command, "--layout", "own.py:two_stage", "--workers", "4", "--out", "x"]) == 0
         run = load("x")
-        assert run.recipe.layout == two_stage(4)
+        assert run.config.layout == two_stage(4)
         Path("own.py").unlink()
         assert main(["train", "x/run.toml", "--out", "y", "--quiet"]) == 0
         again = load("y")
-        assert again.recipe == run.recipe
+        assert again.config == run.config
         assert again.training_summary["params_hash"] == run.training_summary["params_hash"]
 
     def test_from_python(self):
@@ -149,14 +149,14 @@ class TestMadeWith:
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
     def test_every_preset(self, layout):
-        options = registry.made_with(layout)
+        options = resolve.made_with(layout)
         assert options is not None and options.get("shards", 1) == layout.shards
-        assert registry.layout(layout.name, **options) == layout
+        assert resolve.layout(layout.name, **options) == layout
 
     def test_all_are_tried(self):
         assert {layout.name for layout in self.LAYOUTS} == set(PRESETS)
 
     def test_not_by_a_preset(self):
         groups = Group("env", replicas=2), Group("actor"), Group("learner")
-        assert registry.made_with(Layout(*groups)) is None
-        assert registry.made_with(Layout(*groups, name="coarse")) is None
+        assert resolve.made_with(Layout(*groups)) is None
+        assert resolve.made_with(Layout(*groups, name="coarse")) is None

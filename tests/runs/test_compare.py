@@ -10,8 +10,8 @@ from rich.console import Console
 from choreo.cli.main import main
 from choreo.errors import RunError
 from choreo.runs.compare import Comparison, Record
+from choreo.runs.episode_returns import EPISODES_PER_RETURN, EpisodeReturns
 from choreo.runs.folder import RunFolder, to_json
-from choreo.runs.training import EPISODES_PER_RETURN, EpisodeReturns
 from choreo.runs.training import train as train_for_real
 
 STEPS = 1000
@@ -34,7 +34,7 @@ def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
     """A run folder as training would leave it: one row per return, in order."""
     folder = RunFolder(name)
     Path(name).mkdir()
-    folder.write_recipe({"algorithm": {"class": "x.y:MyPPO"}, "environment": env or ENV, "layout": COARSE})
+    folder.write_config({"algorithm": {"class": "x.y:MyPPO"}, "environment": env or ENV, "layout": COARSE})
     history = EpisodeReturns([])
     rows = []
     for i, (value, at) in enumerate(zip(returns, seconds, strict=True)):
@@ -240,7 +240,7 @@ def test_what_is_refused(capsys):
 def test_a_line_that_is_no_row_is_named():
     folder = write_run("a", [10], [1])
     folder.metrics.write_text(f"{folder.metrics.read_text()}oops\n")
-    with pytest.raises(RunError, match="Line 2 of a/metrics.jsonl is no row of metrics: 'oops'"):
+    with pytest.raises(RunError, match="Line 2 of a/metrics.jsonl is not a row of metrics: 'oops'"):
         Record.read("a")
 
 
@@ -248,11 +248,11 @@ def test_a_line_that_is_no_row_is_named():
 @pytest.mark.parametrize(
     "value", ["text", [1], {"class": [1]}, {"fields": "x"}, {"fields": {"groups": {"tuple": [3, {}]}}}, {"kwargs": 3}]
 )
-def test_a_recipe_of_another_form_is_compared_all_the_same(table, value):
+def test_a_config_of_another_form_is_compared_all_the_same(table, value):
     folder = write_run("a", [10], [1])
-    recipe = folder.read_recipe() | {table: value}
+    config = folder.read_config() | {table: value}
     assert Comparison(
-        records=(Record(path=folder.path, recipe=recipe, rows=folder.read_metrics(), summary={}),), at_return=0.0
+        records=(Record(path=folder.path, config=config, rows=folder.read_metrics(), summary={}),), at_return=0.0
     ).to_dict()
 
 

@@ -1,4 +1,4 @@
-"""Choreo leaves JAX's settings as the user had them. Each script runs in a process in which JAX has not been used."""
+"""Choreo restores JAX's settings. Each script runs in a new process, in which JAX has not started."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ before = dict(jax.config.values)
 
 
 def run(script: str, folder: Path, **env: str) -> None:
-    """Without the settings of our tests; compiled programs are kept, as they are for users."""
+    """Run a script without the settings of our tests, and with a compilation cache, as users have it."""
     ours = ("JAX_", "XLA_", "CHOREO_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     paths = f"{Path(__file__).parents[1]}:{Path(__file__).parents[2] / 'src'}"

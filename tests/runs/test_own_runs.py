@@ -1,4 +1,4 @@
-"""This account's own list of runs: who is on it, who believes it, and what is said when it cannot be written."""
+"""The list of this account's own runs: which files are on it, when it is ignored, and the warning if it cannot be written."""
 
 import hashlib
 import os
@@ -58,7 +58,7 @@ def test_a_list_that_others_can_write_to_is_not_believed(tmp_path, state, what):
     file = write(tmp_path / "x" / "run.toml")
     own_runs.remember(file, b"x")
     (state / what).chmod(0o777)
-    with pytest.warns(ChoreoWarning, match="runs is not believed, because others can write to it"):
+    with pytest.warns(ChoreoWarning, match="runs is ignored, because other accounts can write to it"):
         assert not own_runs.is_own(file, b"x")
 
 
@@ -66,7 +66,7 @@ def test_what_others_wrote_is_not_taken_over(tmp_path, state):
     theirs, mine = write(tmp_path / "theirs" / "run.toml"), write(tmp_path / "mine" / "run.toml")
     own_runs.remember(theirs, b"x")
     (state / "runs").chmod(0o666)
-    with pytest.warns(ChoreoWarning, match="not believed"):
+    with pytest.warns(ChoreoWarning, match="is ignored"):
         own_runs.remember(mine, b"x")
     assert own_runs.is_own(mine, b"x") and not own_runs.is_own(theirs, b"x")
 
@@ -76,7 +76,7 @@ def test_a_link_in_place_of_the_list_is_not_believed(tmp_path, state):
     own_runs.remember(file, b"x")
     (state / "runs").rename(tmp_path / "moved")
     (state / "runs").symlink_to(tmp_path / "moved")
-    with pytest.warns(ChoreoWarning, match="cannot be read: .*runs is not touched: it is a symbolic link"):
+    with pytest.warns(ChoreoWarning, match="cannot be read: Refused to open .*runs: it is a symbolic link"):
         assert not own_runs.is_own(file, b"x")
 
 
@@ -84,14 +84,14 @@ def test_a_list_that_cannot_be_written_is_a_warning(tmp_path):
     (tmp_path / "state").write_text("a file where the folder should be")
     file = write(tmp_path / "x" / "run.toml")
     with pytest.warns(
-        ChoreoWarning, match=r"cannot be put on the list of your own runs: .*give --trust \(trust=True\)"
+        ChoreoWarning, match=r"cannot be added to the list of your own runs: .*give --trust \(trust=True\)"
     ):
         own_runs.remember(file, b"x")
 
 
 def test_a_path_that_is_not_printed_is_never_listed(tmp_path, state):
     file = write(tmp_path / "a\nb" / "run.toml")
-    with pytest.warns(ChoreoWarning, match="its path has characters that are not printed"):
+    with pytest.warns(ChoreoWarning, match="its path has characters that are not printable"):
         own_runs.remember(file, b"x")
     assert not state.exists()
 

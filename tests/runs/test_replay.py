@@ -42,6 +42,6 @@ def test_without_its_log_it_is_refused(folder, capsys):
     (folder / "reads.jsonl").rename(folder / "elsewhere")
     try:
         assert main(["replay", str(folder)]) == 1
-        assert "has no log of what was read." in capsys.readouterr().err
+        assert "has no reads.jsonl, the log of the versions that were read." in capsys.readouterr().err
     finally:
         (folder / "elsewhere").rename(folder / "reads.jsonl")

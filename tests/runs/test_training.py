@@ -17,15 +17,16 @@ import choreo
 from choreo import envs, loops
 from choreo.errors import AlgorithmError, ChoreoError, DivergedError, EnvError, LayoutError, RunError, UnknownNameError
 from choreo.layouts import coarse, fused
-from choreo.runs import checkpoint, descriptions, registry
+from choreo.runs import checkpoint, resolve, toml_values
+from choreo.runs.algorithm_checks import RESERVED
 from choreo.runs.config import RunConfig
+from choreo.runs.episode_returns import EpisodeReturns
 from choreo.runs.folder import RunFolder
-from choreo.runs.requirements import RESERVED
 from choreo.runs.run import Run, Timing
-from choreo.runs.training import EpisodeReturns, load, resume, train
+from choreo.runs.training import load, resume, train
 
 TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
-Tiny = registry.algorithm_class(TINY)
+Tiny = resolve.algorithm_class(TINY)
 CARTPOLE = "jax:CartPole-v1"
 PER_ITERATION = 16 * 8
 
@@ -40,7 +41,7 @@ def run_tiny(iterations=6, *, fields=None, **options):
     )
 
 
-def make_recipe(**fields):
+def make_config(**fields):
     options = {"layout": None, "steps": 1, "seed": 0, "runtime": "inprocess", "eval_every": None, "eval_episodes": 1}
     return RunConfig(**(options | {"stop_at_return": None, "checkpoint_every": None} | fields))
 
@@ -133,18 +134,18 @@ def test_on_iteration_sees_every_iteration_and_may_end_the_run():
     st.integers(1, 5000), st.sampled_from([1, 8, 512]), st.none() | st.integers(1, 60), st.none() | st.integers(1, 60)
 )
 def test_every_period_ends_at_a_boundary(iterations, num_envs, eval_every, checkpoint_every):
-    recipe = make_recipe(
+    config = make_config(
         algo=Tiny(),
-        env=registry.environment(CARTPOLE, num_envs),
+        env=resolve.environment(CARTPOLE, num_envs),
         steps=iterations * 16 * num_envs,
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
     )
     boundaries = [0]
     while boundaries[-1] < iterations:
-        boundaries.append(recipe.next_boundary(boundaries[-1]))
+        boundaries.append(config.next_boundary(boundaries[-1]))
     assert boundaries[-1] == iterations
-    for every in (eval_every, recipe.checkpoint_period):
+    for every in (eval_every, config.checkpoint_period):
         assert set(range(every or iterations, iterations, every or iterations)) <= set(boundaries)
     # The runtime compiles one length, and perhaps another for the end.
     lengths = np.diff(boundaries)
@@ -179,7 +180,7 @@ def test_a_loaded_run_is_the_run(tmp_path):
     run = run_tiny(4, out=tmp_path / "x")
     loaded = load(tmp_path / "x")
     assert loaded.algo == run.algo and loaded.env == run.env
-    assert loaded.recipe == run.recipe
+    assert loaded.config == run.config
     assert loaded.training_summary == run.training_summary
     np.testing.assert_array_equal(loaded.evaluate(episodes=7).returns, run.evaluate(episodes=7).returns)
     obs = np.array([0.1, -0.2, 0.3, 0.4], np.float32)
@@ -190,7 +191,7 @@ def test_acting_takes_one_observation(tmp_path):
     run = run_tiny(1)
     with pytest.raises(EnvError, match=re.escape("An observation of jax:CartPole-v1 has shape [4], not [8, 4].")):
         run.act(np.zeros((8, 4)))
-    with pytest.raises(RunError, match="samples, and needs a key"):
+    with pytest.raises(RunError, match="samples an action, and needs a key"):
         run.act(np.zeros(4), greedy=False)
     sampled = {int(run.act(np.zeros(4), greedy=False, key=jax.random.key(i))) for i in range(20)}
     assert sampled == {0, 1}
@@ -200,10 +201,10 @@ def test_a_recurrent_network_hands_its_memory_around():
     from choreo import networks
     from choreo.algos import PPO
 
-    algo, env = PPO(network=networks.lstm), registry.environment(CARTPOLE)
-    recipe = make_recipe(algo=algo, env=env)
-    carry = jax.jit(lambda key: algo.init(env, key))(recipe.key)
-    run = Run(recipe=recipe, train_state=carry.train, rows=[], timing=Timing(), path=None)
+    algo, env = PPO(network=networks.lstm), resolve.environment(CARTPOLE)
+    config = make_config(algo=algo, env=env)
+    carry = jax.jit(lambda key: algo.init(env, key))(config.key)
+    run = Run(config=config, train_state=carry.train, rows=[], timing=Timing(), path=None)
     obs = np.full(4, 0.1, np.float32)
     action, memory = run.act(obs)
     assert action.shape == ()
@@ -264,10 +265,10 @@ def test_a_lambda_among_the_fields_is_asked_for_again(tmp_path):
 def test_folders_that_are_no_runs_are_refused(tmp_path):
     with pytest.raises(RunError, match="gone does not exist"):
         load(tmp_path / "gone")
-    with pytest.raises(RunError, match="is no run folder: it has no run.toml"):
+    with pytest.raises(RunError, match="is not a run folder: it has no run.toml"):
         load(tmp_path)
     (tmp_path / "run.toml").write_text("not = = toml")
-    with pytest.raises(RunError, match="is no valid TOML"):
+    with pytest.raises(RunError, match="is not valid TOML"):
         load(tmp_path)
 
 
@@ -305,7 +306,7 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path):
     assert "--steps 1024" in str(error.value)
     longer = resume(tmp_path / "x", steps=6 * PER_ITERATION)
     assert longer.training_summary["params_hash"] == whole.training_summary["params_hash"]
-    assert load(tmp_path / "x").recipe.steps == 6 * PER_ITERATION
+    assert load(tmp_path / "x").config.steps == 6 * PER_ITERATION
 
 
 def test_a_horizon_nobody_fixed_moves_with_the_steps(tmp_path):
@@ -378,7 +379,7 @@ def test_refused_with_a_message_before_anything_is_traced(tmp_path, monkeypatch,
 
 def test_an_option_a_layout_does_not_take():
     with pytest.raises(LayoutError, match="Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"):
-        registry.layout("fused", workers=2)
+        resolve.layout("fused", workers=2)
 
 
 @pytest.mark.parametrize("part", ["unroll", "init", "iterate", "policy", "act"])
@@ -575,8 +576,8 @@ def test_what_is_described_is_rebuilt():
 
     network = functools.partial(networks.mlp, hidden=(8, 8))
     value = Nested(inner=Nested(widths=(), scale=float("inf")), network=network)
-    text = tomli_w.dumps(descriptions.describe(value))
-    back = descriptions.rebuild(tomllib.loads(text), at="value", trust=True)
+    text = tomli_w.dumps(toml_values.describe(value))
+    back = toml_values.rebuild(tomllib.loads(text), at="value", trust=True)
     assert dataclasses.replace(back, network=None) == dataclasses.replace(value, network=None)
     assert (back.network.func, back.network.keywords) == (network.func, network.keywords)
 
@@ -585,12 +586,12 @@ def test_every_layout_is_rebuilt():
     from choreo.layouts import PRESETS
 
     for preset in PRESETS.values():
-        assert descriptions.rebuild(descriptions.describe(preset()), at="layout") == preset()
+        assert toml_values.rebuild(toml_values.describe(preset()), at="layout") == preset()
 
 
 def test_a_name_that_is_gone_says_so():
     with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which is gone"):
-        descriptions.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
+        toml_values.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
 
 
 def test_a_plan_by_names():

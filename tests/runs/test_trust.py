@@ -23,7 +23,7 @@ from choreo.cli.main import main
 from choreo.errors import LayoutError, RunError, UntrustedError
 from choreo.networks.control import deterministic
 from choreo.networks.q import q_cnn
-from choreo.runs import descriptions, public_names, registry
+from choreo.runs import public_names, resolve, toml_values
 from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from tiny import Tiny
@@ -52,9 +52,9 @@ def test_a_public_name_has_no_colon_and_stands_for_one_thing():
     {"text": "x", "numbers": [1, 2.5, None, (True,)]},
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_is_ours_is_data(value):
-    described = descriptions.describe(value)
+    described = toml_values.describe(value)
     assert ":" not in tomli_w.dumps({"x": described}).replace("::", "")
-    back = descriptions.rebuild(tomllib.loads(tomli_w.dumps({"x": described}))["x"], at="x")
+    back = toml_values.rebuild(tomllib.loads(tomli_w.dumps({"x": described}))["x"], at="x")
     assert repr(back) == repr(value)
 
 
@@ -65,9 +65,9 @@ def test_what_is_ours_is_data(value):
 ])  # fmt: skip
 def test_an_environment_that_is_data(name, kwargs):
     env = envs.make(name, 3, **kwargs)
-    described = tomllib.loads(tomli_w.dumps(descriptions.describe_environment(env)))
+    described = tomllib.loads(tomli_w.dumps(toml_values.describe_environment(env)))
     assert described["name"] == name.removeprefix("gymnasium:") and described["num_envs"] == 3
-    assert descriptions.rebuild_environment(described) == env
+    assert toml_values.rebuild_environment(described) == env
 
 
 def test_an_environment_of_the_users_within_ours_is_code():
@@ -76,11 +76,11 @@ def test_an_environment_of_the_users_within_ours_is_code():
         pass
 
     Long.__qualname__, globals()["Long"] = "Long", Long
-    described = descriptions.describe_environment(envs.VmapEnv(env=Long(), num_envs=2))
+    described = toml_values.describe_environment(envs.VmapEnv(env=Long(), num_envs=2))
     assert described["class"] == "VmapEnv"
     with pytest.raises(UntrustedError, match=r"`environment.env.class = .*test_trust.*:Long\"`"):
-        descriptions.rebuild_environment(described)
-    assert descriptions.rebuild_environment(described, trust=True) == envs.VmapEnv(env=Long(), num_envs=2)
+        toml_values.rebuild_environment(described)
+    assert toml_values.rebuild_environment(described, trust=True) == envs.VmapEnv(env=Long(), num_envs=2)
 
 
 @pytest.mark.parametrize("name", [
@@ -94,7 +94,7 @@ def test_an_environment_that_is_code(name):
                        additional_wrappers=(gymnasium.wrappers.TimeAwareObservation.wrapper_spec(),))  # fmt: skip
     try:
         with pytest.raises(UntrustedError, match=f'`environment.name = "{name}"`'):
-            descriptions.rebuild_environment({"name": name, "num_envs": 2})
+            toml_values.rebuild_environment({"name": name, "num_envs": 2})
     finally:
         del gymnasium.registry["Registered-v0"], gymnasium.registry["Wrapped-v0"]
 
@@ -102,7 +102,7 @@ def test_an_environment_that_is_code(name):
 def test_an_environment_that_nobody_knows_is_no_code():
     for name in ("CartPol-v1", "gymnax:CartPol-v1", "CartPole-v99"):
         with pytest.raises(RunError, match=f"`environment` of this run is `{name}`, which is gone"):
-            descriptions.rebuild_environment({"name": name, "num_envs": 2})
+            toml_values.rebuild_environment({"name": name, "num_envs": 2})
 
 
 @pytest.mark.parametrize("argument, value", [
@@ -111,7 +111,7 @@ def test_an_environment_that_nobody_knows_is_no_code():
 ])  # fmt: skip
 def test_an_argument_that_is_no_plain_data_is_code(argument, value):
     with pytest.raises(UntrustedError, match=f"`environment.kwargs.{argument} = "):
-        descriptions.rebuild_environment({"name": "CartPole-v1", "num_envs": 2, "kwargs": {argument: value}})
+        toml_values.rebuild_environment({"name": "CartPole-v1", "num_envs": 2, "kwargs": {argument: value}})
 
 
 @pytest.mark.parametrize("data, message", [
@@ -125,7 +125,7 @@ def test_an_argument_that_is_no_plain_data_is_code(argument, value):
 ])  # fmt: skip
 def test_an_environment_of_the_wrong_form(data, message):
     with pytest.raises(RunError, match=message):
-        descriptions.rebuild_environment(data)
+        toml_values.rebuild_environment(data)
 
 
 @pytest.mark.parametrize("data, message", [
@@ -145,7 +145,7 @@ def test_an_environment_of_the_wrong_form(data, message):
 ])  # fmt: skip
 def test_data_of_the_wrong_form(data, message):
     with pytest.raises(RunError, match=message):
-        descriptions.rebuild(data, at="x")
+        toml_values.rebuild(data, at="x")
 
 
 @pytest.mark.parametrize("data, entry", [
@@ -160,7 +160,7 @@ def test_data_of_the_wrong_form(data, message):
 ])  # fmt: skip
 def test_code_is_refused_by_its_entry(data, entry):
     with pytest.raises(UntrustedError) as error:
-        descriptions.rebuild(data, at="x")
+        toml_values.rebuild(data, at="x")
     assert entry in str(error.value) and "--trust" in str(error.value)
 
 
@@ -170,16 +170,16 @@ def test_code_is_refused_by_its_entry(data, entry):
 def write_run(folder: Path, *, algo: Any = None) -> Path:
     """The run.toml of a run that never ran, of an algorithm of the user's if nothing is said."""
     options: dict[str, Any] = {"steps": 16, "seed": 0, "runtime": None, "eval_every": None, "eval_episodes": 1}
-    algo, options = algo or registry.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
-    recipe = RunConfig(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
+    algo, options = algo or resolve.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
+    config = RunConfig(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
     folder.mkdir(parents=True)
-    RunFolder(folder).write_recipe(recipe.to_toml())
+    RunFolder(folder).write_config(config.to_toml())
     return folder / "run.toml"
 
 
 def test_the_own_run_needs_no_trust_and_a_copy_of_it_does(tmp_path, capsys):
     file = write_run(tmp_path / "mine")
-    assert RunConfig.read(file).algo == registry.algorithm(TINY)
+    assert RunConfig.read(file).algo == resolve.algorithm(TINY)
     shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
     theirs = tmp_path / "theirs" / "run.toml"
     with pytest.raises(UntrustedError) as error:
@@ -230,10 +230,10 @@ def test_only_a_run_with_code_is_put_on_the_list(tmp_path, monkeypatch):
     ('class = "ppo"', 'class = "Layout"', "gives `Layout` a hyper-parameter `learning_rate`, which it does not have"),
     ("seed = 0", "seed = 0\ninit_from = 3", r"`run.init_from` cannot be made again from"),
     ("seed = 0", 'seed = 0\ninit_from = {path = 3, params_hash = "0"}', "`path` and `params_hash` are texts"),
-    ("seed = 0", "seed = " + "9" * 5000, "is no valid TOML: Exceeds the limit"),
+    ("seed = 0", "seed = " + "9" * 5000, "is not valid TOML: Exceeds the limit"),
     ("seed = 0", "seed = 0\nx = " + "[" * 10**5 + "]" * 10**5, "is nested too deeply"),
-    ('name = "fused"', 'name = "\\u001b[2J"', r'has characters that are not printed: "\\x1b\[2J"'),
-    ('name = "fused"', '"\\u202e" = 3', r'has characters that are not printed: "\\u202e"'),
+    ('name = "fused"', 'name = "\\u001b[2J"', r'has characters that are not printable: "\\x1b\[2J"'),
+    ('name = "fused"', '"\\u202e" = 3', r'has characters that are not printable: "\\u202e"'),
 ])  # fmt: skip
 def test_a_file_of_the_wrong_form(tmp_path, old, new, message):
     file = tmp_path / "x" / "run.toml"
@@ -249,9 +249,9 @@ def test_a_file_of_the_wrong_form(tmp_path, old, new, message):
 )
 @pytest.mark.parametrize("table", ["algorithm", "environment", "layout"])
 def test_a_table_that_is_something_else(tmp_path, table, data):
-    recipe = tomllib.loads(write_run(tmp_path / "x", algo=choreo.PPO()).read_text())
+    config = tomllib.loads(write_run(tmp_path / "x", algo=choreo.PPO()).read_text())
     with pytest.raises(RunError, match=f"`{table}` in run.toml is no {table}"):
-        RunConfig.from_toml(recipe | {table: data})
+        RunConfig.from_toml(config | {table: data})
 
 
 # What else is read from a folder.
@@ -268,7 +268,7 @@ ROW = {"iteration": 0, "env_steps": 8, "seconds": 0.5, "train_return": 1.0, "epi
 def test_a_line_that_is_no_row(tmp_path, line):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(f"{json.dumps(ROW)}\n{line}\n")
-    with pytest.raises(RunError, match="Line 2 of .*metrics.jsonl is no row of metrics: "):
+    with pytest.raises(RunError, match="Line 2 of .*metrics.jsonl is not a row of metrics: "):
         folder.read_metrics()
 
 
@@ -278,21 +278,21 @@ def test_names_that_change_a_terminal_are_refused(tmp_path):
     folder.log.write_text(json.dumps(["\x1b[2J", 1, 1]) + "\n")
     (tmp_path / "summary.json").write_text(json.dumps({"params_hash": "\x1b[2J"}))
     for read in (folder.read_metrics, folder.read_log, folder.read_summary):
-        with pytest.raises(RunError, match=r'has characters that are not printed: "\\x1b\[2J"'):
+        with pytest.raises(RunError, match=r'has characters that are not printable: "\\x1b\[2J"'):
             read()
 
 
 @pytest.mark.parametrize("line", ['["x", 1]', '["x", "1", 1]', "{}", "oops"])
 def test_a_log_of_the_wrong_form(tmp_path, line):
     RunFolder(tmp_path).log.write_text(f"{line}\n")
-    with pytest.raises(RunError, match="Line 1 of .*reads.jsonl is no entry of the log"):
+    with pytest.raises(RunError, match="Line 1 of .*reads.jsonl is not an entry of the log"):
         RunFolder(tmp_path).read_log()
 
 
 @pytest.mark.parametrize("text", ["[]", "oops", '{"seconds": []}', '{"seconds": ' + "9" * 400 + "}"])
 def test_a_summary_of_the_wrong_form(tmp_path, text):
     (tmp_path / "summary.json").write_text(text)
-    with pytest.raises(RunError, match="summary.json is no summary of a run"):
+    with pytest.raises(RunError, match="summary.json is not the summary of a run"):
         RunFolder(tmp_path).read_summary()
 
 
@@ -300,7 +300,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "run" / "sub").mkdir(parents=True)
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
     for use in (RunFolder(tmp_path / "run").open, RunFolder(tmp_path / "run").check_not_in_use):
-        with pytest.raises(RunError, match=".lock is not touched: it is a symbolic link"):
+        with pytest.raises(RunError, match="Refused to open .*.lock: it is a symbolic link"):
             use()
     assert not (tmp_path / "victim").exists()
 
@@ -352,7 +352,7 @@ def test_going_on_with_a_run_of_somebody_else_does_not_make_it_ones_own(tmp_path
     write_run(tmp_path / "mine")
     shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
     file = tmp_path / "theirs" / "run.toml"
-    RunFolder(file.parent).write_recipe(RunConfig.read(file, trust=True).to_toml())  # as `resume --trust` does
+    RunFolder(file.parent).write_config(RunConfig.read(file, trust=True).to_toml())  # as `resume --trust` does
     with pytest.raises(UntrustedError):
         RunConfig.read(file)
 

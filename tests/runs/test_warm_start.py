@@ -14,13 +14,13 @@ import pytest
 from choreo import networks
 from choreo.algos import PPO
 from choreo.errors import AlgorithmError, RunError
-from choreo.runs import checkpoint, registry
+from choreo.runs import checkpoint, resolve
 from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder
 from choreo.runs.training import load, resume, train
 from choreo.runs.warm_start import Weights
 
-Tiny = registry.algorithm_class(f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny")
+Tiny = resolve.algorithm_class(f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny")
 CARTPOLE = "jax:CartPole-v1"
 PER_ITERATION = 16 * 8
 SMALL_PPO = PPO(
@@ -32,9 +32,9 @@ def run_tiny(iterations=2, **options):
     return train(Tiny(total_steps=10 * PER_ITERATION), CARTPOLE, steps=iterations * PER_ITERATION, **options)
 
 
-def make_recipe(algo, *, seed=0, num_envs=8):
+def make_config(algo, *, seed=0, num_envs=8):
     options = dict.fromkeys(("eval_every", "stop_at_return", "checkpoint_every"))
-    env, layout = registry.environment(CARTPOLE, num_envs), registry.layout("fused")
+    env, layout = resolve.environment(CARTPOLE, num_envs), resolve.layout("fused")
     return RunConfig(
         algo=algo, env=env, layout=layout, steps=1, seed=seed, runtime="inprocess", eval_episodes=1, **options
     )
@@ -42,23 +42,23 @@ def make_recipe(algo, *, seed=0, num_envs=8):
 
 def write_run(path, algo, *, change=lambda train: train, **options):
     """A run folder with what `init` makes, before any iteration; `change` may put other weights in it."""
-    recipe = make_recipe(algo, **options)
-    carry = initial_carry(recipe)
+    config = make_config(algo, **options)
+    carry = initial_carry(config)
     path.mkdir()
-    RunFolder(path).write_recipe(recipe.to_toml())
+    RunFolder(path).write_config(config.to_toml())
     checkpoint.save(RunFolder(path).checkpoint, carry._replace(train=change(carry.train)), iteration=0)
     return path
 
 
-def initial_carry(recipe):
-    key, _ = jax.random.split(recipe.key)  # as a runtime does
-    return jax.jit(lambda key: recipe.algo.init(recipe.env, key))(key)
+def initial_carry(config):
+    key, _ = jax.random.split(config.key)  # as a runtime does
+    return jax.jit(lambda key: config.algo.init(config.env, key))(key)
 
 
 def begin(algo, path):
     """The train state that a run of `algo` would begin with."""
-    recipe = make_recipe(algo)
-    return Weights.read(recipe, path).put_into(initial_carry(recipe)).train
+    config = make_config(algo)
+    return Weights.read(config, path).put_into(initial_carry(config)).train
 
 
 def ones(train_state):
@@ -142,8 +142,8 @@ def test_a_run_remembers_where_it_began(tmp_path):
     first = write_run(tmp_path / "first", Tiny(), change=ones)
     begun = run_tiny(2, out=tmp_path / "begun", init_from=str(first), seed=1)
     assert np.abs(np.asarray(begun.params) - 1).max() < 0.5 and int(begun.train_state.iterations) == 2
-    origin = load(tmp_path / "begun").recipe.init_from
-    assert origin == begun.recipe.init_from
+    origin = load(tmp_path / "begun").config.init_from
+    assert origin == begun.config.init_from
     assert (Path(origin.path), origin.params_hash) == (first.resolve(), checkpoint.sha256(np.ones((4, 2), np.float32)))
     # Going on needs the other run no more.
     RunFolder(first).checkpoint.unlink()
@@ -151,14 +151,14 @@ def test_a_run_remembers_where_it_began(tmp_path):
 
 
 def test_weights_that_have_changed_since_are_refused(tmp_path):
-    first, recipe = write_run(tmp_path / "first", Tiny()), make_recipe(Tiny())
-    origin = Weights.read(recipe, first).origin
-    assert Weights.read(recipe, origin).origin == origin
+    first, config = write_run(tmp_path / "first", Tiny()), make_config(Tiny())
+    origin = Weights.read(config, first).origin
+    assert Weights.read(config, origin).origin == origin
     RunFolder(first).checkpoint.unlink()
     write_run(tmp_path / "other", Tiny(), change=ones)
     RunFolder(tmp_path / "other").checkpoint.rename(RunFolder(first).checkpoint)
     with pytest.raises(RunError, match="are no longer those that the run began with") as error:
-        Weights.read(recipe, origin)
+        Weights.read(config, origin)
     assert f"Give --init-from {first}" in str(error.value)
 
 

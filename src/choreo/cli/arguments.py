@@ -68,25 +68,25 @@ def parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argpa
     names = []
     while args and len(names) < 2 and not args[0].startswith("-"):
         names.append(args.pop(0))
-    recipe = _recipe(names, parser, trust="--trust" in args)
+    config = _config(names, parser, trust="--trust" in args)
     if "-h" in args or "--help" in args:
         parser.print_help()
         if names:
             print(f"\nhyper-parameters of {names[0]}:\n")
-            _hyperparameters(names[0], ["--help"], parser, recipe)
+            _hyperparameters(names[0], ["--help"], parser, config)
         raise SystemExit(0)
-    if len(names) < 2 and recipe is None:
+    if len(names) < 2 and config is None:
         raise UsageError(
             f"`{parser.prog}` needs an algorithm and an environment, in this order, before any option.",
             fix=f"For example: {parser.prog} ppo jax:CartPole-v1",
         )
     args, settings = env_settings(args)
     options, left = parser.parse_known_args(args)
-    algo = _hyperparameters(names[0], left, parser, recipe)
+    algo = _hyperparameters(names[0], left, parser, config)
 
-    from choreo.runs import registry
+    from choreo.runs import resolve
 
-    env = registry.environment(names[1] if recipe is None else recipe.env, options.num_envs, **settings)
+    env = resolve.environment(names[1] if config is None else config.env, options.num_envs, **settings)
     return options, algo, env
 
 
@@ -112,8 +112,8 @@ def env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, settings
 
 
-def _recipe(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -> Any:
-    """The recipe in the run.toml that is named, if one is; its options become the defaults of the command."""
+def _config(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -> Any:
+    """The config in the run.toml that is named, if one is; its options become the defaults of the command."""
     if not names or not (names[0].endswith(".toml") or Path(names[0], "run.toml").is_file()):
         if trust:
             raise UsageError(
@@ -130,27 +130,27 @@ def _recipe(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -
 
     from choreo.runs.config import RunConfig
 
-    recipe = RunConfig.read(Path(names[0]), trust=trust)
-    options = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+    config = RunConfig.read(Path(names[0]), trust=trust)
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parser.set_defaults(**options, num_envs=None)
-    return recipe
+    return config
 
 
-def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser, recipe: Any) -> Any:
+def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser, config: Any) -> Any:
     import tyro
 
-    from choreo.runs import registry
+    from choreo.runs import resolve
 
-    cls = registry.algorithm_class(name) if recipe is None else type(recipe.algo)
+    cls = resolve.algorithm_class(name) if config is None else type(config.algo)
     fields = {f"--{field.name.replace('_', '-')}": field for field in dataclasses.fields(cls)}
     known = {*fields, *(f"--no-{flag[2:]}" for flag, field in fields.items() if field.type in (bool, "bool"))}
     for arg in args:
         flag = arg.split("=", 1)[0].replace("_", "-")
         if flag.startswith("--") and flag not in {*known, "--help"}:
             raise _unknown_option(flag, known | _flags(parser))
-    if recipe is None:
-        return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name} ENVIRONMENT"))
-    return registry.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name}", default=recipe.algo))
+    if config is None:
+        return resolve.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name} ENVIRONMENT"))
+    return resolve.algorithm(tyro.cli(cls, args=args, prog=f"{parser.prog} {name}", default=config.algo))
 
 
 LAYOUT_OPTIONS = ("workers", "learners", "buffers", "devices", "shards", "max_lag", "merge", "exact")
@@ -164,18 +164,18 @@ def layout_given(options: argparse.Namespace) -> dict[str, Any]:
 
 def layout_of(options: argparse.Namespace) -> Any:
     """The layout by name, or that of a run, of which only what is given is changed."""
-    from choreo.runs import registry
+    from choreo.runs import resolve
 
     layout, given = options.layout, layout_given(options)
     if isinstance(layout, str) or not given:
-        return registry.layout(layout, **given)
-    before = registry.made_with(layout)
+        return resolve.layout(layout, **given)
+    before = resolve.made_with(layout)
     if before is None:
         raise UsageError(
             f"{as_flag(next(iter(given)))} cannot change the layout of this run, which is not one of Choreo's.",
             fix="Name a layout as well: --layout coarse --workers 2",
         )
-    return registry.layout(layout.name, **before | given)
+    return resolve.layout(layout.name, **before | given)
 
 
 def as_flag(name: str) -> str:

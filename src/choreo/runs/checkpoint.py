@@ -24,7 +24,7 @@ import safetensors.numpy
 from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named, name_of
 from choreo.errors import RunError
 from choreo.partition.carry import typed_as
-from choreo.runs.files import write_atomic
+from choreo.runs.safe_files import write_atomic
 from choreo.static_key import is_array
 from choreo.types import PyTree
 

@@ -20,10 +20,9 @@ from rich.text import Text
 
 from choreo.errors import RunError, printable
 from choreo.runs import figures
+from choreo.runs.episode_returns import EPISODES_PER_RETURN
 from choreo.runs.folder import Row, RunFolder
 
-EPISODES_PER_RETURN = 100
-"""As in training: so many episodes make a return, once there are so many."""
 POINTS = (0.25, 0.5, 0.75, 1.0)
 """Where in the shortest run all are compared."""
 
@@ -33,7 +32,7 @@ class Record:
     """What is written about one run."""
 
     path: Path
-    recipe: Mapping[str, Any]
+    config: Mapping[str, Any]
     """Its run.toml."""
     rows: list[Row]
     """Its metrics, as far as they go."""
@@ -43,28 +42,28 @@ class Record:
     @classmethod
     def read(cls, path: str | Path) -> "Record":
         folder = RunFolder(path)
-        recipe, rows = folder.read_recipe(), folder.read_metrics()
+        config, rows = folder.read_config(), folder.read_metrics()
         if not rows:
             raise RunError(
                 f"{path} has no metrics yet.", fix="Wait until it has reached its first boundary, or leave it out."
             )
-        return cls(path=folder.path, recipe=recipe, rows=rows, summary=folder.read_summary())
+        return cls(path=folder.path, config=config, rows=rows, summary=folder.read_summary())
 
     @property
     def algorithm(self) -> str:
-        return _name(_table(self.recipe, "algorithm"))
+        return _name(_table(self.config, "algorithm"))
 
     @property
     def environment(self) -> str:
         """Its name, with its arguments: other arguments make another environment."""
-        described = _table(self.recipe, "environment")
+        described = _table(self.config, "environment")
         kwargs = ", ".join(f"{name}={value}" for name, value in _table(described, "kwargs").items())
         return _name(described) + (f" ({kwargs})" if kwargs else "")
 
     @property
     def layout(self) -> str:
         """`coarse x2`: its name, and how often its replicated groups are there."""
-        fields = _table(_table(self.recipe, "layout"), "fields")
+        fields = _table(_table(self.config, "layout"), "fields")
         groups = _table(fields, "groups").get("tuple")
         found = groups if isinstance(groups, list) else []
         replicas = [_table(group, "fields").get("replicas") for group in found if isinstance(group, dict)]

@@ -1,4 +1,4 @@
-"""Everything a run depends on, as one value; `run.toml` is this, written down, and read back."""
+"""`RunConfig`: everything a run depends on, as one value; written to `run.toml` and read back from it."""
 
 import dataclasses
 import difflib
@@ -19,54 +19,54 @@ from choreo.errors import RunError, unknown_name
 from choreo.layouts import Layout
 from choreo.partition.carry import form_of, may_change
 from choreo.partition.trace import trace
-from choreo.runs import descriptions, own_runs, public_names, registry, requirements
+from choreo.runs import algorithm_checks, own_runs, public_names, resolve, toml_values
 from choreo.runs.evaluation import check_act
-from choreo.runs.folder import parse_toml, read_file
+from choreo.runs.folder import Row, parse_toml, read_file
 from choreo.runtime.make import RUNTIMES
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
-"""Environment steps between two boundaries, if nothing else asks; the progress line moves a few times per second."""
+"""At most so many environment steps between two boundaries: the progress line moves a few times per second."""
 CHECKPOINTS_PER_RUN = 10
-"""How many are written, one over the other, if `checkpoint_every` is not given."""
+"""How often the checkpoint is written during a run if `checkpoint_every` is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitFrom:
-    """The run whose weights another began with."""
+    """The run whose weights another run began with."""
 
     path: str
-    """Its folder."""
+    """The folder of that run."""
     params_hash: str
-    """SHA-256 of the weights as they were: the folder may have been trained further since."""
+    """SHA-256 of these weights. The run in the folder may have been trained further since."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a run depends on; `run.toml` is this, written down."""
+    """Everything a run depends on."""
 
     algo: Any
     """The algorithm as the user gave it."""
     env: Any
     """The environments."""
     layout: Any
-    """Where it runs."""
+    """Where the algorithm runs."""
     steps: int
-    """Environment steps asked for; the run does whole iterations, at least so many."""
+    """Environment steps asked for; rounded up to whole iterations."""
     seed: int
     """The run's only source of randomness."""
     runtime: str | None
-    """Who executes the plan."""
+    """Name of the runtime that executes the plan; None: chosen by the number of sites."""
     eval_every: int | None
     """Iterations between evaluations."""
     eval_episodes: int
     """Episodes per evaluation during training."""
     stop_at_return: float | int | None
-    """The return that is good enough."""
+    """The run ends when this return is reached."""
     checkpoint_every: int | None
     """Iterations between checkpoints."""
     init_from: InitFrom | None = None
-    """Where the first weights came from; None: from the algorithm's own `init`."""
+    """The run that the first weights came from; None: the algorithm's `init` makes them."""
 
     def __post_init__(self):
         if self.steps < 1:
@@ -95,19 +95,22 @@ class RunConfig:
 
     @property
     def chunk(self) -> int:
-        """Iterations per call of the runtime; divides every period, so that all calls but the last have one length."""
+        """Iterations per call of the runtime.
+
+        Divides every period, so that all calls but the last have the same length: the runtime compiles each length anew.
+        """
         most = max(1, STEPS_PER_CHUNK // self.steps_per_iteration)
         period = math.gcd(*(every for every in (self.eval_every, self.checkpoint_every) if every))
         return next(n for n in range(min(most, period or most), 0, -1) if period % n == 0)
 
     @property
     def checkpoint_period(self) -> int:
-        """`checkpoint_every`, or some multiple of a chunk."""
+        """Iterations between checkpoints: `checkpoint_every`, or the multiple of a chunk that gives about ten per run."""
         return self.checkpoint_every or max(1, self.iterations // (CHECKPOINTS_PER_RUN * self.chunk)) * self.chunk
 
     @functools.cached_property
     def algo_with_horizon(self) -> Any:
-        """The algorithm that is run: it knows how long, unless the user said otherwise, or it has no `total_steps`."""
+        """The algorithm with its field `total_steps` set to the length of this run, if it has one and it is None."""
         if (
             "total_steps" not in {field.name for field in dataclasses.fields(self.algo)}
             or self.algo.total_steps is not None
@@ -125,22 +128,37 @@ class RunConfig:
 
     @property
     def key_evaluate(self) -> Key:
-        # Far from 0 and 1, which the runtime uses for `init` and for iterations.
+        # The runtime splits the same key in two, which uses the counters 0 and 1.
         return jax.random.fold_in(self.key, 2**31)
 
     def next_boundary(self, iteration: int) -> int:
+        """The first boundary after `iteration` iterations."""
         return min((iteration // self.chunk + 1) * self.chunk, self.iterations)
 
+    def is_evaluation_due(self, iteration: int) -> bool:
+        """Whether the parameters are evaluated after `iteration` iterations."""
+        return self.eval_every is not None and iteration % self.eval_every == 0
+
+    def is_checkpoint_due(self, iteration: int) -> bool:
+        """Whether the state is saved after `iteration` iterations; the last iteration always is."""
+        return iteration % self.checkpoint_period == 0 or iteration == self.iterations
+
+    def is_good_enough(self, row: Row) -> bool:
+        """Whether the metrics at a boundary reach `stop_at_return`."""
+        if self.stop_at_return is None:
+            return False
+        return row.get("eval_return" if self.eval_every else "train_return", math.nan) >= self.stop_at_return
+
     def carry_structure(self) -> PyTree:
-        """The form of the carry: the types of its arrays, and its static leaves; runs nothing."""
+        """The carry with the type of each array in its place, and its static leaves; only traces."""
         form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
-        requirements.check_carry(self.algo, form)
+        algorithm_checks.check_carry(self.algo, form)
         if not may_change(form):
             return form
         return trace(self.algo_with_horizon, self.env, self.layout.shards).carry
 
     def to_toml(self, *, hosts: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
-        """`hosts`: what each of them had that this machine has not."""
+        """The content of run.toml. `hosts`: by host, the versions and flags in which it differs from this machine."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.init_from is not None:
             options["init_from"] = dataclasses.asdict(self.init_from)
@@ -148,15 +166,15 @@ class RunConfig:
         versions = {name: importlib.metadata.version(name) for name in ("choreo", "jax", "jaxlib", "equinox", "optax")}
         return {
             "run": {name: value for name, value in options.items() if value is not None},
-            "algorithm": descriptions.describe(algo),
-            "environment": descriptions.describe_environment(env),
-            "layout": descriptions.describe(layout),
+            "algorithm": toml_values.describe(algo),
+            "environment": toml_values.describe_environment(env),
+            "layout": toml_values.describe(layout),
             "versions": versions | {"python": platform.python_version()} | ({"hosts": hosts} if hosts else {}),
         }
 
     @classmethod
     def read(cls, file: Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> "RunConfig":
-        """The recipe in a run.toml. Code that it names is run if `trust`, or if this account wrote just this file."""
+        """The configuration in a run.toml. Code that the file names is run only if `trust`, or if this account wrote the file."""
         text = read_file(file)
         trust = trust or own_runs.is_own(file, text)
         return cls.from_toml(parse_toml(text, file), algo=algo, env=env, file=file, trust=trust)
@@ -171,10 +189,10 @@ class RunConfig:
         file: str | Path = "run.toml",
         trust: bool = False,
     ) -> "RunConfig":
-        """The recipe of a run; `algo` and `env` stand in for what the file cannot name. `file` is named in errors.
+        """The configuration from the content of a run.toml; `algo` and `env` replace those of the file.
 
-        Every way to open a run passes here. Without `trust`, a file that names code is refused (UntrustedError) before
-        anything is imported or made.
+        Every command that opens a run passes here. Without `trust`, a file that names code is refused (UntrustedError)
+        before anything is imported or made. `file` is named in errors.
         """
         for table in ("run", "algorithm", "environment", "layout"):
             if not isinstance(data.get(table), dict):
@@ -182,11 +200,11 @@ class RunConfig:
                     f"{file} has no table [{table}].", fix="Take the run.toml of a run; `choreo train` writes one."
                 )
         options = _checked_options(data["run"], file)
-        code = descriptions.Code(trusted=trust)
+        code = toml_values.Code(trusted=trust)
         try:
-            make_env = None if env is not None else descriptions.environment_maker(data["environment"], code=code)
-            make_algo = None if algo is not None else descriptions.maker(data["algorithm"], at="algorithm", code=code)
-            make_layout = descriptions.maker(data["layout"], at="layout", code=code)
+            make_env = None if env is not None else toml_values.environment_maker(data["environment"], code=code)
+            make_algo = None if algo is not None else toml_values.maker(data["algorithm"], at="algorithm", code=code)
+            make_layout = toml_values.maker(data["layout"], at="layout", code=code)
         except RecursionError as error:
             raise RunError(f"{file} is nested too deeply.", fix="Undo the last edit.") from error
         code.check(file)
@@ -200,11 +218,11 @@ class RunConfig:
                 raise RunError(f"`algorithm` in {file} is no algorithm.", fix="Undo the last edit.")
         layout = _rebuilt(make_layout, "layout", file)
         _check_is(layout, Layout, "layout", file)
-        return cls(algo=registry.algorithm(algo), env=env, layout=layout, **options)
+        return cls(algo=resolve.algorithm(algo), env=env, layout=layout, **options)
 
 
 def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, Any]:
-    """The table [run], every option there and of the right kind."""
+    """The options in the table [run]; refuses unknown and missing options and values of the wrong type."""
     kinds = {
         name: kind for name, kind in typing.get_type_hints(RunConfig).items() if name not in ("algo", "env", "layout")
     }
@@ -232,15 +250,15 @@ def _init_from(*, path: Any, params_hash: Any) -> InitFrom:
     return InitFrom(path=path, params_hash=params_hash)
 
 
-def _check_fields(described: Mapping[str, Any], file: str | Path, code: descriptions.Code) -> None:
-    """Refuse hyper-parameters that the algorithm does not have, and numbers that are none."""
+def _check_fields(described: Mapping[str, Any], file: str | Path, code: toml_values.Code) -> None:
+    """Refuse hyper-parameters that the algorithm does not have, and values of another type than the default's."""
     fields = described.get("fields", {})
     target = described.get("class")
     if not isinstance(target, str) or not isinstance(fields, dict):
-        return  # `rebuild` says what it was
-    cls: Any = descriptions.finder(target, "algorithm.class", code)()
+        return  # refused by the maker of the algorithm
+    cls: Any = toml_values.finder(target, "algorithm.class", code)()
     if not dataclasses.is_dataclass(cls):
-        return  # `registry.algorithm` refuses it
+        return  # `resolve.algorithm` refuses it
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     name_of_class = getattr(cls, "__name__", "?")
     for name, value in fields.items():
@@ -273,7 +291,7 @@ def _is_a(value: Any, kind: type) -> bool:
 def _rebuilt(make: Callable[[], Any], what: str, file: str | Path) -> Any:
     try:
         return make()
-    # A part is missing, one too many is given, or one has a value that makes no sense.
+    # What constructors raise about a missing, unknown or senseless argument.
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RunError(f"`{what}` cannot be made again from {file}: {error}.", fix="Undo the last edit.") from error
 

@@ -1,6 +1,7 @@
 """Runs as pictures and as tables."""
 
 import contextlib
+import io
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from choreo.errors import printable
 from choreo.runs.progress import short
+from choreo.runs.safe_files import write_atomic
 from choreo.runtime.engine.profile import Profile
 
 # Matplotlib obeys a file `matplotlibrc` in the current folder, which may be a run folder of somebody else's.
@@ -88,10 +90,6 @@ def _literal(text: str) -> str:
 
 def save_png(figure: Figure, path: Path) -> None:
     """Write a figure whole, or not at all."""
-    import io
-
-    from choreo.runs.files import write_atomic
-
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=120)
     write_atomic(path, data.getvalue())

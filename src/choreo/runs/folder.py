@@ -1,16 +1,17 @@
-"""The folder of one run, and who may write into it.
+"""The folder of one run: its files, its lock, and the checks of what is read from it.
 
     runs/x/  run.toml                 everything needed to run it again
              metrics.jsonl            one line per iteration
              checkpoint.safetensors   the whole state at the last boundary
+             reads.jsonl              which versions of the parameters were read, if that depended on timing
              graph.svg  curve.png     the fragmented dataflow graph; the learning curve
              summary.json             the numbers of the final table
 
-One process writes at a time: it holds a lock, which the system drops when the process ends, however it ends. Every file
-is replaced whole; `metrics.jsonl` grows by whole lines. A run that never reached its first boundary leaves no folder.
+One process writes at a time: it holds a lock, which the system releases when the process ends for any reason. Files are
+replaced atomically; the .jsonl files grow by whole lines. A run that never reached its first boundary leaves no folder.
 
-A folder may come from anybody. What is read is checked here: it has the form that a run writes, and no characters that
-change a terminal. Nothing is written through a link (`choreo.runs.files`).
+A folder may come from a stranger. Every file is checked when it is read: it must have the form that a run writes, and no
+control characters, which would change a terminal. Nothing is written through a link (`choreo.runs.safe_files`).
 """
 
 import fcntl
@@ -26,14 +27,14 @@ import numpy as np
 import tomli_w
 
 from choreo.errors import RunError, printable
-from choreo.runs import descriptions, files, own_runs
+from choreo.runs import own_runs, safe_files
 
 Row = dict[str, float | int]
 """The metrics of one iteration."""
 
 
 class RunFolder:
-    """A folder that is being read, or, between `open` and `close`, written."""
+    """The folder of one run. Reading needs no lock; writing is allowed between `open` and `close`."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -41,7 +42,7 @@ class RunFolder:
         self._made: list[Path] = []
 
     @property
-    def recipe(self) -> Path:
+    def config_file(self) -> Path:
         return self.path / "run.toml"
 
     @property
@@ -50,7 +51,7 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """Who read which version, where that may have been out of date: [reader, update, version]."""
+        """The log of reads that may have been out of date: one [reader, update, version] per line."""
         return self.path / "reads.jsonl"
 
     @property
@@ -58,7 +59,7 @@ class RunFolder:
         return self.path / "checkpoint.safetensors"
 
     def check_new(self) -> None:
-        """Refuse a place where a new run must not be written; changes nothing."""
+        """Refuse a path at which no new run can be written; changes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise RunError(
                 f"{self.path} is a file; a run needs a folder.", fix="Choose another --out, or remove the file."
@@ -69,38 +70,37 @@ class RunFolder:
         self.check_not_in_use()
         if self.path.is_dir() and any(file.name != ".lock" for file in self.path.iterdir()):
             fix = f"Continue it with `choreo resume {self.path}`, choose another --out, or remove it."
-            if not self.recipe.is_file():
+            if not self.config_file.is_file():
                 fix = "Choose another --out, or empty it."
             raise RunError(f"{self.path} is not empty.", fix=fix)
 
     def check_not_in_use(self) -> None:
-        """Refuse a folder somebody is writing."""
+        """Refuse a folder that a process is writing to."""
         if self._in_use():
-            raise self._used()
+            raise self._in_use_error()
 
     def check_run(self) -> None:
-        """Refuse what is no run folder."""
-        if not self.recipe.is_file():
-            what = "is no run folder: it has no run.toml" if self.path.is_dir() else "does not exist"
+        """Refuse a path that is not a run folder."""
+        if not self.config_file.is_file():
+            what = "is not a run folder: it has no run.toml" if self.path.is_dir() else "does not exist"
             if self.path.is_file():
-                what = "is a file, and no run folder"
+                what = "is a file, not a run folder"
             raise RunError(f"{self.path} {what}.", fix="Name the folder that `choreo train --out` wrote.")
 
     def open(self) -> None:
-        """Become the one writer; makes the folder if there is none."""
-        missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        """Take the lock; makes the folder if it is missing. Raises RunError if another process holds the lock."""
+        self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        self._made = missing
-        self._lock = os.fdopen(files.open_to_write(self._lock_file), "w")
+        self._lock = os.fdopen(safe_files.open_to_write(self._lock_file), "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.close()
             self._lock = None
-            raise self._used() from error
+            raise self._in_use_error() from error
 
     def close(self) -> None:
-        """Let others write. A folder of ours in which no boundary was reached is removed again."""
+        """Release the lock. A folder that `open` made is removed again if the run reached no boundary."""
         if self._lock is None:
             return
         if self._made and not self.checkpoint.exists() and not self.metrics.exists():
@@ -116,60 +116,63 @@ class RunFolder:
         self._lock.close()
         self._lock = None
 
-    def write_recipe(self, data: Mapping[str, Any]) -> None:
-        """Write run.toml; one that names the user's code is put on the list of this account's own runs.
+    def write_config(self, data: Mapping[str, Any]) -> None:
+        """Write run.toml. If it names the user's code, list it among this account's own runs.
 
-        Not one in the place of a file that this account did not write: to go on with a run of somebody else's does not make
-        it one's own.
+        A file that replaces one of another account is not listed: resuming a stranger's run does not make it trusted.
         """
-        is_ours = not self.recipe.exists() or own_runs.is_own(self.recipe, files.read_bytes(self.recipe))
-        text = ("# Written by Choreo: everything needed to run this again.\n" + tomli_w.dumps(data)).encode()
-        files.write_atomic(self.recipe, text)
-        if is_ours and descriptions.names_code(data):
-            own_runs.remember(self.recipe, text)
+        from choreo.runs import toml_values  # imports JAX, which `choreo compare` does without
 
-    def read_recipe(self) -> dict[str, Any]:
-        """What run.toml says, as data."""
+        is_ours = not self.config_file.exists() or own_runs.is_own(
+            self.config_file, safe_files.read_bytes(self.config_file)
+        )
+        text = ("# Written by Choreo: everything needed to run this again.\n" + tomli_w.dumps(data)).encode()
+        safe_files.write_atomic(self.config_file, text)
+        if is_ours and toml_values.names_code(data):
+            own_runs.remember(self.config_file, text)
+
+    def read_config(self) -> dict[str, Any]:
+        """The content of run.toml, as data."""
         self.check_run()
-        return parse_toml(read_file(self.recipe), self.recipe)
+        return parse_toml(read_file(self.config_file), self.config_file)
 
     def append_metrics(self, rows: Sequence[Row]) -> None:
-        """Add whole lines, in one write."""
+        """Append the rows to metrics.jsonl, in one write."""
         self._append(self.metrics, "".join(to_json(row) + "\n" for row in rows))
 
     def read_metrics(self, *, before: int | None = None) -> list[Row]:
-        """All rows, or those of iterations below `before`; a last line cut off by a crash is left out."""
-        rows = [_row(self.metrics, number, line) for number, line in enumerate(self._lines(self.metrics), 1)]
+        """All rows, or those of iterations below `before`. A last line without its end (a crash) is left out."""
+        rows = [_parse_row(self.metrics, number, line) for number, line in enumerate(self._lines(self.metrics), 1)]
         return [row for row in rows if before is None or row["iteration"] < before]
 
     def rewrite_metrics(self, rows: Sequence[Row]) -> None:
-        files.write_atomic(self.metrics, "".join(to_json(row) + "\n" for row in rows).encode())
+        safe_files.write_atomic(self.metrics, "".join(to_json(row) + "\n" for row in rows).encode())
 
     def append_log(self, reads: Sequence[Sequence[Any]]) -> None:
-        """What was read out of date, for `choreo replay`."""
+        """Append reads to the log that `choreo replay` follows."""
         self._append(self.log, "".join(json.dumps(list(read)) + "\n" for read in reads))
 
     def read_log(self) -> list[list[Any]]:
-        return [_read_of(self.log, number, line) for number, line in enumerate(self._lines(self.log), 1)]
+        return [_parse_read(self.log, number, line) for number, line in enumerate(self._lines(self.log), 1)]
 
     def write_text(self, name: str, text: str) -> None:
-        files.write_atomic(self.path / name, text.encode())
+        safe_files.write_atomic(self.path / name, text.encode())
 
     def read_summary(self) -> dict[str, Any]:
-        """The numbers of the last training that reached its end here; empty if none did."""
+        """The numbers of the last training that finished in this folder; empty if none did."""
         file = self.path / "summary.json"
         if not file.is_file():
             return {}
-        what = f"{file} is no summary of a run."
+        what = f"{file} is not the summary of a run."
         summary = _parse_json(_text(read_file(file), file), file, what)
         if not isinstance(summary, dict) or not all(
             isinstance(v, str | None) or _is_number(v) for v in summary.values()
         ):
-            raise RunError(what, fix="Remove it: the run is read without it.")
+            raise RunError(what, fix="Remove the file: it is not needed to read the run.")
         return summary
 
     def _append(self, file: Path, lines: str) -> None:
-        with os.fdopen(files.open_to_write(file, os.O_APPEND), "ab", buffering=0) as opened:
+        with os.fdopen(safe_files.open_to_write(file, os.O_APPEND), "ab", buffering=0) as opened:
             opened.write(lines.encode())
 
     def _lines(self, file: Path) -> list[str]:
@@ -182,35 +185,35 @@ class RunFolder:
     def _in_use(self) -> bool:
         if not os.path.lexists(self._lock_file):
             return False
-        with os.fdopen(files.open_to_read(self._lock_file)) as file:
+        with os.fdopen(safe_files.open_to_read(self._lock_file)) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
         return False
 
-    def _used(self) -> RunError:
+    def _in_use_error(self) -> RunError:
         return RunError(
             f"Another process is writing a run into {self.path}.", fix="Wait for it, or choose another --out."
         )
 
 
-WRITTEN = ("iteration", "env_steps", "seconds", "train_return", "episodes", "episode_return")
-"""What every row of metrics has."""
+REQUIRED = ("iteration", "env_steps", "seconds", "train_return", "episodes", "episode_return")
+"""Names that every row of metrics has."""
 COUNTS = ("iteration", "env_steps")
-"""Of these, whole numbers."""
+"""Names in a row whose values are integers."""
 
 
 def read_file(file: Path) -> bytes:
-    """The content of a file of a run."""
+    """The content of a file of a run; raises RunError if it cannot be read."""
     try:
-        return files.read_bytes(file)
+        return safe_files.read_bytes(file)
     except OSError as error:
-        raise RunError(f"{file} cannot be read: {error.strerror}.", fix="Name a file that is there.") from error
+        raise RunError(f"{file} cannot be read: {error.strerror}.", fix="Name a file that exists.") from error
 
 
 def parse_toml(text: bytes, file: Path) -> dict[str, Any]:
-    """A TOML file as data."""
+    """The content of a TOML file as data; `file` is named in errors."""
     try:
         data = tomllib.loads(_text(text, file))
         _check_texts(data, file)
@@ -218,21 +221,21 @@ def parse_toml(text: bytes, file: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise RunError(f"{file} is nested too deeply.", fix="Undo the last edit.") from error
     except ValueError as error:  # bad TOML, or a number with thousands of digits
-        raise RunError(f"{file} is no valid TOML: {error}.", fix="Undo the last edit.") from error
+        raise RunError(f"{file} is not valid TOML: {error}.", fix="Undo the last edit.") from error
 
 
-def _row(file: Path, number: int, line: str) -> Row:
-    row = _parse_json(line, file, f"Line {number} of {file} is no row of metrics: {line[:60]!r}.")
+def _parse_row(file: Path, number: int, line: str) -> Row:
+    row = _parse_json(line, file, f"Line {number} of {file} is not a row of metrics: {line[:60]!r}.")
     fits = isinstance(row, dict) and all(value is None or _is_number(value) for value in row.values())
-    if not fits or not all(name in row for name in WRITTEN) or not all(isinstance(row[name], int) for name in COUNTS):
+    if not fits or not all(name in row for name in REQUIRED) or not all(isinstance(row[name], int) for name in COUNTS):
         raise RunError(
-            f"Line {number} of {file} is no row of metrics: {line[:60]!r}.", fix="Undo the last edit, or remove it."
+            f"Line {number} of {file} is not a row of metrics: {line[:60]!r}.", fix="Undo the last edit, or remove it."
         )
     return {name: math.nan if value is None else value for name, value in row.items()}
 
 
-def _read_of(file: Path, number: int, line: str) -> list[Any]:
-    what = f"Line {number} of {file} is no entry of the log: {line[:60]!r}."
+def _parse_read(file: Path, number: int, line: str) -> list[Any]:
+    what = f"Line {number} of {file} is not an entry of the log: {line[:60]!r}."
     read = _parse_json(line, file, what)
     match read:
         case [str(reader), int(update), int(version)]:
@@ -241,7 +244,7 @@ def _read_of(file: Path, number: int, line: str) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number that fits into an array."""
+    """Whether a value is a number that an array of 64 bits can hold."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
@@ -249,11 +252,11 @@ def _text(data: bytes, file: Path) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise RunError(f"{file} is no text: {error}.", fix="Undo the last edit.") from error
+        raise RunError(f"{file} is not UTF-8 text: {error}.", fix="Undo the last edit.") from error
 
 
 def _parse_json(text: str, file: Path, what: str) -> Any:
-    """JSON as data; `what` is said if it is none."""
+    """JSON as data; `what` is the message if the text is not JSON."""
     try:
         data = json.loads(text)
         _check_texts(data, file)
@@ -267,7 +270,8 @@ def _check_texts(data: Any, file: Path) -> None:
     match data:
         case str() if printable(data) != data:
             raise RunError(
-                f'{file} has characters that are not printed: "{printable(data)[:100]}".', fix="Open no such folder."
+                f'{file} has characters that are not printable: "{printable(data)[:100]}".',
+                fix="Do not use this folder: such characters can change what a terminal shows.",
             )
         case dict():
             for name, value in data.items():
@@ -279,7 +283,7 @@ def _check_texts(data: Any, file: Path) -> None:
 
 
 def to_json(row: Mapping[str, Any]) -> str:
-    """One line of JSON; what is not a number there (nan, inf) becomes null."""
+    """One line of JSON; NaN and infinities, which JSON does not have, become null."""
     return json.dumps(_plain(row))
 
 
@@ -294,7 +298,7 @@ def _plain(value: Any) -> Any:
 
 
 def free_folder(algo: Any, env: Any, seed: int) -> Path:
-    """`runs/ppo-CartPole-v1-0`, or with the next free number behind it."""
+    """A path that does not exist yet: `runs/ppo-CartPole-v1-0`, or with a number appended, `runs/ppo-CartPole-v1-0.2`."""
     name = "-".join([type(algo).__name__.lower(), env.name.split(":")[-1].replace("/", "-"), str(seed)])
     folder, number = Path("runs") / name, 2
     while folder.exists():

@@ -1,9 +1,10 @@
-"""What Choreo sets in JAX while it works. It is put back afterwards, and nothing is set that the user has set.
+"""The settings of JAX that Choreo changes while it works, and restores afterwards.
 
-    jax_compilation_cache_dir, ..._max_size, jax_persistent_cache_min_compile_time_secs     see cache.py
-    jax_cpu_enable_async_dispatch, jax_num_cpu_devices                                      read once, when JAX starts
+    jax_compilation_cache_dir, ..._max_size, jax_persistent_cache_min_compile_time_secs     see compilation_cache.py
+    jax_cpu_enable_async_dispatch, jax_num_cpu_devices                                      JAX reads them when it starts
 
-JAX refuses to change the number of devices once it has started: that one stays, if it was Choreo that started it.
+A setting that the user has made is never changed. The number of devices is not restored if JAX has started meanwhile:
+JAX refuses to change it then.
 """
 
 import contextlib
@@ -26,12 +27,12 @@ OURS = (
     DISPATCH,
     DEVICES,
 )
-"""What the user's code sets beside these, in a file that `train` imports, say, is for the user to put back."""
+"""The settings that `put_back` restores. Settings that the user's code changes meanwhile are left alone."""
 
 
 @contextlib.contextmanager
 def put_back() -> Iterator[None]:
-    """After this block, the settings that Choreo changes are what they were before it, as far as JAX allows."""
+    """Restore the settings that Choreo changes at the end of this block, as far as JAX allows."""
     before = {name: jax.config.values[name] for name in OURS}
     try:
         yield
@@ -41,18 +42,21 @@ def put_back() -> Iterator[None]:
             with contextlib.suppress(RuntimeError):  # too late: JAX has started
                 jax.config.update(name, before[name])
         if CACHE in changed:
-            compilation_cache.reset_cache()  # else JAX would go on writing into our folder
+            compilation_cache.reset_cache()  # otherwise JAX goes on writing into our folder
 
 
 def prepare(layout: Layout, env: Env | None = None) -> None:
-    """Set what JAX reads when it starts; if it has been used in this process, or the user has said otherwise, nothing."""
+    """Make the settings that JAX reads when it starts.
+
+    Does nothing if JAX has started already; changes no setting that the user has made.
+    """
     if _compat.clients_exist():
         return
     devices = max(group.devices for group in layout.groups)
     if devices > 1 and not _user_made_devices():
-        jax.config.update(DEVICES, devices)  # on a machine without accelerators, JAX sees so many
+        jax.config.update(DEVICES, devices)  # used on a machine without accelerators
     if isinstance(env, HostEnv) and DISPATCH.upper() not in os.environ:
-        # Who steps Python environments waits for every action: handing the work to another thread only costs time.
+        # A loop over Python environments waits for every action: dispatching to another thread only costs time.
         jax.config.update(DISPATCH, False)
 
 

@@ -1,4 +1,4 @@
-"""Where metrics go besides the run folder's JSONL, which is always written.
+"""Loggers: where metrics go in addition to metrics.jsonl of the run folder.
 
 A logger is any object with `log(row)` and `close()`; `row` maps names to numbers and always has `iteration` and
 `env_steps`. Loggers known by name: "tensorboard".
@@ -12,31 +12,31 @@ from typing import Any, Protocol, runtime_checkable
 from choreo.errors import RunError, unknown_name
 
 Metrics = Mapping[str, float | int]
-"""What is known of one iteration."""
+"""The metrics of one iteration, by name."""
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes one row per iteration, in order."""
+    """Receives one row per iteration, in order."""
 
     def log(self, row: Metrics) -> None:
-        """Record one iteration; values may be NaN (no episode ended, no evaluation was due)."""
+        """Record one iteration; a value may be NaN, if no episode ended."""
         ...
 
     def close(self) -> None:
-        """Called once, also when the run failed."""
+        """Called once at the end of the run, also if the run failed."""
         ...
 
 
 def make_loggers(loggers: Sequence[str | Logger], folder: Path | None) -> list[Logger]:
-    """The loggers themselves; those given by name write into the run folder."""
+    """The loggers as objects; those given by name write into the run folder."""
     if isinstance(loggers, str):
         loggers = [loggers]
     return [_make(logger, folder) for logger in loggers]
 
 
 def check_loggers(loggers: Sequence[Any], folder: Path | None) -> None:
-    """Refuse what `make_loggers` would refuse, before anything is compiled or written."""
+    """Refuse loggers that `make_loggers` could not make; called before anything is compiled or written."""
     for logger in [loggers] if isinstance(loggers, str) else loggers:
         if isinstance(logger, str):
             if logger not in NAMED:
@@ -48,7 +48,7 @@ def check_loggers(loggers: Sequence[Any], folder: Path | None) -> None:
         missing = [name for name in ("log", "close") if not callable(getattr(logger, name, None))]
         if missing:
             raise RunError(
-                f"`{type(logger).__name__}` is no logger: it has no `{missing[0]}`.",
+                f"`{type(logger).__name__}` is not a logger: it has no `{missing[0]}`.",
                 fix="A logger has `log(row)` and `close()`.",
             )
 
@@ -56,7 +56,7 @@ def check_loggers(loggers: Sequence[Any], folder: Path | None) -> None:
 def _make(logger: str | Logger, folder: Path | None) -> Logger:
     if not isinstance(logger, str):
         return logger
-    assert folder is not None  # checked before
+    assert folder is not None  # by check_loggers
     return NAMED[logger](folder)
 
 
@@ -67,15 +67,16 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         self.check(folder)
-        # A name that nobody could know beforehand: no link can wait there.
+        # A random name: nobody can have put a link at this path.
         self._writer = SummaryWriter(str(folder / "tensorboard"), filename_suffix=f".{secrets.token_hex(8)}")
 
     @staticmethod
     def check(folder: Path) -> None:
+        """Refuse a folder that cannot be written to, and a missing package."""
         place = folder / "tensorboard"
         if place.is_symlink() or (place.exists() and not place.is_dir()):
             raise RunError(
-                f"{place} is not touched: it is {'a symbolic link' if place.is_symlink() else 'no folder'}.",
+                f"Refused to use {place}: it is {'a symbolic link' if place.is_symlink() else 'not a folder'}.",
                 fix="Remove it, if you do not know what it is for.",
             )
         try:
@@ -87,7 +88,7 @@ class TensorBoard:
 
     def log(self, row: Metrics) -> None:
         for name, value in row.items():
-            if name not in ("iteration", "env_steps") and value == value:  # a NaN is a gap, not a point
+            if name not in ("iteration", "env_steps") and value == value:  # not NaN
                 self._writer.add_scalar(name, value, int(row["env_steps"]))
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""This account's own list of the runs whose run.toml names the user's code: these are opened without `--trust`.
+"""The list of run.toml files that this account wrote and that name code: such files are opened without `--trust`.
 
-    ~/.local/state/choreo/runs          (under $XDG_STATE_HOME, if that is set)
-    <SHA-256 of run.toml>  /data/runs/x/run.toml          one line per run, in the form of `sha256sum`
+    ~/.local/state/choreo/runs                       (in $XDG_STATE_HOME/choreo, if that is set)
+    <SHA-256 of run.toml>  /data/runs/x/run.toml     one line per run, in the format of `sha256sum`
 
-A run.toml is this account's own if the list has its path with the hash of its bytes: a file that was changed since, or that
-was copied here from elsewhere, is not. The list is believed only if nobody else can write to it or to its folder.
+A run.toml is this account's own if the list has its path with the hash of its content: a file that was changed, moved or
+copied is not. The list is ignored if other accounts can write to it or to its folder. Runs without code need no entry.
 """
 
 import fcntl
@@ -17,21 +17,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from choreo.errors import ChoreoWarning, RunError, printable
-from choreo.runs import files
+from choreo.runs import safe_files
 
 
 def is_own(file: Path, text: bytes) -> bool:
-    """Whether this account wrote this run.toml: this path, with these bytes."""
+    """Whether this account wrote `text` to the run.toml at `file`."""
     folder = _folder()
     listed = {} if folder is None else _read(folder / "runs")
     return listed.get(str(file.resolve())) == hashlib.sha256(text).hexdigest()
 
 
 def remember(file: Path, text: bytes) -> None:
-    """Put a run.toml that was just written on the list. If that cannot be done, warn: the run goes on."""
+    """Add a run.toml that was just written to the list. If that fails, warn: the run goes on."""
     path, folder = str(file.resolve()), _folder()
     if not path.isprintable():
-        _warn("its path has characters that are not printed", file)
+        _warn("its path has characters that are not printable", file)
         return
     if folder is None:
         _warn("this account has no home folder", file)
@@ -40,13 +40,13 @@ def remember(file: Path, text: bytes) -> None:
         with _locked(folder):
             listed = _read(folder / "runs") | {path: hashlib.sha256(text).hexdigest()}
             lines = [f"{digest}  {path}\n" for path, digest in listed.items() if os.path.lexists(path)]
-            files.write_atomic(folder / "runs", "".join(lines).encode(), mode=0o600)
+            safe_files.write_atomic(folder / "runs", "".join(lines).encode(), mode=0o600)
     except (OSError, RunError) as error:
         _warn(str(error).rstrip("."), file)
 
 
 def _folder() -> Path | None:
-    """The state folder of Choreo; a relative $XDG_STATE_HOME is ignored, as its specification asks."""
+    """The state folder of Choreo. A relative $XDG_STATE_HOME is ignored, as its specification demands."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():
         state = Path(os.path.expanduser("~")) / ".local" / "state"
@@ -55,12 +55,12 @@ def _folder() -> Path | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make the folder if it is missing; nobody else changes the list meanwhile."""
+    """Hold the lock of the list, so that no other process changes it; makes the folder if it is missing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder.stat()):
-        raise RunError(f"others can write to {folder}")
-    lock = files.open_to_write(folder / "runs.lock", mode=0o600)
+        raise RunError(f"other accounts can write to {folder}")
+    lock = safe_files.open_to_write(folder / "runs.lock", mode=0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -69,9 +69,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _read(file: Path) -> dict[str, str]:
-    """Hashes by path; none if there is no list, or if it is not believed."""
+    """The hashes by path; empty if there is no list, or if other accounts can write to it."""
     try:
-        descriptor = files.open_to_read(file)
+        descriptor = safe_files.open_to_read(file)
     except FileNotFoundError:
         return {}
     except (OSError, RunError) as error:
@@ -80,7 +80,7 @@ def _read(file: Path) -> dict[str, str]:
     with os.fdopen(descriptor, "rb") as opened:
         if not (_is_private(os.fstat(descriptor)) and _is_private(file.parent.stat())):
             warnings.warn(
-                f"{file} is not believed, because others can write to it. Remove it, and make {file.parent} your own: "
+                f"{file} is ignored, because other accounts can write to it. Remove it, and protect its folder: "
                 f"chmod 700 {file.parent}",
                 ChoreoWarning,
                 stacklevel=4,
@@ -95,5 +95,5 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def _warn(why: str, file: Path) -> None:
-    text = f"{file} cannot be put on the list of your own runs: {why}. To open it later, give --trust (trust=True)."
+    text = f"{file} cannot be added to the list of your own runs: {why}. To open it later, give --trust (trust=True)."
     warnings.warn(printable(text), ChoreoWarning, stacklevel=4)

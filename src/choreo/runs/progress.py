@@ -1,6 +1,6 @@
-"""What a user sees while a run goes on: one live line in a terminal, a plain line now and then elsewhere.
+"""The progress of a run: one live line in a terminal; elsewhere, ten plain lines per run.
 
-PPO  jax:CartPole-v1  62%  184,320 steps  211,000 steps/s  return 318.2  loss 0.041  0:01 left
+PPO  62%  184k steps  211k steps/s  return 318  loss 0.041  0:01 left
 """
 
 import math
@@ -15,11 +15,11 @@ from rich.text import Text
 from choreo.runs.loggers import Metrics
 
 PLAIN_LINES = 10
-"""Lines per run where there is no terminal."""
+"""Lines per run if the output is not a terminal."""
 
 
 class Progress:
-    """A line on how far a run is; silent if `show` is False. Starts no thread."""
+    """Shows how far a run is; prints no progress if `show` is False. Starts no thread."""
 
     def __init__(self, title: str, *, total_steps: int, show: bool, file: IO[str] | None = None):
         self._title, self._total, self._show = title, total_steps, show
@@ -40,7 +40,7 @@ class Progress:
             self._live = None
 
     def update(self, row: Metrics, *, steps_per_second: float) -> None:
-        """Called at each boundary with the metrics of the newest iteration."""
+        """Show the metrics of the newest iteration; called at each boundary."""
         steps = int(row["env_steps"])
         line = progress_line(self._title, row, total_steps=self._total, steps_per_second=steps_per_second)
         self._line = line
@@ -51,26 +51,26 @@ class Progress:
             self._console.print(line)
 
     def say(self, text: str) -> None:
-        """Show something that is not a number."""
+        """Show a text in place of the line."""
         if self._live is not None:
             self._live.update(Text(text), refresh=True)
         elif self._show:
             self._console.print(text)
 
     def workers(self, states: Mapping[str, str]) -> None:
-        """Below the line in a terminal: what each worker is doing."""
+        """Show below the line what each worker is doing; in a terminal only."""
         if self._live is not None:
             below = "   ".join(f"{worker}: {state}" for worker, state in states.items())
             self._live.update(Text(f"{self._line}\n{below}", overflow="ellipsis", no_wrap=True), refresh=True)
 
     def print(self, worker: str, line: str) -> None:
-        """Pass on a line of a worker's output; shown also where progress is not."""
+        """Print a line of a worker's output, even if progress is not shown."""
         console = self._live.console if self._live is not None else self._console
         console.print(Text(f"[{worker}] {line}"))
 
 
 def progress_line(title: str, row: Metrics, *, total_steps: int, steps_per_second: float) -> str:
-    """The line itself; fits into 80 columns."""
+    """The text of the progress line; it fits into 80 columns."""
     steps = int(row["env_steps"])
     parts = [f"{title} {100 * steps // total_steps:>3}%", f"{short(steps)} steps", f"{short(steps_per_second)} steps/s"]
     loss = next((name for name in row if "loss" in name), None)
@@ -85,7 +85,7 @@ def progress_line(title: str, row: Metrics, *, total_steps: int, steps_per_secon
 
 
 def short(number: float | int) -> str:
-    """Three digits and a unit.
+    """A number with three digits and a unit.
 
     >>> [short(n) for n in (512, 32_768, 1_250_000)]
     ['512', '32.8k', '1.25M']

@@ -4,7 +4,7 @@
     "jax:CartPole-v1"  "gymnax:Catch-bsuite"  "CartPole-v1"      an environment
 
 A run folder may come from anybody, and opening one must not run what its author chose. So a file of a run is read against
-this table; whatever the table does not hold is the user's code (`module:Name`, `file.py:name`), and `choreo.runs.descriptions` asks
+this table; whatever the table does not hold is the user's code (`module:Name`, `file.py:name`), and `choreo.runs.toml_values` asks
 whether it may be run. The names are independent of where in Choreo a thing lives. Everything in the table can be called
 with any numbers and texts: it computes, and imports, opens and starts nothing.
 """
@@ -16,6 +16,13 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import gymnasium
+import jax
+import optax
+
+from choreo import algos, buffers, envs, layouts, networks
+from choreo.networks import control, q
 
 OPTIMISERS = (
     "adabelief", "adagrad", "adam", "adamax", "adamaxw", "adamw", "lamb", "lion", "nadam", "nadamw", "novograd", "radam",
@@ -42,12 +49,6 @@ FUNCTIONS = (
 @functools.cache
 def kinds() -> Mapping[str, Mapping[str, Any]]:
     """The table, by kind: what may stand in the place of what."""
-    import jax
-    import optax
-
-    from choreo import algos, buffers, envs, layouts, networks
-    from choreo.networks import control, q
-
     return {
         "algorithm": algos.ALGOS,
         "layout": {"Layout": layouts.Layout},
@@ -87,8 +88,6 @@ def is_environment(name: str) -> bool:
     gymnax and EnvPool look the name up in lists of their own. An id of Gymnasium counts if Gymnasium registered it: those
     that other packages registered, and those that import what an argument says (`GymV26Environment-v0`), do not.
     """
-    from choreo import envs
-
     if name in envs.BUILT_IN or re.fullmatch(r"(gymnax|envpool):[A-Za-z0-9_.-]+", name):
         return True
     specs = _specs(name)
@@ -104,8 +103,6 @@ def is_no_environment(name: str) -> bool:
 
 def _specs(name: str) -> list[Any]:
     """What Gymnasium has registered under an id; under one without a version, all versions."""
-    import gymnasium
-
     env_id = name.removeprefix("gymnasium:")
     return [spec for spec in gymnasium.registry.values() if env_id in (spec.id, re.sub(r"-v\d+$", "", spec.id))]
 

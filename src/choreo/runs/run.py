@@ -1,4 +1,4 @@
-"""What a training run gave: metrics, parameters, and what to do with them."""
+"""The result of training: metrics and parameters, and methods to evaluate, act and plot with them."""
 
 import dataclasses
 import functools
@@ -24,53 +24,53 @@ from choreo.types import Key, PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Where the wall time went."""
+    """The wall time of a run; NaN where it is not known."""
 
     seconds: float = math.nan
     """From the call of `train` to the last iteration."""
     compile_seconds: float = math.nan
-    """Of these, compiling."""
+    """The part of `seconds` spent compiling."""
     steps_per_second: float = math.nan
-    """Environment steps per second of running, without compiling and evaluating."""
+    """Environment steps per second, without the time for compiling and evaluating."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """What a training run gave."""
+    """The result of a training run."""
 
-    recipe: RunConfig
+    config: RunConfig
     """Everything the run depended on."""
     train_state: PyTree
-    """Everything learned."""
+    """The field `train` of the carry: parameters, optimiser state and all else that was learned."""
     rows: list[Row]
     """Metrics, one row per iteration."""
     timing: Timing
-    """Where the wall time went."""
+    """Wall time and speed."""
     path: Path | None
     """The run folder, if there is one."""
     profile: Profile | None = None
-    """What each site did when, if it was asked for."""
+    """When each site did what; None unless train(profile=True) asked for it."""
 
     @property
     def algo(self) -> Any:
-        return self.recipe.algo_with_horizon
+        return self.config.algo_with_horizon
 
     @property
     def env(self) -> Any:
-        return self.recipe.env
+        return self.config.env
 
     @property
     def layout(self) -> Any:
-        return self.recipe.layout
+        return self.config.layout
 
     @functools.cached_property
     def params(self) -> PyTree:
-        """What acting needs."""
+        """The parameters that `act` takes: policy(train_state)."""
         return self.algo.policy(self.train_state)
 
     @functools.cached_property
     def metrics(self) -> dict[str, np.ndarray]:
-        """Each metric over iterations; NaN where it was not measured."""
+        """Each metric as an array over iterations; NaN where it was not measured."""
         names = dict.fromkeys(name for row in self.rows for name in row)
         return {name: np.array([row.get(name, math.nan) for row in self.rows]) for name in names}
 
@@ -80,21 +80,21 @@ class Run:
         return self.rows[-1]["train_return"] if self.rows else math.nan
 
     def evaluate(self, episodes: int = 100, *, seed: int = 0, greedy: bool = True) -> Evaluation:
-        """Fresh, complete episodes with the final parameters; another `seed` gives other episodes."""
-        key = jax.random.fold_in(jax.random.fold_in(self.recipe.key_evaluate, 2**31), seed)
+        """Play complete episodes with the final parameters, from fresh resets; another `seed` gives other episodes."""
+        key = jax.random.fold_in(jax.random.fold_in(self.config.key_evaluate, 2**31), seed)
         with jax_settings.put_back():
             use_compilation_cache()
             return evaluate(self.algo, self.env, self.params, key=key, episodes=episodes, greedy=greedy)
 
     def act(self, obs: Any, state: PyTree = None, *, greedy: bool = True, key: Key | None = None) -> Any:
-        """The action for one observation, as NumPy.
+        """The action for one observation, as a NumPy array.
 
-        With a recurrent network, returns `(action, state)`: give the state back with the next observation, and None
-        at the start of an episode. `key` is needed only for greedy=False.
+        With a recurrent network, returns `(action, state)`: pass the state with the next observation, and None at the
+        start of an episode. `key` is needed only for greedy=False.
         """
         space = self.env.observation_space
-        fix = "Pass one observation of one environment; for a batch, call it for each."
-        if space.shape is None:  # a Dict or Tuple: its parts are looked at by Gymnasium
+        fix = "Pass one observation of one environment; for a batch, call `act` for each."
+        if space.shape is None:  # a Dict or Tuple space
             if not space.contains(obs):
                 raise EnvError(f"An observation of {self.env.name} must be in {space}.", fix=fix)
         elif np.shape(obs) != space.shape:
@@ -103,8 +103,10 @@ class Run:
             )
         if key is None:
             if not greedy:
-                raise RunError("act(greedy=False) samples, and needs a key.", fix="Pass key=jax.random.key(0).")
-            key = self.recipe.key
+                raise RunError(
+                    "act(greedy=False) samples an action, and needs a key.", fix="Pass key=jax.random.key(0)."
+                )
+            key = self.config.key
         first = initial_state(self.algo, self.params)
         state = first if state is None else state
         one = np.asarray(obs, space.dtype) if space.shape is not None else dict(obs) if isinstance(obs, dict) else obs
@@ -119,27 +121,28 @@ class Run:
 
     @property
     def training_summary(self) -> dict[str, Any]:
-        """The same without an evaluation."""
+        """The numbers of the final table without the evaluation."""
         return {
             "train_return": self.train_return,
             "iterations": len(self.rows),
-            "env_steps": len(self.rows) * self.recipe.steps_per_iteration,
+            "env_steps": len(self.rows) * self.config.steps_per_iteration,
             **dataclasses.asdict(self.timing),
             "params_hash": checkpoint.sha256(self.params),
         }
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The learning curve as a Matplotlib figure; written as PNG if `path` is given."""
+        # Imported here: Matplotlib is slow to import, and few programs plot.
         from choreo.runs import figures
 
-        figure = figures.learning_curve(self.metrics, title=self.recipe.title)
+        figure = figures.learning_curve(self.metrics, title=self.config.title)
         if path is not None:
             figures.save_png(figure, Path(path))
         return figure
 
     def __repr__(self) -> str:
         folder = f", {self.path}" if self.path else ""
-        return f"<Run {self.recipe.title}: {len(self.rows)} iterations, return {self.train_return:.1f}{folder}>"
+        return f"<Run {self.config.title}: {len(self.rows)} iterations, return {self.train_return:.1f}{folder}>"
 
 
 @static_key.jit

@@ -38,11 +38,11 @@ class Weights:
     """Where they are from."""
 
     @classmethod
-    def read(cls, recipe: RunConfig, source: str | Path | InitFrom) -> "Weights":
-        """The weights in the run folder `source`; refuses those that do not fit the algorithm of `recipe`."""
+    def read(cls, config: RunConfig, source: str | Path | InitFrom) -> "Weights":
+        """The weights in the run folder `source`; refuses those that do not fit the algorithm of `config`."""
         folder = RunFolder(source.path if isinstance(source, InitFrom) else source)
         folder.check_run()
-        algo, train = recipe.algo_with_horizon, recipe.carry_structure().train
+        algo, train = config.algo_with_horizon, config.carry_structure().train
         leaves = _from_checkpoint(folder, _named(train), _read_by_policy(algo, train))
         params_hash = checkpoint.sha256(list(leaves.values()))
         if isinstance(source, InitFrom) and params_hash != source.params_hash:
@@ -131,7 +131,7 @@ def _check_names(folder: RunFolder, train: Mapping[str, Any], wanted: set[str], 
 def _unfit(folder: RunFolder, why: str) -> RunError:
     return RunError(
         f"The weights in {folder.path} do not fit: {why}.",
-        fix=f"Begin from a run with the same network and the same spaces; {folder.recipe} says what this one had.",
+        fix=f"Begin from a run with the same network and the same spaces; {folder.config_file} says what this one had.",
     )
 
 

@@ -23,7 +23,7 @@ from choreo import envs
 from choreo.errors import AlgorithmError
 from choreo.partition.carry import form_of, leaves_of, with_leaves
 from choreo.partition.trace import Traced, trace
-from choreo.runs import requirements
+from choreo.runs import algorithm_checks
 from choreo.types import PyTree
 
 PARTS = {
@@ -43,12 +43,12 @@ def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
     require_parts(algo)
     key_init, key = jax.random.split(jax.random.key(0))
     form = form_of(lambda key: algo.init(env, key), key_init)
-    requirements.check_carry(algo, form)
+    algorithm_checks.check_carry(algo, form)
     if "greedy" in inspect.signature(algo.act).parameters:
-        requirements.check_acts(algo, env, form.train)  # before an environment refuses what it returns
+        algorithm_checks.check_acts(algo, env, form.train)  # before an environment refuses what it returns
     traced = trace(algo, env)
     check_roles(algo, traced)
-    requirements.check_metrics(algo, traced.metrics, needed=METRICS)
+    algorithm_checks.check_metrics(algo, traced.metrics, needed=METRICS)
     carry = eqx.filter_jit(lambda key: algo.init(env, key))(key_init)
     carry = with_leaves(traced.carry, leaves_of(carry, traced.carry))
     check_iterate(algo, env, carry, key)
@@ -118,7 +118,7 @@ def check_act(algo: Any, env: envs.Env, carry: PyTree) -> None:
         if not isinstance(out, tuple) or len(out) != expected:
             what = "(action, extras)" if memory is None else "(action, extras, memory)"
             raise AlgorithmError(f"`{name}.act` does not return {what}.", fix=f"Write it as {PARTS['act']}.")
-        requirements.check_action(name, out[0], env.action_space)
+        algorithm_checks.check_action(name, out[0], env.action_space)
         if memory is not None:
             _same_form(name, memory, out[2], what="the memory `act` returns")
     again = algo.act(*args[:2], jax.random.key(3), *args[3:], greedy=True)[0]

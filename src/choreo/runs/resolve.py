@@ -4,7 +4,7 @@
     "CartPole-v1", "my_env.py:make_env", MyEnv  -> an environment
     "coarse", "my_layouts.py:pods", coarse(2)   -> a layout
 
-`choreo.runs.descriptions` goes the other way, for run.toml. What is named here is the user's own word, and is run.
+`choreo.runs.toml_values` goes the other way, for run.toml. What is named here is the user's own word, and is run.
 """
 
 import dataclasses
@@ -19,7 +19,9 @@ from typing import Any
 
 import cloudpickle
 
+from choreo import algos, envs
 from choreo.errors import AlgorithmError, EnvError, LayoutError, UnknownNameError, unknown_name
+from choreo.layouts import ALIASES, PRESETS, Layout, find
 
 PARTS = {
     "unroll": "the number of steps per environment and iteration",
@@ -70,8 +72,6 @@ def algorithm_class(name: str) -> type:
                 fix="An algorithm is a class with @dataclass(frozen=True, kw_only=True).",
             )
         return cls
-    from choreo import algos
-
     return algos.find(name)
 
 
@@ -81,8 +81,6 @@ def environment(env: Any, num_envs: int | None = None, **kwargs: Any) -> Any:
     `env` is a name, a function that makes one (`lambda: MyEnv()`, `my_env.py:make_env`, a class), or the environment;
     `kwargs` are its own arguments.
     """
-    from choreo import envs
-
     count = num_envs if num_envs is not None else 8
     if isinstance(env, str):
         factory = _factory(env)
@@ -110,8 +108,6 @@ def _factory(name: str) -> Any:
 
 def layout(value: Any, **options: Any) -> Any:
     """The layout itself, from its name or the file it is in; `options` (`workers=2`) go to what makes it."""
-    from choreo.layouts import ALIASES, PRESETS, Layout, find
-
     options = {name: option for name, option in options.items() if option is not None}
     if isinstance(value, str) and ":" in value:
         return _layout_in_file(value, options)
@@ -120,7 +116,7 @@ def layout(value: Any, **options: Any) -> Any:
             raise LayoutError(
                 f"`{min(options)}` belongs to a layout given by name.", fix="Put it into the layout itself."
             )
-        return _checked_layout(value, f"{value!r}", Layout)
+        return _checked_layout(value, f"{value!r}")
     make = find(value)
     if make is None:
         fix = "A layout of your own is `file.py:name`."
@@ -134,8 +130,6 @@ def layout(value: Any, **options: Any) -> Any:
 
 def made_with(layout: Any) -> dict[str, Any] | None:
     """The arguments with which a preset makes this layout, shards among them; None if none does."""
-    from choreo.layouts import PRESETS
-
     make = PRESETS.get(layout.name)
     if make is None:
         return None
@@ -149,8 +143,6 @@ def made_with(layout: Any) -> dict[str, Any] | None:
 
 def _layout_in_file(target: str, options: dict[str, Any]) -> Any:
     """What `my_layouts.py:pods` stands for: a layout, or a function that makes one from `options`."""
-    from choreo.layouts import Layout
-
     name, found = target.rpartition(":")[2], load(target, lists=Layout)
     if isinstance(found, Layout) or not callable(found):
         if options:
@@ -158,10 +150,10 @@ def _layout_in_file(target: str, options: dict[str, Any]) -> Any:
                 f"`{target}` is a value, and takes no `{min(options)}`.",
                 fix=f"Make it a function: def {name}(*, {min(options)}): return choreo.Layout(...)",
             )
-        made = _checked_layout(found, f"`{target}`", Layout)
+        made = _checked_layout(found, f"`{target}`")
     else:
         _check_arguments(found, target, options)
-        made = _checked_layout(found(**options), f"What `{target}` returns", Layout)
+        made = _checked_layout(found(**options), f"What `{target}` returns")
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(Layout)}
     return construct(Layout, fields | {"name": name}) if made.name == "custom" else made
 
@@ -187,8 +179,8 @@ def _takes(make: Any, option: str) -> bool:
     return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _checked_layout(value: Any, what: str, kind: type) -> Any:
-    if not isinstance(value, kind):
+def _checked_layout(value: Any, what: str) -> Any:
+    if not isinstance(value, Layout):
         raise LayoutError(
             f"{what} is no layout, but {_a(type(value).__name__)}.",
             fix='A layout is choreo.Layout(choreo.Group("env", "actor"), choreo.Group("learner")), or a preset.',

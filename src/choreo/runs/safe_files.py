@@ -1,8 +1,8 @@
-"""Files in a folder that somebody else may have packed: never through a link, never a pipe, whole or not at all.
+"""Read and write files in a folder that may come from a stranger: atomically, and never through a link or a pipe.
 
-A run folder can come from anywhere. A symbolic link in the place of `metrics.jsonl` would send what is written to another
-file, a second hard link would change a file elsewhere, and opening a pipe (FIFO) would wait for ever. Each is refused with
-the name of the file. The path up to the folder is the user's own word, and may lead through links.
+If `metrics.jsonl` were a symbolic link, or had a second hard link, writing to it would change a file elsewhere; opening a
+pipe (FIFO) would block for ever. All three are refused, with the name of the file. Only the last part of a path is checked:
+the user named the folder, and the way to it may lead through links.
 """
 
 import errno
@@ -14,10 +14,10 @@ from choreo.errors import RunError
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Whoever opens `path` finds all of the old content or all of the new. A link at `path` is replaced, not followed."""
+    """Replace the content of `path`; a reader sees either the old content or the new. A link at `path` is replaced."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        beside.unlink(missing_ok=True)  # of a process that ended too early and had the same number
+        beside.unlink(missing_ok=True)  # left by a process that crashed and had the same id
         descriptor = open_to_write(beside, os.O_EXCL, mode=mode)
     except IsADirectoryError as error:
         raise _refused(beside, "it is a folder") from error
@@ -34,38 +34,38 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def open_to_write(path: Path, flags: int = 0, *, mode: int = 0o666) -> int:
-    """A descriptor to write to `path`, which is made if it is missing; `flags` as of `os.open`."""
+    """A descriptor to write to `path`; makes the file if it is missing. `flags` are added to those of `os.open`."""
     return _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, mode)
 
 
 def open_to_read(path: Path) -> int:
-    """A descriptor to read `path` itself, not what a link there leads to."""
+    """A descriptor to read `path`; links are refused."""
     return _open(path, os.O_RDONLY | os.O_NOFOLLOW, 0)
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file; raises OSError if there is none. Links are followed: nothing is changed by reading."""
+    """The content of a file; raises OSError if it does not exist. Links are followed: reading changes nothing."""
     with os.fdopen(_open(path, os.O_RDONLY, 0), "rb") as file:
         data: bytes | None = file.read()
-    if data is None:  # a file of the kernel's, at which one would have to wait
-        raise _refused(path, "it is no regular file")
+    if data is None:  # a file of the kernel, for which read() would block
+        raise _refused(path, "it is not a regular file")
     return data
 
 
 def _open(path: Path, flags: int, mode: int) -> int:
     try:
-        # Without O_NONBLOCK, opening a pipe waits for somebody at its other end.
+        # Without O_NONBLOCK, opening a pipe blocks until another process opens its other end.
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _refused(path, "it is a symbolic link") from error
-        if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder; a pipe or socket without anybody at its other end
-            raise _refused(path, "it is no regular file") from error
+        if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder; a pipe or socket whose other end is closed
+            raise _refused(path, "it is not a regular file") from error
         raise
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
-        raise _refused(path, "it is no regular file")
+        raise _refused(path, "it is not a regular file")
     if found.st_nlink > 1 and flags & os.O_NOFOLLOW:
         os.close(descriptor)
         raise _refused(path, "the same file has another name elsewhere (a hard link)")
@@ -73,4 +73,4 @@ def _open(path: Path, flags: int, mode: int) -> int:
 
 
 def _refused(path: Path, why: str) -> RunError:
-    return RunError(f"{path} is not touched: {why}.", fix="Remove it, if you do not know what it is for.")
+    return RunError(f"Refused to open {path}: {why}.", fix="Remove it, if you do not know what it is for.")

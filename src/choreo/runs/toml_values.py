@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from choreo import envs
 from choreo.errors import RunError, UnknownNameError, UntrustedError, unknown_name
-from choreo.runs import public_names, registry
+from choreo.runs import public_names, resolve
 
 
 def describe(value: Any) -> Any:
@@ -165,7 +166,7 @@ def _made(cls: Any, fields: dict[str, Any], at: str) -> Any:
     if not isinstance(cls, type):
         raise RunError(f"`{at}.class` of this run is no class, but {cls!r}.", fix="Undo the last edit.")
     _check_arguments_of(cls, fields, at)
-    return registry.construct(cls, fields)
+    return resolve.construct(cls, fields)
 
 
 def _partial(func: Any, args: list[Any], kwargs: dict[str, Any], at: str) -> Any:
@@ -183,8 +184,6 @@ def _check_arguments_of(make: Any, arguments: dict[str, Any], at: str) -> None:
 
 def describe_environment(env: Any) -> dict[str, Any]:
     """An environment as TOML data: its name, its count and its arguments, if these are all there is to it."""
-    from choreo import envs
-
     if isinstance(env, envs.HostEnv):
         target, kwargs = env.name if env.is_envpool else env.source.recipe.target, env.arguments
     else:
@@ -233,13 +232,11 @@ def environment_maker(data: Any, *, code: Code) -> Make:
 
 
 def _named_environment(name: str, count: int, kwargs: dict[str, Any], *, trust: bool) -> Any:
-    from choreo import envs
-
     built_in = envs.BUILT_IN.get(name)
     if built_in is not None and (wrong := public_names.misfit(built_in, kwargs)) is not None:
         raise RunError(f"`environment.kwargs` of this run do not fit: {wrong} in `{name}`.", fix="Undo the last edit.")
     try:
-        return registry.environment(name, count, **kwargs) if trust else envs.make(name, count, **kwargs)
+        return resolve.environment(name, count, **kwargs) if trust else envs.make(name, count, **kwargs)
     except UnknownNameError as error:
         raise RunError(
             f"`environment` of this run is `{name}`, which is gone. {error.what}",
@@ -249,7 +246,7 @@ def _named_environment(name: str, count: int, kwargs: dict[str, Any], *, trust: 
 
 def _reload(target: str, at: str) -> Any:
     try:
-        return registry.load(target)
+        return resolve.load(target)
     except UnknownNameError as error:
         raise RunError(
             f"`{at}` of this run is `{target}`, which is gone. {error.what}",

@@ -1,11 +1,11 @@
-"""Files are written beside and renamed; links, pipes and second names are refused by name."""
+"""Files are replaced atomically; links, pipes and folders in their place are refused by name."""
 
 import os
 
 import pytest
 
 from choreo.errors import RunError
-from choreo.runs import files
+from choreo.runs import safe_files
 
 
 def plant(kind, place, victim):
@@ -26,17 +26,17 @@ KINDS = {
     "link": "it is a symbolic link",
     "dangling link": "it is a symbolic link",
     "hard link": r"the same file has another name elsewhere \(a hard link\)",
-    "pipe": "it is no regular file",
-    "folder": "it is no regular file",
+    "pipe": "it is not a regular file",
+    "folder": "it is not a regular file",
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("open_file", [files.open_to_write, files.open_to_read])
+@pytest.mark.parametrize("open_file", [safe_files.open_to_write, safe_files.open_to_read])
 def test_what_is_no_file_of_its_own_is_refused(tmp_path, kind, open_file):
     place, victim = tmp_path / "metrics.jsonl", tmp_path / "victim"
     plant(kind, place, victim)
-    with pytest.raises(RunError, match=f"metrics.jsonl is not touched: {KINDS[kind]}.\nRemove it"):
+    with pytest.raises(RunError, match=f"Refused to open .*metrics.jsonl: {KINDS[kind]}.\nRemove it"):
         os.close(open_file(place))
     assert victim.read_text() == "precious" and not (tmp_path / "gone").exists()
 
@@ -45,7 +45,7 @@ def test_what_is_no_file_of_its_own_is_refused(tmp_path, kind, open_file):
 @pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"], ids=["file", "part"])
 def test_a_file_is_replaced_and_never_written_through(tmp_path, kind, name):
     plant(kind, tmp_path / name, tmp_path / "victim")
-    files.write_atomic(tmp_path / "x", b"new")
+    safe_files.write_atomic(tmp_path / "x", b"new")
     assert (tmp_path / "x").read_bytes() == b"new" and not (tmp_path / "x").is_symlink()
     assert (tmp_path / "victim").read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == ["victim", "x"]
@@ -54,14 +54,14 @@ def test_a_file_is_replaced_and_never_written_through(tmp_path, kind, name):
 @pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"], ids=["file", "part"])
 def test_a_folder_in_its_place_is_named(tmp_path, name):
     (tmp_path / name).mkdir()
-    with pytest.raises(RunError, match=f"{name} is not touched: it is a folder"):
-        files.write_atomic(tmp_path / "x", b"new")
+    with pytest.raises(RunError, match=f"Refused to open .*{name}: it is a folder"):
+        safe_files.write_atomic(tmp_path / "x", b"new")
 
 
 def test_reading_follows_links_and_waits_for_no_pipe(tmp_path):
     (tmp_path / "file").write_text("text")
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    assert files.read_bytes(tmp_path / "link") == b"text"
+    assert safe_files.read_bytes(tmp_path / "link") == b"text"
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(RunError, match="pipe is not touched: it is no regular file"):
-        files.read_bytes(tmp_path / "pipe")
+    with pytest.raises(RunError, match="Refused to open .*pipe: it is not a regular file"):
+        safe_files.read_bytes(tmp_path / "pipe")

@@ -1,0 +1,40 @@
+"""The wall time of a run: in all, and running iterations."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+
+from choreo.runtime.base import Runtime
+
+
+class Clock:
+    """Starts when it is made."""
+
+    def __init__(self, *, earlier_seconds: float):
+        """`earlier_seconds`: what the run had taken before it was resumed."""
+        self._start, self._earlier = time.perf_counter(), earlier_seconds
+        self._running, self._steps = 0.0, 0
+
+    @property
+    def seconds(self) -> float:
+        """Since the clock was made."""
+        return time.perf_counter() - self._start
+
+    @property
+    def run_seconds(self) -> float:
+        """Since the run began, with the time before it was resumed."""
+        return self._earlier + self.seconds
+
+    @contextlib.contextmanager
+    def running(self, runtime: Runtime, *, steps: int) -> Iterator[None]:
+        """Measure this block, which runs `steps` environment steps, without the time `runtime` spends compiling in it."""
+        start, compiled = time.perf_counter(), runtime.compile_seconds
+        yield
+        self._running += time.perf_counter() - start - (runtime.compile_seconds - compiled)
+        self._steps += steps
+
+    @property
+    def steps_per_second(self) -> float:
+        """Environment steps per second of running iterations; NaN before the first."""
+        return self._steps / self._running if self._running > 0 else math.nan

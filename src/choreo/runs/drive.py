@@ -1,0 +1,252 @@
+"""The loop of a run: it runs iterations to the next boundary and does there what is due.
+
+    plan      check the parts of the algorithm, trace, plan: nothing is written before these succeed
+    open      run folder, loggers, progress line, runtime: closed in reverse order, however the run ends
+    loop      run to the next boundary ──► evaluate ──► write rows ──► tell loggers ──► stop? ──► checkpoint
+    finish    timing, profile, learning curve, summary
+
+Boundaries are iteration numbers that follow from the configuration, never times. Nothing looks at a run or ends it between
+two boundaries, so a resumed run does the same as one that was never interrupted, bit for bit.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from choreo.errors import ChoreoWarning, DivergedError, RunError
+from choreo.partition.trace import Traced
+from choreo.plans import build
+from choreo.plans.plan import Plan
+from choreo.runs import algorithm_checks, checkpoint
+from choreo.runs.clock import Clock
+from choreo.runs.config import RunConfig
+from choreo.runs.episode_returns import EpisodeReturns
+from choreo.runs.evaluation import evaluate
+from choreo.runs.folder import Row, RunFolder, to_json
+from choreo.runs.loggers import Logger, Metrics, make_loggers
+from choreo.runs.progress import Progress
+from choreo.runs.rows import NotFinite, first_not_finite, make_rows
+from choreo.runs.run import Run, Timing
+from choreo.runs.warm_start import Weights
+from choreo.runtime.base import Runtime
+from choreo.runtime.compilation_cache import use_compilation_cache
+from choreo.runtime.coordinator.cluster import Cluster
+from choreo.runtime.engine.profile import Profile
+from choreo.runtime.engine.schedule import VersionRead
+from choreo.runtime.make import make_runtime
+from choreo.types import PyTree
+
+OnIteration = Callable[[int, Metrics], bool | None]
+"""Called with each iteration's number and metrics; True ends the run at the boundary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where the loop begins."""
+
+    done: int
+    """Iterations already run."""
+    rows: list[Row]
+    """The metrics of these iterations."""
+    carry: PyTree | None
+    """The state after these iterations; None: run `init`."""
+    weights: Weights | None = None
+    """Weights that replace those that `init` makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run is executed and watched; its result does not depend on these options."""
+
+    env_timeout_s: float = 60.0
+    """Seconds after which an environment that does not return counts as hanging."""
+    profile: bool = False
+    """Record when each site did what?"""
+    cluster: Cluster | None = None
+    """The hosts of workers; None: this machine."""
+    allow_versions: bool = False
+    """Accept hosts with other versions than this machine?"""
+    same_bits: bool = False
+    """Refuse hosts whose CPU or XLA_FLAGS may round differently?"""
+    trust_network: bool = False
+    """Let workers on different machines combine values over connections that are not encrypted?"""
+    replay: list[VersionRead] | None = None
+    """The log of another run: read the same versions as that run did."""
+
+
+def drive(
+    config: RunConfig,
+    folder: RunFolder | None,
+    start: Start,
+    options: RunOptions,
+    *,
+    loggers: Sequence[str | Logger],
+    on_iteration: OnIteration | None,
+    progress: bool | None,
+) -> Run:
+    """Run the iterations from `start` to the end of the run; returns the finished run."""
+    clock = Clock(earlier_seconds=start.rows[-1]["seconds"] if start.rows else 0.0)
+    use_compilation_cache()
+    traced, the_plan = _make_plan(config)
+    _check_can_start(start, the_plan)
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            folder.open()
+            stack.callback(folder.close)
+            _write_inputs(folder, config, traced, start)
+        sinks = make_loggers(loggers, folder and folder.path)
+        for sink in sinks:
+            stack.callback(sink.close)
+        show = sys.stderr.isatty() if progress is None else progress
+        line = stack.enter_context(Progress(type(config.algo).__name__, total_steps=config.total_steps, show=show))
+        runtime = _make_runtime(config, the_plan, options, line)
+        stack.callback(runtime.close)
+        if folder is not None and runtime.differences:
+            folder.write_config(config.to_toml(hosts=runtime.differences))
+        _load_carry(runtime, start, config)
+
+        rows, returns = list(start.rows), EpisodeReturns(start.rows)
+        first, stopping = start.done, False
+        while first < config.iterations and not stopping:
+            stop = config.next_boundary(first)
+            with clock.running(runtime, steps=(stop - first) * config.steps_per_iteration):
+                metrics = runtime.run(first, stop)
+            new = make_rows(config, metrics, range(first, stop), returns, seconds=clock.run_seconds)
+            diverged = first_not_finite(new)
+            if diverged is not None:
+                new = new[: diverged.iteration - first + 1]
+            elif config.is_evaluation_due(stop):
+                new[-1]["eval_return"] = _mean_return(config, runtime, stop)
+            rows += new
+            _write_rows(folder, new, runtime)
+            stopping = _tell(new, sinks, on_iteration)
+            if diverged is not None:
+                raise _diverged_error(config, folder, diverged)
+            line.update(new[-1], steps_per_second=clock.steps_per_second)
+            stopping = stopping or config.is_good_enough(new[-1])
+            if folder is not None and (stopping or config.is_checkpoint_due(stop)):
+                checkpoint.save(folder.checkpoint, runtime.carry(), iteration=stop)
+            first = stop
+
+        profile = runtime.profile() if options.profile else None
+        run = _finished_run(config, folder, runtime, rows, clock, profile)
+        if folder is not None:
+            _write_results(folder, run)
+        return run
+
+
+def _make_plan(config: RunConfig) -> tuple[Traced, Plan]:
+    algo = config.algo_with_horizon
+    algorithm_checks.check_parts(algo, config.env)  # before `iterate` is traced, which takes longer
+    traced = build.trace_for(algo, config.env, config.layout)
+    algorithm_checks.check_metrics(algo, traced.metrics)
+    the_plan = build.plan_traced(traced, config.layout, title=config.title)
+    for warning in the_plan.warnings:
+        warnings.warn(warning, ChoreoWarning, stacklevel=4)  # shown at the line that called `train`
+    return traced, the_plan
+
+
+def _check_can_start(start: Start, the_plan: Plan) -> None:
+    if start.done and the_plan.num_sites > 1:
+        raise RunError(
+            f"This run has {the_plan.num_sites} sites; only runs with one site can be resumed.",
+            fix="Train with --layout fused to be able to resume, or train this one again from the start.",
+        )
+
+
+def _write_inputs(folder: RunFolder, config: RunConfig, traced: Traced, start: Start) -> None:
+    """Write what is known before the first iteration."""
+    folder.write_config(config.to_toml())
+    folder.write_text("graph.svg", traced.iterate.draw())
+    if start.done:
+        folder.rewrite_metrics(start.rows)  # drops the rows after the checkpoint: their iterations are run again
+
+
+def _make_runtime(config: RunConfig, the_plan: Plan, options: RunOptions, line: Progress) -> Any:
+    named = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    return make_runtime(config.runtime, the_plan, **named, on_output=line.print, on_states=line.workers)
+
+
+def _load_carry(runtime: Runtime, start: Start, config: RunConfig) -> None:
+    """Give the runtime the state that the first iteration begins with."""
+    if start.carry is not None:
+        runtime.restore(start.carry, config.key)
+        return
+    runtime.start(config.key)
+    if start.weights is not None:
+        runtime.restore(start.weights.put_into(runtime.carry()), config.key)
+
+
+def _mean_return(config: RunConfig, runtime: Runtime, iteration: int) -> float:
+    """The mean return of greedy episodes with the parameters after `iteration` iterations."""
+    algo = config.algo_with_horizon
+    params = algo.policy(runtime.carry().train)
+    key = jax.random.fold_in(config.key_evaluate, iteration)
+    return evaluate(algo, config.env, params, key=key, episodes=config.eval_episodes).mean
+
+
+def _write_rows(folder: RunFolder | None, rows: Sequence[Row], runtime: Runtime) -> None:
+    """Append the rows and the runtime's log of reads to their files; empties the log."""
+    if folder is not None:
+        folder.append_metrics(rows)
+        if runtime.log:
+            folder.append_log(runtime.log)
+    runtime.log.clear()
+
+
+def _tell(rows: Sequence[Row], loggers: Sequence[Logger], on_iteration: OnIteration | None) -> bool:
+    """Pass the rows on, one by one; returns whether `on_iteration` asked to stop."""
+    stopping = False
+    for row in rows:
+        for logger in loggers:
+            logger.log(row)
+        if on_iteration is not None and on_iteration(int(row["iteration"]), row):
+            stopping = True
+    return stopping
+
+
+def _diverged_error(config: RunConfig, folder: RunFolder | None, found: NotFinite) -> DivergedError:
+    places = {}
+    if folder is not None and folder.checkpoint.exists():
+        places["last_checkpoint"] = f"{folder.checkpoint} (iteration {checkpoint.iteration(folder.checkpoint)})"
+    return DivergedError(
+        f"The run diverged: `{found.metric}` is {found.value} at iteration {found.iteration} of {config.iterations}.",
+        fix="Lower the learning rate, clip gradients, or look at metrics.jsonl for what grew before.",
+        **places,
+    )
+
+
+def _finished_run(
+    config: RunConfig,
+    folder: RunFolder | None,
+    runtime: Runtime,
+    rows: list[Row],
+    clock: Clock,
+    profile: Profile | None,
+) -> Run:
+    return Run(
+        config=config,
+        train_state=runtime.carry().train,
+        rows=rows,
+        timing=Timing(
+            seconds=clock.seconds,
+            compile_seconds=float(runtime.compile_seconds),
+            steps_per_second=clock.steps_per_second,
+        ),
+        path=folder and folder.path,
+        profile=profile,
+    )
+
+
+def _write_results(folder: RunFolder, run: Run) -> None:
+    """Write what is known after the last iteration."""
+    if run.profile is not None:
+        folder.write_text("trace.json", run.profile.trace())
+    run.plot(folder.path / "curve.png")
+    folder.write_text("summary.json", to_json(run.training_summary))

@@ -1,0 +1,30 @@
+"""`train_return`: the mean return of the last 100 training episodes, iteration by iteration."""
+
+import collections
+import math
+from collections.abc import Sequence
+
+from choreo.runs.folder import Row
+
+EPISODES_PER_RETURN = 100
+"""`train_return` is the mean over at least this many episodes; over all of them while fewer have ended."""
+
+
+class EpisodeReturns:
+    """A moving window over the newest iterations that together have at least 100 episodes."""
+
+    def __init__(self, rows: Sequence[Row]):
+        """`rows`: the iterations that were run before, in order."""
+        self._window: collections.deque[tuple[float, float]] = collections.deque()  # (episodes, their mean return)
+        self._episodes = 0.0
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> float:
+        """Add the episodes of one iteration; returns the mean return over the window, NaN if it has no episode."""
+        if row["episodes"] > 0:
+            self._window.append((row["episodes"], row["episode_return"]))
+            self._episodes += row["episodes"]
+        while self._window and self._episodes - self._window[0][0] >= EPISODES_PER_RETURN:
+            self._episodes -= self._window.popleft()[0]
+        return sum(n * mean for n, mean in self._window) / self._episodes if self._window else math.nan
