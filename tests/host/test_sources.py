@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from choreo.errors import EnvError
-from choreo.host.batch import MakeBatch
-from choreo.host.gymnasium import probe
+from choreo.host.make_batch import MakeBatch
+from choreo.host.probe import probe
 from choreo.host.sources import Source
 from choreo.runs import registry
 from host.toys import Count
@@ -89,8 +89,8 @@ def test_a_lambda_with_a_class_of_the_same_script(tmp_path):
         USER_FILE.replace("from beside import LENGTH", "LENGTH = 4")
         + """
 import pickle, sys
-from choreo.host.batch import MakeBatch
-from choreo.host.gymnasium import probe
+from choreo.host.make_batch import MakeBatch
+from choreo.host.probe import probe
 from choreo.host.sources import Source
 
 slope = 3

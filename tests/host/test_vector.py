@@ -110,8 +110,8 @@ def test_a_pause_between_episodes_changes_no_return_and_no_target(truncates):
 
 
 def test_gymnasiums_own_vector_entry_point():
-    from choreo.host.batch import MakeBatch
-    from choreo.host.gymnasium import probe
+    from choreo.host.make_batch import MakeBatch
+    from choreo.host.probe import probe
     from choreo.host.sources import Source
 
     source = Source.of_id("CartPole-v1", {}, vector=True)

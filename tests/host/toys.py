@@ -4,8 +4,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from choreo.host.batch import MakeBatch
-from choreo.host.gymnasium import probe
+from choreo.host.make_batch import MakeBatch
+from choreo.host.probe import probe
 from choreo.host.sources import Source
 
 

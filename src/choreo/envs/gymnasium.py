@@ -23,8 +23,8 @@ from choreo.envs.base import Env, TimeStep, check_kind
 from choreo.envs.vmap import JaxEnv, VmapEnv
 from choreo.errors import EnvError
 from choreo.host import HostMethod, Spec, spaces
-from choreo.host.batch import EnvForm, MakeBatch
-from choreo.host.gymnasium import probe, probe_anew
+from choreo.host.make_batch import MakeBatch
+from choreo.host.probe import EnvForm, probe, probe_anew
 from choreo.host.sources import NotGymnasium, Source
 from choreo.roles import Fragment, host_method
 from choreo.types import Key, PyTree

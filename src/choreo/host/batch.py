@@ -8,63 +8,19 @@ ended. The token counts steps: an environment cannot go back to a state it has l
 refused. Observations and actions are flat (choreo.host.spaces).
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import gymnasium
 import numpy as np
 
 from choreo.errors import EnvError
 from choreo.host import spaces
-from choreo.host.sources import Source
+from choreo.host.probe import EnvForm
 
 Prepare = Callable[[np.ndarray], np.ndarray]
 """From actions as they were sampled to such of a space: always a copy, which an environment may keep."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvForm:
-    """What one look at an environment told."""
-
-    observation_space: gymnasium.Space
-    """As the environment has it; with a mask from `info`, a Dict of `obs` and `action_mask`."""
-    action_space: gymnasium.Space
-    """As the environment has it."""
-    masked: bool
-    """Whether the mask comes from `info`."""
-    vector: bool
-    """Whether it is a vector environment."""
-    packages: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    """The installed packages that it is made of."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MakeBatch:
-    """From the numbers of a site's environments to its object."""
-
-    source: Source
-    """How one environment is made."""
-    form: EnvForm = dataclasses.field(compare=False)
-    """What they are like; follows from `source`."""
-    info_keys: tuple[str, ...] = ()
-    """Numbers of `info` that are handed on."""
-    wide: bool = False
-    """Whether JAX computes in 64 bits."""
-
-    exact = True
-    """A batch looks at all that comes from an environment, and makes its arrays itself."""
-
-    def __call__(self, envs: range) -> "Batch":
-        if self.form.vector:
-            from choreo.host.vector import VectorBatch
-
-            return VectorBatch(self, envs)
-        from choreo.host.gymnasium import GymBatch
-
-        return GymBatch(self, envs)
 
 
 class Batch:
@@ -73,15 +29,14 @@ class Batch:
     current: int | None = None
     """The number of the environment that is being worked on."""
 
-    def __init__(self, make: MakeBatch, envs: range):
-        self.envs, self.name, self.form, self.info_keys = envs, make.source.name, make.form, make.info_keys
-        self.float = np.dtype(np.float64 if make.wide else np.float32)
+    def __init__(self, envs: range, *, name: str, form: EnvForm, info_keys: tuple[str, ...], wide: bool):
+        self.envs, self.name, self.form, self.info_keys = envs, name, form, info_keys
+        self.float = np.dtype(np.float64 if wide else np.float32)
         self.leaves = [
-            spaces.Leaf(space, path, wide=make.wide)
-            for path, space in spaces.leaves(make.form.observation_space, what=self.name)
+            spaces.Leaf(space, path, wide=wide) for path, space in spaces.leaves(form.observation_space, what=name)
         ]
         self.float_leaves = [k for k, leaf in enumerate(self.leaves) if leaf.dtype_out.kind == "f"]
-        self.prepare = [_preparation(leaf) for _, leaf in spaces.leaves(make.form.action_space, what=self.name)]
+        self.prepare = [_preparation(leaf) for _, leaf in spaces.leaves(form.action_space, what=name)]
         self.token: np.ndarray | None = None
         """The latest one."""
         # In our type, so that what is handed out is a copy and no conversion.
@@ -183,20 +138,3 @@ def _preparation(space: gymnasium.Space) -> Prepare:
         low, high = space.low, space.high
         return lambda action: np.minimum(np.maximum(action, low), high).astype(dtype, copy=False)
     return lambda action: action.astype(dtype)
-
-
-def raised(name: str, which: str, part: str, error: BaseException) -> EnvError:
-    """The error for an environment that raised one; to be raised from it."""
-    return EnvError(
-        f"{which} of `{name}` raised {type(error).__name__} in {part}: {error}",
-        fix="The traceback above is the environment's own.",
-    )
-
-
-def words(result: Any) -> str:
-    """What was returned instead of what should have been."""
-    if isinstance(result, tuple):
-        return f"{len(result)} values"
-    if isinstance(result, np.ndarray):
-        return f"an array {result.dtype}{list(result.shape)}"
-    return f"a {type(result).__name__}"

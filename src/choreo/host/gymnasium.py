@@ -15,88 +15,23 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from choreo.errors import EnvError
 from choreo.host import spaces
-from choreo.host.batch import Batch, EnvForm, MakeBatch, Prepare, raised, words
-from choreo.host.packages import packages_of
-from choreo.host.sources import Source, import_prefix
-
-MASK = "action_mask"
-"""Which actions are possible, in `info` or in a dictionary of observations."""
-
-
-def probe(source: Source) -> EnvForm:
-    """Make one environment, look at it, close it; once per process."""
-    if source not in _forms:
-        _forms[source] = _look(source)
-    return _forms[source]
-
-
-_forms: dict[Source, EnvForm] = {}
-
-
-def probe_anew(source: Source) -> Source:
-    """Look at what a function makes now, which may be another class than when it was last looked at."""
-    form = _look(source)
-    source = source.seen_as(repr(form))
-    _forms[source] = form
-    return source
-
-
-def _look(source: Source) -> EnvForm:
-    import_prefix(source.recipe.target)
-    env = source.make_any()
-    try:
-        vector = isinstance(env, gymnasium.vector.VectorEnv)
-        obs_space, action_space = _spaces_of(env, source)
-        spaces.leaves(obs_space, what=f"The observation of `{source.name}`")
-        spaces.leaves(action_space, what=f"The action of `{source.name}`")
-        own = isinstance(obs_space, gymnasium.spaces.Dict) and MASK in obs_space.spaces
-        mask = None if vector or own else _mask(env, source)
-        if mask is not None:
-            obs_space = gymnasium.spaces.Dict({"obs": obs_space, MASK: gymnasium.spaces.MultiBinary(np.shape(mask))})
-        return EnvForm(
-            observation_space=obs_space,
-            action_space=action_space,
-            masked=mask is not None,
-            vector=vector,
-            packages=packages_of(env),
-        )
-    finally:
-        env.close()
-
-
-def _spaces_of(env: Any, source: Source) -> list[gymnasium.Space]:
-    single = "single_" if isinstance(env, gymnasium.vector.VectorEnv) else ""
-    names = (f"{single}observation_space", f"{single}action_space")
-    found = [getattr(env, name, None) for name in names]
-    for name, space in zip(names, found, strict=True):
-        if not isinstance(space, gymnasium.Space):
-            raise EnvError(
-                f"The `{name}` of `{source.name}` is {space!r}, which is no Gymnasium space.",
-                fix=f"Set self.{name} in its __init__, for example to gymnasium.spaces.Discrete(2).",
-            )
-    return found  # pyright: ignore[reportReturnType]
-
-
-def _mask(env: Any, source: Source) -> Any:
-    """The mask in `info` of a first reset, if there is one."""
-    try:
-        _, info = env.reset(seed=0)
-    except Exception as error:
-        raise raised(source.name, "The first environment", "reset", error) from error
-    return info.get(MASK)
+from choreo.host.batch import Batch, Prepare
+from choreo.host.env_errors import describe, env_raised
+from choreo.host.probe import MASK, EnvForm
+from choreo.host.sources import Source
 
 
 class GymBatch(Batch):
     """The environments `envs` of all, made now."""
 
-    def __init__(self, make: MakeBatch, envs: range):
-        super().__init__(make, envs)
+    def __init__(self, envs: range, source: Source, *, form: EnvForm, info_keys: tuple[str, ...], wide: bool):
+        super().__init__(envs, name=source.name, form=form, info_keys=info_keys, wide=wide)
         self.is_tree = isinstance(self.form.observation_space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple)
         self.each = _each(self.form.action_space, self.prepare, len(envs))
         self.members: list[gymnasium.Env] = []
         try:
             for self.current in envs:
-                self.members.append(make.source.make())
+                self.members.append(source.make())
         except BaseException:
             self.close()
             raise
@@ -119,7 +54,7 @@ class GymBatch(Batch):
             for self.current, step, one in zip(self.envs, self.steps, actions, strict=True):  # noqa: B020
                 results.append(step(one))
         except (Exception, SystemExit) as error:
-            raise raised(self.name, f"Environment {self.current}", "step", error) from error
+            raise env_raised(self.name, f"Environment {self.current}", "step", error) from error
         try:
             seen, rewards, terminated, truncated, infos = zip(*results, strict=True)
             over = any(terminated) or any(truncated)
@@ -153,9 +88,9 @@ class GymBatch(Batch):
         try:
             result = self.members[i].reset(seed=seed)
         except (Exception, SystemExit) as error:
-            raise raised(self.name, f"Environment {self.current}", "reset", error) from error
+            raise env_raised(self.name, f"Environment {self.current}", "reset", error) from error
         if not isinstance(result, tuple) or len(result) != 2:
-            self.wrong(i, "reset", f"{words(result)}, not (obs, info)")
+            self.wrong(i, "reset", f"{describe(result)}, not (obs, info)")
         self.steps[i], limit = _bare_step(self.members[i])
         self.due[i] = self.count + limit
         self.first_due = min(self.due)
@@ -170,10 +105,10 @@ class GymBatch(Batch):
         """The first of these results that is not what `step` should return."""
         for i, result in enumerate(results):
             if not isinstance(result, tuple) or len(result) != 5:
-                self.wrong(i, "step", f"{words(result)}, not (obs, reward, terminated, truncated, info)")
+                self.wrong(i, "step", f"{describe(result)}, not (obs, reward, terminated, truncated, info)")
             for name, value in zip(("terminated", "truncated"), result[2:4], strict=True):
                 if np.ndim(value):
-                    self.wrong(i, "step", f"{words(value)} as {name}, not a truth value")
+                    self.wrong(i, "step", f"{describe(value)} as {name}, not a truth value")
         raise AssertionError("one of them is")
 
     def _stack(self, seen: Sequence[Any], part: str, which: Sequence[int] | None = None) -> list[np.ndarray]:
@@ -193,7 +128,7 @@ class GymBatch(Batch):
                 try:
                     values[i] = info[key]
                 except (TypeError, ValueError):
-                    self.wrong(i, "step", f"{words(info[key])} as info[{key!r}], not a number")
+                    self.wrong(i, "step", f"{describe(info[key])} as info[{key!r}], not a number")
 
     def _rewards(self, rewards: Sequence[Any]) -> np.ndarray:
         try:
@@ -202,7 +137,7 @@ class GymBatch(Batch):
             reward = np.empty(())  # looked into below
         if reward.shape != (len(rewards),):
             bad = next(i for i, x in enumerate(rewards) if np.ndim(x) or not isinstance(x, float | int | np.generic))
-            self.wrong(bad, "step", f"{words(rewards[bad])} as reward, not a number")
+            self.wrong(bad, "step", f"{describe(rewards[bad])} as reward, not a number")
         return reward
 
 

@@ -29,15 +29,18 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from choreo.errors import EnvError
 from choreo.host import spaces
-from choreo.host.batch import Batch, MakeBatch, raised, words
+from choreo.host.batch import Batch
+from choreo.host.env_errors import describe, env_raised
+from choreo.host.probe import EnvForm
+from choreo.host.sources import Source
 
 
 class VectorBatch(Batch):
     """The environments `envs` of all, as one vector environment, made now."""
 
-    def __init__(self, make: MakeBatch, envs: range):
-        super().__init__(make, envs)
-        self.env = make.source.make_vector(len(envs))
+    def __init__(self, envs: range, source: Source, *, form: EnvForm, info_keys: tuple[str, ...], wide: bool):
+        super().__init__(envs, name=source.name, form=form, info_keys=info_keys, wide=wide)
+        self.env = source.make_vector(len(envs))
         self.mode = _mode(self.env, self.name)
         if isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv) and self.mode is AutoresetMode.NEXT_STEP:
             self.mode = AutoresetMode.DISABLED  # by a mask they begin an episode whenever they are asked to
@@ -57,7 +60,7 @@ class VectorBatch(Batch):
         parts = [prepare(leaf) for prepare, leaf in zip(self.prepare, action, strict=True)]
         result = self._call("step", self.env.step, spaces.unflatten(self.form.action_space, iter(parts)))
         if not isinstance(result, tuple) or len(result) != 5:
-            self.wrong(0, "step", f"{words(result)}, not (obs, reward, terminated, truncated, info)")
+            self.wrong(0, "step", f"{describe(result)}, not (obs, reward, terminated, truncated, info)")
         seen, reward, terminated, truncated, info = result
         obs, reward = self._leaves(seen, "step"), np.array(reward, self.float)
         terminated, done = np.asarray(terminated, np.bool_), np.logical_or(terminated, truncated)
@@ -133,7 +136,7 @@ class VectorBatch(Batch):
             return method(*args)
         except Exception as error:
             which = f"One of the environments {self.envs.start} to {self.envs.stop - 1}"
-            raise raised(self.name, which, part, error) from error
+            raise env_raised(self.name, which, part, error) from error
 
     def _leaves(self, seen: Any, part: str) -> list[np.ndarray]:
         """New arrays [env, ...] from the observations of all."""

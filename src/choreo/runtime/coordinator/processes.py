@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from choreo.errors import RunError
 from choreo.host import HostMethod
-from choreo.host.batch import MakeBatch
+from choreo.host.make_batch import MakeBatch
 from choreo.host.packages import packages_of
 from choreo.partition.program import HostCall, walk
 from choreo.plans.plan import Plan
