@@ -104,7 +104,7 @@ def test_numbers_of_info_become_metrics():
 
 def test_actions_of_a_wrong_shape_are_refused_while_tracing():
     env = envs.make("CartPole-v1", 4)
-    with pytest.raises(EnvError, match=r"`CartPole-v1` was given actions \[4, 2\], not \[4\]"):
+    with pytest.raises(EnvError, match=r"`CartPole-v1` was given actions of shape \[4, 2\], not \[4\]"):
         jax.eval_shape(env.step, jnp.zeros(4, jnp.int32), jnp.zeros((4, 2)))
 
 
@@ -173,7 +173,7 @@ def test_what_a_factory_may_also_make():
 
 
 def test_what_is_refused():
-    with pytest.raises(EnvError, match="A Count was given; it cannot be made 8 times.\n.*lambda: MyEnv"):
+    with pytest.raises(EnvError, match="A Count was given; 8 environments cannot be made from it.\n.*lambda: MyEnv"):
         registry.environment(Count())
     with pytest.raises(EnvError, match="`difficulty` belongs to an environment given by name"):
         registry.environment(envs.make("CartPole-v1", 3), difficulty=3)
