@@ -298,13 +298,13 @@ def test_close_closes_all():
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: 3, "`lambda at test_gymnasium.py:.*` made a int, which is no gymnasium.Env"),
+    (lambda: 3, "`lambda at test_gymnasium.py:.*` made a int, which is not a gymnasium.Env"),
     (lambda: 1 / 0, "could not be made: ZeroDivisionError: division by zero"),
-    (lambda: gymnasium.make_vec("CartPole-v1", 2), "made a vector environment, of 2, without being told of how many"),
+    (lambda: gymnasium.make_vec("CartPole-v1", 2), "made a vector environment of 2 environments, but takes no argument `num_envs`"),
     (lambda: TransformObservation(Count(), str, spaces.Text(5)), "The observation of .* has a Text space, which has no fixed"),
     (lambda: TransformObservation(Count(), str, spaces.Dict(a=spaces.Tuple([spaces.Sequence(spaces.Discrete(2))]))),
      r"has a Sequence space at \['a'\]\[0\]"),
-    (gymnasium.Env, "The `observation_space` of `Env` is None, which is no Gymnasium space"),
+    (gymnasium.Env, "The `observation_space` of `Env` is None, which is not a Gymnasium space"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_refused_when_it_is_named(make, message):
     with pytest.raises(EnvError, match=message):

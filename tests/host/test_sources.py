@@ -139,5 +139,5 @@ def test_what_cannot_travel_says_so():
     lock = threading.Lock()
     source = Source.of_factory(lambda: lock and Count(), {})
     assert source.make()
-    with pytest.raises(EnvError, match="`lambda at .*` cannot travel to another process: TypeError: .*lock"):
+    with pytest.raises(EnvError, match="`lambda at .*` cannot be sent to another process: TypeError: .*lock"):
         pickle.dumps(source)

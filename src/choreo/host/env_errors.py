@@ -1,4 +1,4 @@
-"""Errors for environments that raise, and words for what they return instead of what they should."""
+"""Errors for environments that raise an exception or return something wrong."""
 
 from typing import Any
 

@@ -2,18 +2,18 @@
 
     MakeBatch(source=..., form=probe(source))(range(4, 8))  ->  GymBatch: environments 4, 5, 6, 7
 
-An environment resets itself in the step that ends its episode: from a seed the first time, from its own stream later.
+The batch resets an environment in the step that ends its episode. Only the first reset has a seed; later episodes continue
+the environment's own random stream.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from choreo.errors import EnvError
 from choreo.host import spaces
 from choreo.host.batch import Batch, Prepare
 from choreo.host.env_errors import describe, env_raised
@@ -22,12 +22,12 @@ from choreo.host.sources import Source
 
 
 class GymBatch(Batch):
-    """The environments `envs` of all, made now."""
+    """The environments with the numbers `envs`, one Python object each."""
 
     def __init__(self, envs: range, source: Source, *, form: EnvForm, info_keys: tuple[str, ...], wide: bool):
         super().__init__(envs, name=source.name, form=form, info_keys=info_keys, wide=wide)
         self.is_tree = isinstance(self.form.observation_space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple)
-        self.each = _each(self.form.action_space, self.prepare, len(envs))
+        self.action_of_each = _action_splitter(self.form.action_space, self.prepare, len(envs))
         self.members: list[gymnasium.Env] = []
         try:
             for self.current in envs:
@@ -40,15 +40,17 @@ class GymBatch(Batch):
         self.count = 0
         """Steps taken."""
         self.due = [math.inf] * len(envs)
-        """The count at which each episode is cut off."""
+        """The count at which each episode reaches its time limit."""
         self.first_due = math.inf
 
     def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
-        return self.begun(self._stack([self._begin_episode(i, seed) for i, seed in enumerate(seeds.tolist())], "reset"))
+        return self.reset_results(
+            self._stack([self._reset_one(i, seed) for i, seed in enumerate(seeds.tolist())], "reset")
+        )
 
     def step(self, token: np.ndarray, *action: np.ndarray) -> tuple[np.ndarray, ...]:
         self.check_token(token)
-        actions = self.each(action)
+        actions = self.action_of_each(action)
         results = []
         try:
             for self.current, step, one in zip(self.envs, self.steps, actions, strict=True):  # noqa: B020
@@ -58,8 +60,8 @@ class GymBatch(Batch):
         try:
             seen, rewards, terminated, truncated, infos = zip(*results, strict=True)
             over = any(terminated) or any(truncated)
-        except (TypeError, ValueError) as error:
-            raise self._malformed(results) from error
+        except (TypeError, ValueError):
+            self._refuse_malformed(results)
         self.count += 1
         ended, terminal = [], []
         if over or self.count >= self.first_due:
@@ -69,21 +71,21 @@ class GymBatch(Batch):
             seen = [self._masked(obs, info, i, "step") for i, (obs, info) in enumerate(zip(seen, infos, strict=True))]
         if self.info_keys:
             for i, info in enumerate(infos):
-                self._note(i, info)
+                self._keep_info(i, info)
 
         def restart(obs: list[np.ndarray]) -> None:
-            fresh = self._stack([self._begin_episode(i, None) for i in ended], "reset", ended)
+            fresh = self._stack([self._reset_one(i, None) for i in ended], "reset", ended)
             for leaf, new in zip(obs, fresh, strict=True):
                 leaf[ended] = new
 
-        return self.stepped(token, self._stack(seen, "step"), self._rewards(rewards), ended, terminal, restart)
+        return self.step_results(token, self._stack(seen, "step"), self._rewards(rewards), ended, terminal, restart)
 
     def close(self) -> None:
         while self.members:
             self.members.pop().close()
 
-    def _begin_episode(self, i: int, seed: int | None) -> Any:
-        """The first observation."""
+    def _reset_one(self, i: int, seed: int | None) -> Any:
+        """Begin an episode in environment `i` of this batch; returns the first observation."""
         self.current = self.envs.start + i
         try:
             result = self.members[i].reset(seed=seed)
@@ -101,18 +103,18 @@ class GymBatch(Batch):
             self.wrong(i, part, f"an observation without info[{MASK!r}], which its first reset had")
         return {"obs": seen, MASK: info[MASK]}
 
-    def _malformed(self, results: list[Any]) -> EnvError:
-        """The first of these results that is not what `step` should return."""
+    def _refuse_malformed(self, results: list[Any]) -> NoReturn:
+        """Raise EnvError for the first of these results that is not what `step` should return."""
         for i, result in enumerate(results):
             if not isinstance(result, tuple) or len(result) != 5:
                 self.wrong(i, "step", f"{describe(result)}, not (obs, reward, terminated, truncated, info)")
             for name, value in zip(("terminated", "truncated"), result[2:4], strict=True):
                 if np.ndim(value):
                     self.wrong(i, "step", f"{describe(value)} as {name}, not a truth value")
-        raise AssertionError("one of them is")
+        raise AssertionError("one of the results is malformed")
 
     def _stack(self, seen: Sequence[Any], part: str, which: Sequence[int] | None = None) -> list[np.ndarray]:
-        """New arrays of observations, one for each leaf; `which` environments they are of."""
+        """The observations as new arrays, one for each leaf; `which`: the environments they come from, if not all."""
         try:
             if not self.is_tree:
                 return [self.leaves[0].stack(seen)]
@@ -122,7 +124,7 @@ class GymBatch(Batch):
         except spaces.WrongValue as wrong:
             self.wrong(wrong.index if which is None else which[wrong.index], part, f"an observation {wrong}")
 
-    def _note(self, i: int, info: dict[str, Any]) -> None:
+    def _keep_info(self, i: int, info: dict[str, Any]) -> None:
         for key, values in zip(self.info_keys, self.infos, strict=True):
             if key in info:
                 try:
@@ -134,7 +136,7 @@ class GymBatch(Batch):
         try:
             reward = np.array(rewards, self.float)
         except (TypeError, ValueError):
-            reward = np.empty(())  # looked into below
+            reward = np.empty(())  # the next lines find the wrong reward
         if reward.shape != (len(rewards),):
             bad = next(i for i, x in enumerate(rewards) if np.ndim(x) or not isinstance(x, float | int | np.generic))
             self.wrong(bad, "step", f"{describe(rewards[bad])} as reward, not a number")
@@ -142,11 +144,11 @@ class GymBatch(Batch):
 
 
 def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
-    """The `step` below wrappers that only count or complain, and the limit they count to.
+    """The `step` below the wrappers that only count or check, and their time limit.
 
-    `gymnasium.make` puts a TimeLimit, an OrderEnforcing and a PassiveEnvChecker around everything; a batch resets before it
-    steps and counts steps anyhow, and the last one looks only at the first step. On a fast environment these calls are a
-    tenth of the time.
+    `gymnasium.make` wraps every environment in TimeLimit, OrderEnforcing and PassiveEnvChecker. A batch counts steps itself
+    and always resets first, and PassiveEnvChecker checks only the first step. With a fast environment these wrappers would
+    take a tenth of the time.
     """
     limit = math.inf
     while type(env) in (TimeLimit, OrderEnforcing) or (type(env) is PassiveEnvChecker and env.checked_step):
@@ -156,8 +158,8 @@ def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
     return env.step, limit
 
 
-def _each(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callable[..., Sequence[Any]]:
-    """From the leaves of all actions to the action of each environment."""
+def _action_splitter(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callable[..., Sequence[Any]]:
+    """A function from the leaves of all actions to a sequence with the action of each environment."""
     if isinstance(space, gymnasium.spaces.Discrete):
         return lambda leaves: list(map(DiscreteAction, leaves[0].tolist()))
     if not isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
@@ -171,8 +173,10 @@ def _each(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callabl
 
 
 class DiscreteAction(int):
-    """An action of a Discrete space. Gymnasium's are numpy's numbers, and this answers like one; but a check that it is
-    within its space, which most environments make in every step, takes a tenth of the time for an int."""
+    """An action of a Discrete space: an int with the attributes of numpy's int64, which Gymnasium's own actions are.
+
+    Most environments check in every step that the action is in its space; with an int this takes a tenth of the time.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np.int64(self), name)

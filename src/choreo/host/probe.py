@@ -1,4 +1,4 @@
-"""What one look at an environment tells about all of them: its spaces, its kind, the packages it is made of.
+"""Find the facts about an environment that a program needs: make one, inspect it, close it.
 
 probe(Source.of_id("CartPole-v1", {}))  ->  EnvForm(observation_space=Box(4), action_space=Discrete(2), ...)
 """
@@ -17,12 +17,12 @@ from choreo.host.packages import packages_of
 from choreo.host.sources import Source, import_prefix
 
 MASK = "action_mask"
-"""Which actions are possible, in `info` or in a dictionary of observations."""
+"""The key of the mask of possible actions, in `info` or in a dictionary of observations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvForm:
-    """Facts about an environment, found by making one and looking at it."""
+    """Facts about an environment, found by a probe."""
 
     observation_space: gymnasium.Space
     """The environment's own space; if the action mask comes from `info`, a Dict of `obs` and `action_mask`."""
@@ -33,13 +33,13 @@ class EnvForm:
     vector: bool
     """Whether this is a vector environment."""
     packages: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    """The installed packages that the environment is made of."""
+    """The installed packages that the environment uses."""
 
 
 def probe(source: Source) -> EnvForm:
-    """Make one environment, look at it, close it; once per process."""
+    """The form of the environments of `source`; probed once per process."""
     if source not in _forms:
-        _forms[source] = _look(source)
+        _forms[source] = _inspect(source)
     return _forms[source]
 
 
@@ -47,14 +47,14 @@ _forms: dict[Source, EnvForm] = {}
 
 
 def probe_anew(source: Source) -> Source:
-    """Look at what a function makes now, which may be another class than when it was last looked at."""
-    form = _look(source)
+    """Probe again, because a function may now make another class than at the last probe; returns the source to use."""
+    form = _inspect(source)
     source = source.seen_as(repr(form))
     _forms[source] = form
     return source
 
 
-def _look(source: Source) -> EnvForm:
+def _inspect(source: Source) -> EnvForm:
     import_prefix(source.recipe.target)
     env = source.make_any()
     try:
@@ -84,14 +84,14 @@ def _spaces_of(env: Any, source: Source) -> list[gymnasium.Space]:
     for name, space in zip(names, found, strict=True):
         if not isinstance(space, gymnasium.Space):
             raise EnvError(
-                f"The `{name}` of `{source.name}` is {space!r}, which is no Gymnasium space.",
+                f"The `{name}` of `{source.name}` is {space!r}, which is not a Gymnasium space.",
                 fix=f"Set self.{name} in its __init__, for example to gymnasium.spaces.Discrete(2).",
             )
     return found  # pyright: ignore[reportReturnType]
 
 
 def _mask(env: Any, source: Source) -> Any:
-    """The mask in `info` of a first reset, if there is one."""
+    """The action mask in the `info` of a first reset; None if there is none."""
     try:
         _, info = env.reset(seed=0)
     except Exception as error:
