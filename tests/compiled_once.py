@@ -1,15 +1,15 @@
-"""A program that this process has lowered and compiled already is taken as it is.
+"""A cache of lowered programs, so that a test process lowers and compiles equal programs only once.
 
-Layouts share most of their programs, and a run that is repeated shares them all: three of four segments of the law matrix
-are equal to one before them. What JAX keeps on disk is found by the lowered program, and lowering takes as long as compiling
-in haste. Here it is found by all that the lowering is made of:
+Layouts share most of their programs, and a repeated run shares them all: three of four segments of the law matrix are equal
+to an earlier one. JAX's own cache on disk needs the lowered program as its key, and lowering takes as long as compiling
+without optimisations. This cache has a key of everything that lowering depends on:
 
-    equations, with all their types and parameters    the jaxpr, printed
-    numbers in them                                   every constant and literal, bit by bit: the print leaves arrays out
+    equations, with all their types and parameters    the printed jaxpr
+    numbers in them                                   the bits of every constant and literal, because the print omits arrays
     arguments                                         shape, type, sharding, committed or not; donated or not
-    surroundings                                      default device, 64 bits or 32, in haste or not
+    configuration                                     default device, 64 bits or 32, optimised or not
 
-What calls back into Python is not shared: the print does not say which function it is.
+Programs with callbacks into Python are not cached, because the print does not identify the function.
 """
 
 import collections
@@ -21,22 +21,24 @@ import numpy as np
 from jax.extend import core as jec
 
 MOST = 200
-"""So many programs are kept, those used last: the others' memory is wanted."""
+"""How many programs are kept at most, to limit the memory; the least recently used ones are dropped."""
 
 _lower = jax.stages.Traced.lower
 _lowered: collections.OrderedDict[tuple[Any, ...], jax.stages.Lowered] = collections.OrderedDict()
 
 
 def install() -> None:
-    """For every `jax.jit(...).lower()` of this process; `compile` of what is lowered compiles once by itself."""
+    """Use the cache for every `jax.jit(...).lower()` of this process. A `Lowered` compiles only once by itself."""
     jax.stages.Traced.lower = lower
 
 
 def forget() -> None:
+    """Empty the cache."""
     _lowered.clear()
 
 
 def lower(traced: jax.stages.Traced, **options: Any) -> jax.stages.Lowered:
+    """`traced.lower(**options)`, from the cache if possible."""
     text = str(traced.jaxpr)
     if options or "callback" in text:
         return _lower(traced, **options)
@@ -50,15 +52,16 @@ def lower(traced: jax.stages.Traced, **options: Any) -> jax.stages.Lowered:
 
 
 def key(traced: Any, text: str) -> tuple[Any, ...]:
+    """The key of a traced program, whose jaxpr prints as `text`."""
     params = tuple((name, value) for name, value in sorted(traced._params.items()) if name != "jaxpr")
     config: Any = jax.config
-    surroundings = config.jax_default_device, config.jax_enable_x64, config.read("jax_disable_most_optimizations")
+    settings = config.jax_default_device, config.jax_enable_x64, config.read("jax_disable_most_optimizations")
     trees = jax.tree.structure(traced.args_info), traced.out_tree
-    return text, tuple(numbers_in(traced.jaxpr)), params, tuple(traced._meta_tys_flat), trees, surroundings
+    return text, tuple(numbers_in(traced.jaxpr)), params, tuple(traced._meta_tys_flat), trees, settings
 
 
 def numbers_in(closed: jec.ClosedJaxpr) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
-    """Constants and literals, in the order of the equations."""
+    """The type, shape and bits of all constants and literals, in the order of the equations."""
     yield from map(bits, closed.consts)
     yield from numbers_in_equations(closed.jaxpr)
 

@@ -1,10 +1,10 @@
-"""The strict world every test lives in.
+"""The strict settings under which every test runs.
 
 Warnings are errors (pyproject.toml), types do not promote silently, shapes do not broadcast across ranks, annotated
-shapes are checked at run time, and a test that leaves a thread or a process behind fails.
+shapes are checked at run time, and a test fails if it leaves a thread or a process behind.
 
-XLA compiles in haste: most of the time of these tests would go into optimising programs that run for milliseconds. Tests
-marked `optimised` are compiled as users' programs are, in a run of their own: `pytest -m optimised`.
+XLA compiles without most optimisations, which would take most of the time of these tests for programs that run for
+milliseconds. Tests marked `optimised` are compiled like users' programs, in a separate run: `pytest -m optimised`.
 """
 
 import atexit
@@ -16,12 +16,11 @@ import signal
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "CHOREO_TEST_RUN" not in os.environ:  # pytest itself; its workers inherit the folder
-    # One new cache for the whole run: a program found in a user's cache is a program these tests did not compile.
+if "CHOREO_TEST_RUN" not in os.environ:  # the main process; xdist workers inherit the folder
+    # A new compilation cache for each test run: with the user's cache, the tests would not compile some programs.
     os.environ["CHOREO_TEST_RUN"] = os.environ["CHOREO_CACHE"] = tempfile.mkdtemp(prefix="choreo-tests-")
-    os.environ["XDG_STATE_HOME"] = os.path.join(
-        os.environ["CHOREO_CACHE"], "state"
-    )  # not the list of the user's own runs
+    # Test runs must not enter the user's list of own runs.
+    os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["CHOREO_CACHE"], "state")
     atexit.register(shutil.rmtree, os.environ["CHOREO_CACHE"], ignore_errors=True)
 os.environ["MPLBACKEND"] = "agg"
 
@@ -48,44 +47,43 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if jax.__version_info__ < (0, 11):
     compiled_once.install()
 
-# The wrappers that check annotations are no lines of a user's.
+# Error messages must not name the wrappers that check annotations as the user's lines.
 source_info_util.register_exclusion("<@beartype(")
 source_info_util.register_exclusion(str(Path(jaxtyping.__file__).parent))
 
-HASTE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX --xla_cpu_parallel_codegen_split_count=1"
-"""Simple fusions halve the time again. Without the instructions that multiply and add in one rounding, the compiler cannot
-choose how often to round. A program in one piece compiles in a fifth less, and takes fewer memory maps. The XLA of JAX 0.11
-and later ends the process at the first of these flags."""
+FAST_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX --xla_cpu_parallel_codegen_split_count=1"
+"""XLA flags. Simple fusions halve the compilation time. Without fused multiply-add instructions (AVX only), the compiler cannot
+choose how often to round. Code generation in one piece takes a fifth less time, and fewer memory maps. The XLA of JAX 0.11
+and later aborts the process at the first of these flags."""
 MAPS = Path("/proc/self/maps")
 UNCHECKED = (
     "algos", "laws", "faults", "docs", "plans", "users", "test_benchmarks.py", "test_cli.py", "test_documented.py",
     "test_profile.py", "test_replay.py", "test_spaces.py", "test_training.py", "test_warm_start.py",
     "test_who_waits.py", *(("graph", "partition") if jax.__version_info__ < (0, 11) else ()),
 )  # fmt: skip
-"""Folders and files of tests that run or plan whole programs. Checking every call takes a third of their time; the parts
-have tests of their own, in which they are checked. Those of the graph are checked in the run with the newest JAX."""
+"""Folders and files of tests in which annotations are not checked, because they run or plan whole programs, and the checks
+would take a third of the time. The tests of the parts check them. `graph` and `partition` are checked with the newest JAX."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before the first program is compiled; processes that the tests start inherit it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is in its background so
+    """Set the compiler's options before the first program is compiled; child processes inherit them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.set_threshold(
-        20_000, 10, 10
-    )  # traces are many small objects that live: looking through them takes a tenth of the time
+    # Traces consist of many long-lived small objects; with the default thresholds the collector takes a tenth of the time.
+    gc.set_threshold(20_000, 10, 10)
     gc.freeze()
     if config.option.markexpr in ("learning", "optimised"):
         return
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     jax.config.update("jax_disable_most_optimizations", True)
     if jax.__version_info__ < (0, 11) and platform.machine() == "x86_64":
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HASTE}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILATION}"
 
 
 hypothesis.settings.register_profile(
     "choreo",
-    deadline=None,  # the first example compiles
-    derandomize=True,  # the same examples for everybody: a change that fails here fails in CI
+    deadline=None,  # the first example includes a compilation
+    derandomize=True,  # the same examples on every machine, so that a failure can be reproduced
     print_blob=True,
 )
 hypothesis.settings.load_profile("choreo")
@@ -99,8 +97,8 @@ def _promoting(fn):
     return call
 
 
-# Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses. The values are those
-# of standard promotion; everything else in optax, equinox and flax that we use is strict already.
+# Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses; so it gets standard
+# promotion. Everything else that we use of optax, equinox and flax works with strict promotion.
 optax.tree.bias_correction = _promoting(optax.tree.bias_correction)
 
 
@@ -108,7 +106,7 @@ _jaxtyped = jaxtyping.jaxtyped
 
 
 def _jaxtyped_unless_disabled(*args, **kwargs):
-    """A function defined within a function is decorated whenever the outer one runs: not where nothing is checked."""
+    """Do not decorate inner functions while checks are disabled: they are decorated each time the outer function runs."""
     return (lambda fn: fn) if jaxtyping.config.jaxtyping_disable else _jaxtyped(*args, **kwargs)
 
 
@@ -116,7 +114,7 @@ jaxtyping.jaxtyped = _jaxtyped_unless_disabled
 
 
 @pytest.fixture(autouse=True)
-def annotations_are_checked_in_tests_of_parts(request: pytest.FixtureRequest):
+def check_annotations_in_tests_of_parts(request: pytest.FixtureRequest):
     folders = request.path.relative_to(request.config.rootpath).parts
     jaxtyping.config.update("jaxtyping_disable", any(folder in UNCHECKED for folder in folders))
     yield
@@ -124,23 +122,23 @@ def annotations_are_checked_in_tests_of_parts(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(autouse=True)
-def the_kernel_has_maps_left():
-    """Every compiled program holds some memory maps. Linux gives a process 65,530; XLA ends the process at the next one."""
+def limit_memory_maps():
+    """Clear JAX's caches in time: every compiled program holds memory maps, and beyond Linux's 65,530 XLA aborts."""
     yield
     _tests.append(None)
-    # To count them takes 30 ms when there are many.
+    # Counting many maps takes 30 ms.
     if len(_tests) % 25 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 45_000:
         compiled_once.forget()
         jax.clear_caches()
 
 
 _tests: list[None] = []
-"""One for each test that has run in this process."""
+"""One entry for each test that has run in this process."""
 
 
 @pytest.fixture(autouse=True)
 def no_thread_or_process_is_left():
-    """Whatever a test starts, it also joins."""
+    """Fail a test that leaves a thread or a process behind."""
     threads, processes = set(threading.enumerate()), _children()
     yield
     deadline = time.monotonic() + 2.0
@@ -150,13 +148,13 @@ def no_thread_or_process_is_left():
 
 
 def _left(threads: set[threading.Thread], processes: set[psutil.Process]) -> list[str]:
-    # The doorkeeper of connections is started once and stays, as ZeroMQ's own threads do.
+    # The thread that accepts connections is started once and stays, like ZeroMQ's own threads.
     started = [t for t in threading.enumerate() if t not in threads and t.name != "choreo-doorkeeper"]
     return [f"thread {t.name}" for t in started] + [f"process {p.pid} ({p.name()})" for p in _children() - processes]
 
 
 def _children() -> set[psutil.Process]:
-    # Python starts one resource tracker with the first shared-memory block and keeps it until it exits itself.
+    # Python starts one resource tracker with the first shared-memory block, and keeps it until the process exits.
     return {p for p in psutil.Process().children(recursive=True) if not _is_resource_tracker(p)}
 
 
@@ -164,11 +162,11 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
     try:
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
-        return True  # it ended while we looked
+        return True  # it ended in the meantime
 
 
 _cells: dict[str, bool] = {}
-"""Cells of the law matrix that have run, and whether they hold."""
+"""Cells of the law matrix that have run, and whether they passed."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -177,7 +175,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run of the whole matrix writes it into the docs."""
+    """After a run of the whole law matrix, write it into the docs."""
     if hasattr(session.config, "workerinput") or not _cells:
         return
     from laws import matrix

@@ -1,4 +1,4 @@
-"""Reading SVG pictures back."""
+"""Read SVG pictures, to test what they show."""
 
 import itertools
 import re
@@ -8,7 +8,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts(svg: str) -> list[str]:
-    """The words one sees."""
+    """The visible texts."""
     return [_words(text) for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
@@ -17,7 +17,7 @@ def arrows(svg: str) -> list[ElementTree.Element]:
 
 
 def check_legible(svg: str) -> None:
-    """All words lie within the picture, and none on top of others."""
+    """Check that all texts lie within the picture and do not overlap."""
     root = ElementTree.fromstring(svg)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     boxes = [_box(text) for text in root.iter(f"{SVG}text") if _words(text)]
@@ -35,6 +35,6 @@ def _words(text: ElementTree.Element) -> str:
 
 def _box(text: ElementTree.Element) -> tuple[str, float, float, float, float]:
     words, size, x, y = _words(text), *(float(text.attrib[name]) for name in ("font-size", "x", "y"))
-    width = 0.55 * size * len(re.sub(r"\s+", " ", words))  # of a usual font
+    width = 0.55 * size * len(re.sub(r"\s+", " ", words))  # an estimate for a common font
     left = {"start": x, "middle": x - width / 2, "end": x - width}[text.attrib["text-anchor"]]
     return words, left, y - 0.75 * size, left + width, y + 0.2 * size

@@ -1,4 +1,4 @@
-"""Every benchmark runs: `--quick` asks only whether it works, never how fast."""
+"""Every benchmark runs with `--quick`. The tests check that it works, not how fast it is."""
 
 import importlib.util
 import json
@@ -12,21 +12,21 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if p.name not in ("harness.py", "table.py"))
 CI = ("gymnasium_ppo.py",)
-"""The cheapest of each kind: channels, training in one process, processes of their own. The others are only imported."""
+"""The cheapest benchmark, which CI runs. The others are only imported, except in the long run."""
 
 
 @pytest.fixture
 def as_a_script(monkeypatch):
-    """In this process, which has JAX already, but in the world of a script: not the strict one of our tests."""
+    """Run a script in this process, which has imported JAX already, but without the strict settings of our tests."""
     monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.setenv("NPROC", "1")  # which some set, for good
+    monkeypatch.setenv("NPROC", "1")  # some scripts set it and do not restore it
     dispatch = jax.config.read("jax_cpu_enable_async_dispatch")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
     jax.config.update("jax_cpu_enable_async_dispatch", dispatch)
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # a script may leave files to its end
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # a script may leave files open until it ends
 @pytest.mark.parametrize(
     "script", [pytest.param(script, marks=[] if script in CI else [pytest.mark.long]) for script in SCRIPTS]
 )
@@ -38,16 +38,16 @@ def test_quick(script, as_a_script, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in CI])
-def test_what_it_imports_is_there(script, as_a_script):
+def test_imports_work(script, as_a_script):
     assert runpy.run_path(str(FOLDER / script), run_name="imported")["__doc__"]
 
 
-def test_results_are_of_full_runs():
+def test_results_come_from_full_runs():
     for file in (FOLDER / "results").glob("*.json"):
         assert json.loads(file.read_text())["quick"] is False, file
 
 
-def test_the_table_in_the_readme_is_that_of_the_results():
+def test_the_table_in_the_readme_shows_the_results():
     spec = importlib.util.spec_from_file_location("table", FOLDER / "table.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""What we rely on in JAX beyond its documented API: the list to read when a new release breaks something."""
+"""The parts of JAX beyond its documented API that we rely on. Read this when a new JAX release breaks something."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def only(fn, *args) -> jec.JaxprEqn:
 
 
 class TestVmaps:
-    """`enclosing_vmaps` reads the trace that is running: how we know what a fragment looks like for one environment."""
+    """`enclosing_vmaps` reads the current trace; from it we know the shapes of a fragment for one environment."""
 
     def seen(self, transform, *args):
         found = []
@@ -124,7 +124,7 @@ custom_vjp.defvjp(lambda x: (custom_vjp(x), None), lambda _, g: (g,))
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: custom_jvp, lambda f: custom_vjp])
-def test_what_only_wraps_can_be_evaluated_inside(wrap):
+def test_the_program_inside_a_wrapper_can_be_evaluated(wrap):
     eqn = only(wrap(lambda x: jnp.sin(x)), jnp.float32(0.5))
     inner = _compat.inner_jaxpr(eqn)
     assert inner is not None, f"{eqn.primitive.name} is missing in _compat.INLINED, or its parameter has another name"
@@ -132,7 +132,7 @@ def test_what_only_wraps_can_be_evaluated_inside(wrap):
 
 
 def test_every_equation_can_be_bound_again():
-    """`bind` is how a program is re-emitted for a replica's share of the environments."""
+    """We use `bind` to emit a program again for a replica's block of environments."""
 
     def fn(x):
         y = jax.lax.scan(lambda c, v: (c + v, c * v), jnp.float32(0.0), x)[1]
@@ -175,7 +175,7 @@ def test_clients_exist_once_something_was_computed():
 
 
 def test_gloo_listens_at_the_address_it_is_given():
-    """In a process of its own: JAX makes its devices once. No name of this machine stands for 127.0.0.2."""
+    """In a new process, because JAX makes its devices only once. No host name resolves to 127.0.0.2."""
     script = (
         "import socket, jax, psutil\n"
         "from choreo._compat import use_gloo_at\n"
@@ -196,12 +196,12 @@ def test_a_compiled_function_without_the_python_around_it():
     call = _compat.innermost(compiled)
     assert type(call).__module__ != "jax._src.stages"
     np.testing.assert_array_equal(call(jnp.full(3, 2.0), np.ones(3, np.float32))[0], [3, 3, 3])
-    with pytest.raises(TypeError, match="compiled"):  # it is still for these types only
+    with pytest.raises(TypeError, match="compiled"):  # it accepts only the types it was compiled for
         call(jnp.ones(4), np.ones(4, np.float32))
 
 
 def test_split_known():
-    """What a loop's keys give is drawn before it: `rest(*first(*known), *others)` is the whole."""
+    """`split_known` divides a program in two: `rest(*first(*known), *others)` equals the whole."""
     whole = jax.make_jaxpr(jax.jit(lambda a, b, c: (jnp.sin(a) * b, jnp.cos(a), b + c)))(1.0, 2.0, 3.0)
     first, rest, types = _compat.split_known(whole, [True, False, False])
     between = _compat.eval_jaxpr(first, [1.0])

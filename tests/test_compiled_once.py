@@ -1,4 +1,4 @@
-"""What two programs must have in common to be taken for one."""
+"""The cache of lowered programs distinguishes programs that differ in anything that matters."""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +7,12 @@ import pytest
 
 import compiled_once
 
-pytestmark = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="as the JAX of constraints.txt lowers")
+pytestmark = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="made for the JAX of constraints.txt")
 X = jnp.arange(3.0)
 
 
 def scaled(by):
-    """A new function every time, whose equations are those of the others."""
+    """A new function at every call, always with the same equations."""
     return lambda x: jax.lax.fori_loop(0, 2, lambda _, x: x * by, x)
 
 
@@ -30,7 +30,7 @@ def test_other_numbers(other):
     assert lowered(2.0) is not lowered(other)
 
 
-def test_other_arrays_print_alike():
+def test_arrays_that_print_alike():
     one, other = np.float32([1, 2, 3]), np.float32([1, 2, 4])
     assert str(jax.make_jaxpr(scaled(one))(X)) == str(jax.make_jaxpr(scaled(other))(X))
     assert lowered(one) is not lowered(other)
@@ -48,20 +48,20 @@ def test_other_arguments():
     assert len({id(way) for way in ways}) == len(ways)
 
 
-def test_other_surroundings():
+def test_other_configuration():
     with jax.default_device(jax.devices()[1]):
         there = lowered(2.0, np.arange(3, dtype=np.float32))
     here = lowered(2.0, np.arange(3, dtype=np.float32))
     assert here is not there
-    in_haste = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", not in_haste)
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", not before)
     try:
         assert lowered(2.0, np.arange(3, dtype=np.float32)) is not here
     finally:
-        jax.config.update("jax_disable_most_optimizations", in_haste)
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
-def test_python_is_never_shared():
+def test_programs_with_callbacks_are_not_cached():
     def calling(fn):
         like = jax.ShapeDtypeStruct((3,), jnp.float32)
         return jax.jit(lambda x: jax.pure_callback(fn, like, x)).lower(X).compile()(X)
@@ -70,7 +70,7 @@ def test_python_is_never_shared():
     np.testing.assert_array_equal(calling(lambda x: np.float32(x + 2)), X + 2)
 
 
-def test_only_the_last_are_kept():
+def test_only_recent_programs_are_kept():
     first = lowered(0.5)
     for i in range(compiled_once.MOST):
         compiled_once._lowered[(i,)] = first

@@ -1,4 +1,4 @@
-"""Marks change nothing in what a function computes, and are found again in the traced program."""
+"""Marks do not change what a function computes, and are found again in the traced program."""
 
 import functools
 from collections.abc import Callable
@@ -31,7 +31,7 @@ KEY = jax.random.key(3)
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """As for a user: annotations are not checked, so that a wrong type gets as far as our own message."""
+    """Disable the checks of annotations, as for a user, so that a wrong type reaches our own error message."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -40,7 +40,7 @@ def score(w, x):
 
 
 def calls_in(fn, *args) -> list[Call]:
-    """The fragments of a traced function, in order, wherever they stand."""
+    """The fragments in a traced function, in order, including those in inner programs."""
     return list(_calls(jax.make_jaxpr(fn)(*args)))
 
 
@@ -81,7 +81,7 @@ class TestAMarkChangesNothing:
         found = calls_in(transform(marked), W, X)
         assert found and {(call.role, call.name) for call in found} == {("actor", "score")}
 
-    def test_what_the_tracer_saw_is_the_unvmapped_function(self):
+    def test_the_record_has_the_unvmapped_program(self):
         marked = choreo.fragment("actor")(score)
         call = one_call(lambda w, x: jax.vmap(marked, (None, 0))(w, x), W, X)
         assert [aval.shape for aval in call.in_avals] == [(3,), (3,)]
@@ -146,7 +146,7 @@ class TestArguments:
     def test_python_scalars_strings_none_and_functions_are_static(self):
         @choreo.fragment("actor")
         def apply(x, times, how, f, nothing):
-            assert nothing is None and isinstance(times, int)  # control flow on them would fail if they were traced
+            assert nothing is None and isinstance(times, int)  # control flow would fail on traced values
             for _ in range(times):
                 x = f(x) if how == "apply" else x
             return x
@@ -161,17 +161,17 @@ class TestArguments:
         call = one_call(lambda x: jax.vmap(marked, (None, 0))(network, x), X)
         assert [aval.shape for aval in call.in_avals] == [(2, 3), (3,)]
 
-    def test_numpy_arrays_are_arrays_where_nothing_is_traced(self):
+    def test_numpy_arrays_are_arrays_outside_of_a_trace(self):
         marked, traced = choreo.fragment("actor")(lambda w, x: traced.append(w) or score(w, x)), []
         for _ in range(2):
             marked(np.asarray(W), np.ones(3, np.float32) + len(traced))
         assert len(traced) == 1 and isinstance(traced[0], jax.core.Tracer)
 
-    def test_and_constants_where_something_is(self):
+    def test_numpy_arrays_are_constants_within_a_trace(self):
         marked = choreo.fragment("actor")(score)
         assert len(one_call(lambda x: marked(np.asarray(W), x), jnp.ones(3)).in_avals) == 1
 
-    def test_results_that_are_no_arrays_come_back_as_they_are(self):
+    def test_results_that_are_not_arrays_are_returned_unchanged(self):
         marked = choreo.fragment("actor")(lambda x: (Pair(2 * x, "double"), None, {"f": jnp.tanh, "n": 3}))
         pair, nothing, rest = jax.jit(lambda x: marked(x)[0].x)(W), *marked(W)[1:]
         np.testing.assert_array_equal(pair, 2 * W)
@@ -219,7 +219,7 @@ class TestTheRecordOfVmaps:
         call = one_call(nested, jnp.stack([W, W]), X)
         assert call.vmaps == (Vmap("env", 5, (None, 0)), Vmap("agent", 2, (0, None)))
 
-    def test_a_name_is_part_of_the_form(self):
+    def test_calls_with_different_axis_names_are_traced_separately(self):
         marked = choreo.fragment("actor")(lambda x: lax.psum(x, "agent"))
         np.testing.assert_allclose(
             jax.vmap(marked, axis_name="agent")(X), jnp.tile(jnp.sum(X, 0), (5, 1)), rtol=1e-6, atol=1e-6
@@ -229,7 +229,7 @@ class TestTheRecordOfVmaps:
 
 
 class TestAllReduce:
-    def test_with_one_shard_it_is_the_thing_itself(self):
+    def test_with_one_shard_it_returns_its_argument(self):
         tree = {"w": W, "n": 3}
         assert choreo.all_reduce(tree) is tree
         assert choreo.all_reduce(tree, "sum") is tree
@@ -264,7 +264,7 @@ def simulate(state, action):
 
 
 def host_program(host, *, loop: bool) -> Functions:
-    """A learner, an actor, and Python in the place of an environment; alone or once per step of a loop."""
+    """A learner, an actor, and a host fragment in place of the environment; called once, or in each step of a loop."""
 
     @choreo.fragment("actor")
     def act(w, s):
@@ -334,8 +334,8 @@ def test_at_a_site_a_host_fragment_is_called_directly(layout, loop):
 
     run = planned_run(algo, env, planned, KEY)
     assert len(given) == (18 if loop else 6) and all(type(x) is np.ndarray for x in given)
-    np.testing.assert_array_equal(given, then, err_msg="what Python was given and kept was overwritten later")
-    # Compiled as one, XLA may fuse what stands before and after the callback, and round differently.
+    np.testing.assert_array_equal(given, then, err_msg="an array that Python was given was overwritten later")
+    # In one compiled program, XLA may fuse the operations around the callback, and round differently.
     assert_close(run, host_reference(loop), 1e-6)
 
 
@@ -345,7 +345,7 @@ def host_reference(loop: bool):
 
 
 @pytest.mark.parametrize("layout", [fused(), fine(1)], ids=["fused", "fine"])
-def test_a_simulator_may_write_into_the_same_buffer_again_and_again(layout):
+def test_a_simulator_may_reuse_its_buffer(layout):
     buffer = np.zeros((E, 3), np.float32)
 
     def reuse(state, action):
@@ -387,13 +387,13 @@ def test_a_host_fragment_takes_python_numbers():
 
 class TestAHostFragmentIsRefused:
     def call(self, fn):
-        """As a site calls it: an error inside a compiled callback would come back wrapped by XLA."""
+        """Call it as a site does; in a compiled callback, XLA would wrap the error."""
         host = choreo.host_fragment("env", fn, {"s": ROW}, name="simulator")
         call = one_call(lambda s: host(s)["s"], jnp.ones((E, 3)))
         assert call.host is not None
         return call.host(np.ones((E, 3), np.float32))
 
-    def test_unless_the_result_is_as_promised(self):
+    def test_unless_the_result_fits_its_spec(self):
         np.testing.assert_array_equal(self.call(lambda s: {"s": 2 * s}), [np.full((E, 3), 2, np.float32)])
 
     def test_for_another_shape(self):
@@ -429,7 +429,7 @@ class TestAHostFragmentIsRefused:
 
     @pytest.mark.parametrize("layout", [fused(), fine(1)], ids=["fused", "fine"])
     def test_under_vmap(self, layout):
-        """Given a batch where it expects a row, Python would give something else than `jax.jit`, of a shape that may fit."""
+        """Python would get a batch in place of a row, and could return a wrong result of a fitting shape."""
         spec = jax.ShapeDtypeStruct((), np.float32)
         host = choreo.host_fragment("env", lambda row: np.float32(row.sum()), spec, name="total")
 

@@ -1,4 +1,4 @@
-"""Values that compare equal and are not the same must not share a program."""
+"""Static values that are `==` but differ in type or bits do not share a program."""
 
 import collections
 import dataclasses
@@ -52,7 +52,7 @@ class Cfg:
 
 @dataclass(frozen=True)
 class WithMore:
-    """Keeps something under a name that is no field."""
+    """Has an attribute that is not a field."""
 
     x: dataclasses.InitVar[float]
     y: int = 0
@@ -101,7 +101,7 @@ WRAPPED = {
     "dataclass": Cfg,
     "dataclass in a dataclass": lambda x: Cfg(Cfg((x,))),
     "field that does not compare": Uncompared,
-    "attribute that is no field": WithMore,
+    "attribute that is not a field": WithMore,
     "slot of a base class": lambda x: InASlot().having(x),
     "partial": lambda x: functools.partial(double, x),
     "partial by name": lambda x: functools.partial(double, x=x),
@@ -114,16 +114,16 @@ LOOK_EQUAL = [(1, 1.0), (1, True), (1.0, True), (0.0, -0.0), (0, False), (1, np.
 
 @pytest.mark.parametrize("wrap", WRAPPED)
 @pytest.mark.parametrize("pair", LOOK_EQUAL, ids=str)
-def test_what_looks_equal_is_told_apart(pair, wrap):
+def test_equal_values_of_different_types_have_different_keys(pair, wrap):
     if wrap == "dict key" and any(isinstance(x, np.ndarray) for x in pair):
-        pytest.skip("an array is no key of a dict")
+        pytest.skip("an array cannot be a key of a dict")
     one, other = (WRAPPED[wrap](x) for x in pair)
     assert key(one) != key(other)
 
 
 @pytest.mark.parametrize("wrap", WRAPPED)
 @pytest.mark.parametrize("value", [1, 1.5, True, "a", None, math.nan, 2j, np.float32(3)], ids=str)
-def test_the_same_is_the_same(value, wrap):
+def test_the_same_value_has_the_same_key(value, wrap):
     assert key(WRAPPED[wrap](value)) == key(WRAPPED[wrap](value))
     assert hash(key(WRAPPED[wrap](value))) == hash(key(WRAPPED[wrap](value)))
 
@@ -132,7 +132,7 @@ def test_a_dataclass_that_is_also_a_number_is_more_than_its_fields():
     assert key(Number(1.0)) != key(Number(2.0))
 
 
-def test_of_what_is_no_data_each_is_itself():
+def test_an_object_that_is_not_plain_data_is_equal_only_to_itself():
     class Thing:
         def __eq__(self, other):
             return True
@@ -152,7 +152,7 @@ def test_the_order_of_a_dict_is_part_of_it():
     assert key({"a": 1, "b": 2}) != key({"b": 2, "a": 1})
 
 
-def test_an_array_in_a_field_counts_by_its_content():
+def test_an_array_in_a_field_is_compared_by_content():
     array = np.zeros(2)
     before = key(Cfg(array))
     array[0] = 1
@@ -160,7 +160,7 @@ def test_an_array_in_a_field_counts_by_its_content():
     assert key(Cfg(np.zeros(2))) == before
 
 
-def test_an_object_that_can_change_has_no_key():
+def test_a_mutable_object_has_no_key():
     with pytest.raises(NoKey, match="a `set` is not hashable"):
         key((1, {2}))
     loop: list = []
@@ -176,43 +176,43 @@ class Net(eqx.Module):
     rate: Any = eqx.field(static=True)
 
 
-def test_static_fields_of_a_module_are_told_apart():
+def test_static_fields_of_a_module_are_distinguished():
     trees = [jax.tree.structure(Net(jnp.ones(2), rate)) for rate in (1, 1.0, True)]
-    assert trees[0] == trees[1]  # which is why
+    assert trees[0] == trees[1]  # JAX compares them by `==`, so we need a key of our own
     assert len({tree_key(tree) for tree in trees}) == 3
     trees = [jax.tree.structure({name: 0.0}) for name in (1, 1.0, True)]
     assert len({tree_key(tree) for tree in trees}) == 3
 
 
 class TestAFragment:
-    """The same through the cache of a fragment, against its plain function."""
+    """The cache of a fragment distinguishes static values."""
 
     @pytest.mark.parametrize("values", [(1, 1.0), (1.0, 1), (True, 1, 1.0)])
-    def test_has_a_program_of_its_own_for_each_type_in_self(self, values):
+    def test_is_traced_for_each_type_in_self(self, values):
         y = jnp.arange(3)
         for value in values:
             with unmarked():
                 expected = Cfg(value).scale(y)
             assert Cfg(value).scale(y).dtype == expected.dtype
 
-    def test_tells_zero_from_minus_zero(self):
+    def test_distinguishes_zero_and_minus_zero(self):
         assert [float(Cfg(zero).inverse(jnp.float32(1))) for zero in (0.0, -0.0, 0.0)] == [
             math.inf,
             -math.inf,
             math.inf,
         ]
 
-    def test_has_a_program_of_its_own_for_each_static_field(self):
+    def test_is_traced_for_each_static_field(self):
         rate = choreo.fragment("actor")(lambda net, y: y * net.rate)
         types = [rate(Net(jnp.ones(2), value), jnp.arange(3)).dtype for value in (1, 1.0, 1)]
         assert types == [jnp.int32, jnp.float32, jnp.int32]
 
-    def test_has_a_program_of_its_own_for_each_kind_of_key(self):
+    def test_is_traced_for_each_type_of_dict_key(self):
         first = choreo.fragment("actor")(lambda d, y: y * next(iter(d)))
         types = [first({name: jnp.ones(())}, jnp.arange(3)).dtype for name in (1, 1.0, 1)]
         assert types == [jnp.int32, jnp.float32, jnp.int32]
 
-    def test_has_a_program_of_its_own_for_each_configuration(self):
+    def test_is_traced_for_each_configuration(self):
         product = choreo.fragment("actor")(lambda x: x @ x)
         one = jax.ShapeDtypeStruct((3, 2, 2), jnp.float32)
         for precision in ("highest", None, "highest"):
@@ -220,7 +220,7 @@ class TestAFragment:
                 text = str(jax.make_jaxpr(jax.vmap(product))(one))
             assert ("HIGHEST" in text) == (precision == "highest")
 
-    def test_keeps_the_program_of_the_call_and_not_of_whoever_asks_later(self):
+    def test_records_the_program_with_the_configuration_of_the_call(self):
         from choreo import _compat
         from choreo.roles import find_call
 
@@ -230,7 +230,7 @@ class TestAFragment:
         call = find_call(_compat.call_name(closed.jaxpr.eqns[0]))
         assert "HIGHEST" in str(call.jaxpr)
 
-    def test_forgets_the_oldest(self, monkeypatch):
+    def test_drops_the_least_recently_used_program(self):
         traced = []
 
         @choreo.fragment("actor")
@@ -243,8 +243,8 @@ class TestAFragment:
             f(jnp.float32(0), n)
         assert traced == [1, 2, 3, 2]
 
-    def test_gives_and_returns_dicts_in_their_own_order(self):
-        """JAX sorts the keys of a dict."""
+    def test_keeps_the_order_of_dicts(self):
+        """JAX sorts the keys of a dict, but a fragment must see and return them in their original order."""
 
         @choreo.fragment("actor")
         def swap(d, *, more):
@@ -260,7 +260,7 @@ class TestAFragment:
             float(other(d)) for d in ({"a": jnp.ones(()), "b": jnp.zeros(())}, {"b": jnp.zeros(()), "a": jnp.ones(())})
         ] == [1, 0]
 
-    def test_leaves_numpy_values_what_they_are_while_it_is_traced(self):
+    def test_keeps_64_bit_numpy_values_within_a_trace(self):
         @choreo.fragment("actor")
         def scaled(x, n, table):
             return x * float(n // 2**39) + table.sum() / 2**33, sum(1 for _ in range(np.int64(n) >> 40))
@@ -272,8 +272,8 @@ class TestAFragment:
             expected = jax.jit(program)(jnp.float32(1))
         assert float(jax.jit(program)(jnp.float32(1))) == float(expected) == 4.0
 
-    def test_a_plan_uses_nothing_that_was_traced_before(self):
-        """An object, a global or a closure may have changed."""
+    def test_a_plan_traces_fragments_anew(self):
+        """An object, a global or a closure may have changed since the last trace."""
 
         class Settings:
             rate = 1.0
@@ -292,12 +292,12 @@ class TestAFragment:
         assert found == [2.0, 3.0]
 
 
-def test_a_jit_that_tells_statics_apart():
+def test_jit_distinguishes_static_values():
     times = static_key.jit(lambda x, by: x * by)
     assert [times(jnp.arange(2), by).dtype for by in (1, 1.0, 1)] == [jnp.int32, jnp.float32, jnp.int32]
     assert eqx.filter_jit(lambda x, by: x * by.x)(jnp.arange(2), Cfg(1)).dtype == jnp.int32
 
 
-def test_a_cache_that_tells_statics_apart():
+def test_cache_distinguishes_static_values():
     kind = static_key.cache(lambda cfg: type(cfg.x).__name__)
     assert [kind(Cfg(x)) for x in (1, 1.0, True)] == ["int", "float", "bool"]

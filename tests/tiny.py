@@ -12,13 +12,21 @@ from choreo.loops import Position, rollout
 
 
 class Train(NamedTuple):
+    """The learned state."""
+
     weights: jax.Array
+    """Weights of the policy: [input, action]"""
     iterations: jax.Array
+    """Iterations so far."""
 
 
 class Carry(NamedTuple):
+    """What one iteration hands to the next."""
+
     train: Train
+    """The learned state."""
     position: Position
+    """State and observations of the environments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +38,13 @@ class Tiny:
     unroll: int = 16
     """Steps per environment and iteration."""
     total_steps: int | None = None
-    """Environment steps of the whole run; the step size falls to 0 over them."""
+    """Environment steps of the whole run, over which the step size falls to 0; None: it stays constant."""
     nan_at: int = -1
     """The iteration in which the loss becomes NaN; -1: never."""
     centred: bool = True
-    """Whether the mean return is subtracted."""
-
+    """Whether the mean return is subtracted as a baseline."""
     squash: Callable[[jax.Array], jax.Array] = jnp.tanh
-    """What is done to observations."""
+    """A function that is applied to observations."""
 
     def init(self, env, key):
         env_state, obs = env.reset(env.keys(key))

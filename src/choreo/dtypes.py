@@ -1,9 +1,9 @@
 """The types of arrays that may leave a compiled program, by name: a closed table.
 
-    "float32" -> numpy's own        "bfloat16" -> of ml_dtypes, which is imported when such a type is first asked for
+    "float32" -> a type of numpy        "bfloat16" -> a type of ml_dtypes, which is imported at the first such name
 
-A name is what travels between processes and what a checkpoint stores. `dtype.str` will not do: it is `<V2` for bfloat16.
-numpy and JAX hold numbers of 4 bits one per byte, and so they travel. Nothing here imports JAX.
+Messages between processes and checkpoints contain these names. `dtype.str` would not do: it is `<V2` for bfloat16.
+numpy and JAX store a number of 4 bits in one byte, and messages do the same. This module does not import JAX.
 """
 
 import functools
@@ -19,11 +19,11 @@ EXTENDED = (
     "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
     "float8_e5m2fnuz", "float8_e8m0fnu", *FOUR_BITS,
 )  # fmt: skip
-"""Those of ml_dtypes. int2 and uint2 are not among them: JAX cannot export them, and XLA on CPU ends the process when it
-joins two such arrays."""
+"""Types of ml_dtypes. int2 and uint2 are left out: JAX cannot export them, and XLA on CPU aborts the process when it
+concatenates two such arrays."""
 NAMES = frozenset((*NUMPY, *EXTENDED))
 KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
-"""JAX's own random generators: every process has them."""
+"""JAX's built-in random generators, which every process has."""
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def dtype_named(name: str) -> np.dtype:
 
 @functools.cache
 def name_of(dtype: np.dtype) -> str:
-    """The name of a type, in whatever byte order it is held; KeyError if the table has none."""
+    """The name of a type, whatever its byte order; KeyError if the table has none."""
     if dtype.name not in NAMES or dtype_named(dtype.name) != dtype.newbyteorder("="):
         raise KeyError(dtype.name)
     return dtype.name

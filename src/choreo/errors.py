@@ -4,7 +4,7 @@
       produced at  my_ppo.py:88:13 (act)
     what to do next
 
-A message is whole when it is raised: one sentence on what happened, the user's own lines or option, and the way out.
+A message is complete when it is raised: one sentence on what happened, the user's own lines or option, and a way out.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 class ChoreoError(Exception):
-    """What happened, where in the user's file, what to do next."""
+    """Base of all our errors: what happened, where in the user's file, what to do next."""
 
     def __init__(self, what: str, *, at: str | None = None, fix: str | None = None, **places: str):
         self.what, self.fix = what, fix
@@ -22,7 +22,7 @@ class ChoreoError(Exception):
     def __str__(self) -> str:
         width = max((len(label) for label in self.places), default=0)
         lines = [f"  {label.replace('_', ' '):<{width}}  {place}" for label, place in self.places.items()]
-        # Names of files, tensors and entries come from folders of strangers, and may hold what changes a terminal.
+        # Names of files, tensors and entries may come from an untrusted folder and contain terminal control sequences.
         return printable("\n".join([self.what, *lines, *([self.fix] if self.fix else [])]))
 
     def __reduce__(self):
@@ -34,7 +34,7 @@ def _rebuild(cls: type[ChoreoError], what: str, fix: str | None, places: dict[st
 
 
 class PartitionError(ChoreoError):
-    """The algorithm cannot be cut, or not be replicated, the way the layout asks."""
+    """The algorithm cannot be cut or replicated as the layout asks."""
 
 
 class LayoutError(ChoreoError):
@@ -58,7 +58,7 @@ class RunError(ChoreoError):
 
 
 class UntrustedError(RunError):
-    """A run folder names code, and nobody said that it may be run."""
+    """A run folder names code that the user has not allowed to run."""
 
 
 class DivergedError(RunError):
@@ -66,13 +66,13 @@ class DivergedError(RunError):
 
 
 class ChoreoWarning(UserWarning):
-    """Something runs, and rightly, but probably not as it was meant."""
+    """A run is correct, but probably not what the user intended."""
 
 
 def printable(text: str) -> str:
-    r"""`text` with every character that is not printed as itself escaped; new lines and tabs stay.
+    r"""`text` with all unprintable characters escaped, except new lines and tabs.
 
-    Escape sequences of terminals are such characters, and marks that reverse the order of letters.
+    This includes terminal control sequences, and marks that reverse the direction of text.
 
     >>> print(printable("runs/\x1b[2Jx"))
     runs/\x1b[2Jx
@@ -81,7 +81,7 @@ def printable(text: str) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], *, fix: str | None = None) -> UnknownNameError:
-    """The error for a name nobody knows, with near misses."""
+    """The error for a name that is not among `known`; suggests similar names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(f'`{c}`' for c in close)}?" if close else f"Known: {', '.join(known)}."

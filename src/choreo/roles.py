@@ -1,11 +1,11 @@
-"""The marks a user puts on an algorithm: `@fragment(role)`, `host_fragment(...)`, `all_reduce(x)`.
+"""The marks that a user puts on an algorithm: `@fragment(role)`, `host_fragment(...)`, `all_reduce(x)`.
 
-A mark changes nothing in what a function computes. A fragment is a `jax.jit` with a name we recognise in the traced
-program, so it survives `vmap`, `scan`, `grad` and `remat`; arguments that are not arrays (`self`, an activation function
-inside an Equinox module, a flag) pass through as they would in a plain call.
+A mark does not change what a function computes. A fragment is a `jax.jit` whose name Choreo recognises in the traced
+program, so the mark survives `vmap`, `scan`, `grad` and `remat`. Arguments that are not arrays (`self`, an activation
+function inside an Equinox module, a flag) are passed on as in a plain call.
 
     @fragment("actor")          jit[name=choreo:actor:act:3]
-    def act(self, ...)     ->     number 3 finds the `Call`: the function on un-vmapped arrays, and the vmaps around it
+    def act(self, ...)     ->     3 is the number of its `Call`, a record of the un-vmapped program and the vmaps around it
 """
 
 import contextlib
@@ -33,40 +33,44 @@ from choreo.types import PyTree, Role
 source_info_util.register_exclusion(__file__)
 
 PREFIX = "choreo"
+"""Names of fragments in a traced program begin with this."""
 REDUCE_PREFIX = "choreo_all_reduce:"
+"""Names of `all_reduce` in a traced program begin with this."""
 SHARD_AXIS = "choreo_shard"
-"""The axis over which learner shards are mapped, and `all_reduce` reduces."""
+"""The name of the axis of learner shards, over which `all_reduce` reduces."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One way in which a fragment was called: what `vmap` and the tracer cannot tell us afterwards."""
+    """One form in which a fragment was called: facts that the traced program no longer contains."""
 
     role: Role
+    """The role of the fragment."""
     name: str
+    """The name of the fragment."""
     in_avals: tuple[Any, ...]
-    """Types of the arrays among the arguments, un-vmapped."""
+    """Un-vmapped types of the arrays among the arguments."""
     vmaps: tuple[Vmap, ...]
     """The vmaps around the call, innermost first."""
     host: HostFn | None = None
-    """For a host fragment: the Python on numpy leaves, run by the site itself."""
+    """For a host fragment: the Python function on numpy arrays that a site calls."""
     independent: bool = False
-    """The user vouches that under `vmap` no environment sees another."""
+    """Whether the user guarantees that no environment depends on another under `vmap`."""
     out_names: list[str] = field(default_factory=list)
-    """Where each result stands in what the function returns (`[1].reward`); known once it has been traced."""
+    """The path of each result in the tree that the function returns (`[1].reward`); filled in when it is traced."""
     out_orders: tuple[tuple[Any, ...], ...] = ()
-    """The keys of each dict that the function returns, in their order; likewise."""
+    """The keys of each dict that the function returns, in the function's order; filled in when it is traced."""
     jaxpr: jec.ClosedJaxpr | None = None
-    """For a call under `vmap`: the un-vmapped program, as it was traced there and then. Arrays in, arrays out."""
+    """For a call under `vmap`: the un-vmapped program, traced at the time of the call. Arrays in, arrays out."""
 
 
 unmarked = jax.make_user_context(False)
-"""`with unmarked(True):` every fragment calls its plain function. Part of jit's cache key, which a variable would not be."""
+"""Within `with unmarked(True):` every fragment calls its plain function. Unlike a global variable, it is in jit's cache key."""
 
 MOST_FORMS = 512
-"""So many compiled functions a fragment keeps: a test of many sizes must not fill the memory."""
+"""How many compiled functions a fragment keeps at most, so that calls with many sizes do not fill the memory."""
 MOST_CALLS = 2**16
-"""So many records are kept; they are small, and a traced program names them by number."""
+"""How many `Call` records are kept at most. They are small, and a traced program refers to them by number."""
 
 _of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]] | None"] = contextvars.ContextVar(
     "choreo_of_this_trace", default=None
@@ -75,7 +79,7 @@ _of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]]
 
 @contextlib.contextmanager
 def traced_anew() -> Iterator[None]:
-    """Within this block no fragment uses what was traced before: an object, a global, a closure may have changed since."""
+    """Within this block, fragments are traced anew: an object, a global or a closure that they read may have changed."""
     token = _of_this_trace.set({})
     try:
         yield
@@ -88,19 +92,21 @@ _calls: Recent[Call] = Recent(MOST_CALLS)
 
 
 def find_call(name: str | None) -> Call | None:
-    """The record behind a jitted function's name, if that function is a fragment."""
+    """The record of the fragment that has this jit name; None if the name is not a fragment's."""
     if name is None or not name.startswith(f"{PREFIX}:"):
         return None
     return _calls.get(int(name.rsplit(":", 1)[1]), lambda: _forgotten(name))
 
 
 def without_number(name: str) -> str:
-    """The name of a jitted function as it is compiled: the same for the same program, however often it was traced."""
+    """The name under which a jitted function is compiled: without the number of the call, which grows with every trace."""
     return name if not name.startswith(f"{PREFIX}:") else ".".join(name.split(":")[1:-1])
 
 
 def _forgotten(name: str) -> NoReturn:
-    raise AlgorithmError(f"`{name}` was traced so long ago that its record is gone.", fix="Trace the program again.")
+    raise AlgorithmError(
+        f"The record of `{name}` is no longer kept: it was traced too long ago.", fix="Trace the program again."
+    )
 
 
 def fragment(role: Role, *, independent: bool = False) -> Callable[[Callable[..., Any]], "Fragment"]:
@@ -112,9 +118,9 @@ def fragment(role: Role, *, independent: bool = False) -> Callable[[Callable[...
     >>> float(act(jnp.float32(0.0), jnp.float32(1.0)))
     0.0
 
-    A fragment called under `jax.vmap` is replicated only if Choreo can prove that no environment sees another in it. With
-    `independent=True` you vouch for that yourself, where it uses something that Choreo cannot see through (a callback, a
-    `custom_vmap`). The plan then says "trusted, not proved", and `choreo check` tries to catch it out.
+    A fragment called under `jax.vmap` is replicated only if Choreo can prove that no environment in it depends on another.
+    With `independent=True` you guarantee this yourself, for a fragment that Choreo cannot analyse (because of a callback or
+    a `custom_vmap`). The plan then says "trusted, not proved", and `choreo check` searches for a counterexample.
     """
     if not isinstance(role, str) or not role or ":" in role or "+" in role:
         raise AlgorithmError(f"@fragment({role!r}) needs a role: a word such as \"actor\".",
@@ -123,7 +129,8 @@ def fragment(role: Role, *, independent: bool = False) -> Callable[[Callable[...
 
 
 class Fragment:
-    """A function with a role. Calls of the same form (types, statics, vmaps, configuration) share one compiled function."""
+    """A function with a role. Calls with the same array types, static arguments, vmaps and JAX configuration share one
+    compiled function."""
 
     def __init__(
         self,
@@ -148,7 +155,7 @@ class Fragment:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if unmarked.value:
             return self.fn(*args, **kwargs)
-        # In a trace a NumPy value is a constant, and stays what it is: as an array it would have 32 bits in place of 64.
+        # Within a trace, a NumPy value is a constant: converted to a JAX array, it would lose 32 of its 64 bits.
         arrays, form = split_static(args, kwargs, keep_numpy=is_tracing() and self.host is None)
         avals = tuple(jax.typeof(x) for x in arrays)
         vmaps = enclosing_vmaps(arrays)
@@ -162,8 +169,8 @@ class Fragment:
         jitted, record = self._forms().get(key, lambda: self._new_form(form, avals, vmaps))
         out = jitted(*arrays)
         if vmaps and record.jaxpr is None:
-            # Now, not when a plan asks for it: later the configuration may be another (a precision, say). JAX has just
-            # traced the function and gives the same program again.
+            # Not later, when a plan needs it: the JAX configuration (a precision, for example) may differ by then. JAX has
+            # just traced the function, so this returns the cached program.
             record.jaxpr = jitted.trace(*(struct_of(aval) for aval in avals)).jaxpr
         out = jax.tree.map(
             lambda x: x.value if isinstance(x, _Static) else x, out, is_leaf=lambda x: isinstance(x, _Static)
@@ -192,11 +199,11 @@ class Fragment:
 
 
 def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, name: str | None = None) -> Fragment:
-    """Any Python as a fragment: a simulator, a robot, a PyTorch network.
+    """Make any Python function a fragment: a simulator, a robot, a PyTorch network.
 
-    `fn` takes and returns pytrees of numpy arrays; `out_spec` is a pytree of `jax.ShapeDtypeStruct` of what it returns.
-    In a compiled program it is one callback; on a site of its own it is called directly. State it keeps to itself must be
-    threaded through as a token (an array it returns and takes back), so that its calls stay in order.
+    `fn` takes and returns pytrees of numpy arrays; `out_spec` is a pytree of `jax.ShapeDtypeStruct` for its results.
+    In a compiled program `fn` is one callback; on a site of its own it is called directly. If `fn` keeps state, it must
+    take a token (an array) and return the next one, so that its calls stay in order.
     """
     specs, out_tree = jax.tree.flatten(out_spec)
     host = HostFunction(name or getattr(fn, "__name__", "host"), fn, tuple(specs), out_tree)
@@ -211,38 +218,41 @@ def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, na
 
 @dataclass(frozen=True, eq=False)
 class HostFunction:
-    """A function on pytrees of numpy arrays, called on their leaves; it can travel to a worker."""
+    """A function on pytrees of numpy arrays, callable on their leaves; it can be pickled and sent to a worker."""
 
     name: str
+    """The name for messages."""
     fn: Callable[..., PyTree]
+    """The user's function."""
     specs: tuple[jax.ShapeDtypeStruct, ...]
     """Types of the results."""
     out_tree: Any
+    """Tree of the results."""
     form: StaticForm | None = None
-    """The arguments without their arrays."""
+    """The arguments without their arrays; set by `at`."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the arguments that are arrays."""
+    """Shapes of the arguments that are arrays; set by `at`."""
 
     def at(self, form: StaticForm, avals: tuple[Any, ...]) -> "HostFunction":
-        """For one form of call."""
+        """The same function for calls with these static arguments and array types."""
         return replace(self, form=form, shapes=tuple(aval.shape for aval in avals))
 
     def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-        assert self.form is not None, "`at` tells how it is called"
+        assert self.form is not None, "`at` comes first"
         if tuple(x.shape for x in arrays) != self.shapes:
             raise AlgorithmError(f"Host fragment `{self.name}` is called under jax.vmap, which cannot vectorise Python.",
                                  fix="Let it take and return whole batches, and call it without vmap.")  # fmt: skip
-        rest = iter(arrays)  # a Python number goes in as an array of JAX's type for it, as it would into a callback
+        rest = iter(arrays)  # a Python number becomes an array of JAX's default type, as in a callback
         leaves = [next(rest) if x is ARRAY else jax.numpy.asarray(x) for x in self.form.leaves]
         return self.on_leaves(self.form.tree, *leaves)
 
     def on_leaves(self, in_tree: Any, *leaves: Any) -> tuple[np.ndarray, ...]:
-        # A callback is given JAX arrays; computing with those inside of it can wait for itself.
+        # A callback receives JAX arrays. Computing with them inside the callback can deadlock, so convert them.
         args, kwargs = jax.tree.unflatten(in_tree, [np.asarray(x) for x in leaves])
         out, tree = jax.tree.flatten(self.fn(*args, **kwargs))
         if tree != self.out_tree:
             raise AlgorithmError(f"Host fragment `{self.name}` returned {tree}, but its out_spec says {self.out_tree}.")
-        out = tuple(np.array(x) for x in out)  # copied: a simulator may write its next observation into the same buffer
+        out = tuple(np.array(x) for x in out)  # copies: a simulator may reuse its buffer for the next observation
         for x, spec in zip(out, self.specs, strict=True):
             if x.shape != spec.shape or x.dtype != spec.dtype:
                 raise AlgorithmError(
@@ -254,16 +264,16 @@ class HostFunction:
 
 
 def host_method(role: Role, method: HostMethod) -> Fragment:
-    """A method of a Python object as a fragment: flat arrays in, a tuple of arrays out, the env axis first in each.
+    """Make a method of a Python object a fragment: flat arrays in, a tuple of arrays out, each with the env axis first.
 
-    Unlike `host_fragment` it can be replicated: each site makes an object for its own environments. In a compiled
+    Unlike `host_fragment`, it can be replicated: each site makes an object for its own environments. In a compiled
     program it is a callback to an object that this process keeps.
     """
     return Fragment(functools.partial(_called_back, method), role, name=method.method, host=method)
 
 
 def _called_back(method: HostMethod, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-    """A host method within a compiled program."""
+    """Call a host method from a compiled program."""
     specs = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in method.outs)
 
     def here(*leaves: Any) -> tuple[np.ndarray, ...]:
@@ -274,7 +284,7 @@ def _called_back(method: HostMethod, *leaves: jax.Array) -> tuple[jax.Array, ...
 
     @call.def_vmap
     def for_shards(shards, in_batched, *leaves):
-        """Learner shards have environments of their own: call it once, for those of all of them."""
+        """Each learner shard has environments of its own: make one call for the environments of all shards."""
         rows = [
             x if mapped else jnp.broadcast_to(x[None], (shards, *x.shape))
             for x, mapped in zip(leaves, in_batched, strict=True)
@@ -286,11 +296,11 @@ def _called_back(method: HostMethod, *leaves: jax.Array) -> tuple[jax.Array, ...
 
 
 _host_objects: dict[int, HostObjects] = {}
-"""What callbacks of compiled programs use, by number of environments."""
+"""The objects for callbacks of compiled programs, by number of environments."""
 
 
 def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
-    """Combine a pytree over the learner shards; with one shard, `x` itself, in the type that several would give.
+    """Combine a pytree over the learner shards. With one shard, this is `x`, in the type that several shards would give.
 
     >>> import choreo
     >>> choreo.all_reduce({"grad": 1.5})
@@ -309,7 +319,7 @@ def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
 
 
 def _as_reduced(leaf: Any, op: str) -> Any:
-    """In the type of a result: bools are counted in integers, and a mean is no integer."""
+    """`leaf` in the type that a reduction returns: a sum of bools is an integer, a mean of integers is a float."""
     if not is_array(leaf) or not (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer)):
         return leaf
     if op == "mean":
@@ -322,7 +332,7 @@ _REDUCERS = {"mean": jax.lax.pmean, "sum": jax.lax.psum, "max": jax.lax.pmax}
 
 @functools.cache
 def reducer(op: str) -> Callable[..., list[jax.Array]]:
-    """`all_reduce` on flat arrays, as a jit with a name we recognise: what a replica does with it, only a plan knows."""
+    """`all_reduce` on flat arrays, as a jit whose name Choreo recognises; the plan decides how replicas carry it out."""
 
     def reduce(*leaves):
         return [_REDUCERS[op](leaf, SHARD_AXIS) for leaf in leaves]
@@ -332,10 +342,11 @@ def reducer(op: str) -> Callable[..., list[jax.Array]]:
 
 
 SHARD_NUMBERS = "choreo_shard_numbers"
+"""The name of `shard_numbers` in a traced program."""
 
 
 def shard_numbers(shards: int) -> jax.Array:
-    """0 .. shards - 1, by a jit with a name we recognise: from here on, what differs between shards differs."""
+    """0 .. shards - 1. Marks where the shard axis begins, by a jit whose name Choreo recognises."""
 
     def numbers():
         return jnp.arange(shards)
@@ -345,13 +356,14 @@ def shard_numbers(shards: int) -> jax.Array:
 
 
 def find_reduction(name: str | None) -> str | None:
-    """The operation of an `all_reduce`, from the name of the jit it is."""
+    """The operation ("mean") of the `all_reduce` that has this jit name; None if the name is not an `all_reduce`'s."""
     return name.removeprefix(REDUCE_PREFIX) if name is not None and name.startswith(REDUCE_PREFIX) else None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["value"])
 @dataclass(frozen=True)
 class _Static:
-    """A result that is no array, on its way out of a jit."""
+    """Carries a result that is not an array out of a jit."""
 
     value: Any
+    """The result."""

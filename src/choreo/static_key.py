@@ -1,8 +1,8 @@
-"""When are two static values the same? The key under which a traced function is kept.
+"""Cache keys of static values, under which traced functions are kept.
 
-Python calls 1, 1.0 and True equal, and 0.0 and -0.0, but a program traced with one of them is wrong for the other. A key is
-equal only for values of the same types and the same bits; a wrong hit would be a silent wrong result, while a miss costs a
-trace. So: structural through plain data, and everything that is not plain data is only equal to itself.
+For Python 1, 1.0 and True are equal, and so are 0.0 and -0.0; but a program traced with one of them is wrong for the others.
+Our keys are equal only for values of the same types and the same bits. A wrong hit would be a silently wrong result; a miss
+costs only a trace. So plain data is compared by structure, and everything else is equal only to itself.
 
     1.0                     (float, b"...")
     Cfg(rate=1, act=relu)   (Cfg, ("rate", (int, 1)), ("act", Same(relu)))
@@ -25,15 +25,15 @@ import numpy as np
 T = TypeVar("T")
 
 _BY_VALUE = (int, bool, str, bytes, type(None), type(Ellipsis), type)
-"""Types whose values are equal only if they are the same, once the type is part of the key."""
+"""Types for which `==` is exact, once the type is part of the key."""
 
 
 _HOLD_A_VALUE = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset, np.ndarray, np.generic, jax.Array)
-"""A subclass of these is more than its fields."""
+"""Types that hold a value of their own: a dataclass that inherits from one is more than its fields."""
 
 
 class NoKey(TypeError):
-    """A value that is no plain data, and can change: neither its parts nor its identity tell what it is."""
+    """Raised for a mutable value that is not plain data: neither its parts nor its identity could be its key."""
 
     def __init__(self, value: Any):
         super().__init__(f"a `{type(value).__name__}` is not hashable")
@@ -41,7 +41,7 @@ class NoKey(TypeError):
 
 
 class Same:
-    """Equal to another only if both hold the very same object, which it keeps alive: a new one cannot take its id."""
+    """A key that compares by identity. It keeps the object alive, so that no new object can get the same id."""
 
     __slots__ = ("value",)
 
@@ -56,7 +56,7 @@ class Same:
 
 
 def static_key(x: Any) -> Hashable:
-    """A key that is equal for two values only if no program can tell them apart. Raises NoKey if there is none.
+    """The key of `x`: equal keys mean that no program can distinguish the values. Raises NoKey if `x` has no key.
 
     >>> static_key(1) == static_key(1), static_key(1) == static_key(True), static_key(0.0) == static_key(-0.0)
     (True, False, False)
@@ -67,17 +67,17 @@ def static_key(x: Any) -> Hashable:
 def tree_key(tree: Any) -> Hashable:
     """The key of a `PyTreeDef`, whose own `==` compares auxiliary data (static fields, names of a dict) by `==`.
 
-    What is not hashable is only equal to itself here, as it is to JAX, which takes such data.
+    Auxiliary data that is not hashable is equal only to itself here; it is not refused, because JAX accepts it too.
     """
     data = tree.node_data()
     if data is None:
-        return ("leaf", tree.num_leaves)  # `None` is a node without leaves
+        return ("leaf", tree.num_leaves)  # `None` is a node with 0 leaves
     kind, aux = data
     return (kind, _key(aux, (), strict=False), tuple(tree_key(child) for child in tree.children()))
 
 
 def _key(x: Any, within: tuple[int, ...], *, strict: bool) -> Hashable:
-    """`within`: ids of the containers around `x`; one that holds itself has no finite structure."""
+    """`within`: ids of the containers around `x`. A container that contains itself has no finite structure."""
     kind = type(x)
     if kind in _BY_VALUE:
         return (kind, x)
@@ -86,11 +86,11 @@ def _key(x: Any, within: tuple[int, ...], *, strict: bool) -> Hashable:
     if kind is complex:
         return (kind, struct.pack("<dd", x.real, x.imag))
     if isinstance(x, np.generic) or kind is np.ndarray:
-        # By content: unlike a JAX array, a NumPy array can change.
+        # By content, because a NumPy array is mutable, unlike a JAX array.
         if not x.dtype.hasobject:
             return (kind, x.dtype, x.shape, x.tobytes())
     elif isinstance(x, jax.Array | gymnasium.Space) and not isinstance(x, jax.core.Tracer):
-        return Same(x)  # not hashable, but neither changes
+        return Same(x)  # not hashable, but immutable
     parts = None if id(x) in within else _parts(x)
     if parts is None:
         if strict and kind.__hash__ is None:
@@ -101,7 +101,7 @@ def _key(x: Any, within: tuple[int, ...], *, strict: bool) -> Hashable:
 
 
 def _parts(x: Any) -> tuple[Any, ...] | None:
-    """What a value is made of, if it is plain data of a kind we know; its type is told apart already."""
+    """The parts of a value that is plain data of a known type, else None. The type itself is in the key already."""
     kind = type(x)
     if kind in (tuple, list) or (isinstance(x, tuple) and hasattr(kind, "_fields") and not getattr(x, "__dict__", {})):
         return tuple(x)
@@ -114,14 +114,14 @@ def _parts(x: Any) -> tuple[Any, ...] | None:
     if isinstance(x, types.MethodType):
         return (x.__func__, x.__self__)
     if dataclasses.is_dataclass(x) and not isinstance(x, _HOLD_A_VALUE):
-        # Also what is no field: `__post_init__` may keep something under another name, a base class in a slot.
+        # Attributes that are not fields, too: `__post_init__` may set some, and a base class may have slots.
         names = dict.fromkeys([*(f.name for f in dataclasses.fields(x)), *copyreg._slotnames(kind)])  # pyright: ignore[reportAttributeAccessIssue]
         return (tuple((name, getattr(x, name, Same)) for name in names), getattr(x, "__dict__", {}))
     return None
 
 
 class Recent(Generic[T]):
-    """A cache that forgets the least recently used key beyond `size` keys."""
+    """A cache of at most `size` entries that drops the least recently used one (LRU)."""
 
     def __init__(self, size: int):
         self.size = size
@@ -138,7 +138,7 @@ class Recent(Generic[T]):
 
 
 def cache(fn: Callable[..., T]) -> Callable[..., T]:
-    """`functools.cache` for static arguments given by position, told apart by `static_key` instead of `==`."""
+    """`functools.cache` for positional static arguments, compared by `static_key` instead of `==`."""
     known: Recent[T] = Recent(256)
 
     @functools.wraps(fn)
@@ -149,9 +149,9 @@ def cache(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 def jit(fn: Callable[..., T]) -> Callable[..., T]:
-    """`jax.jit` of a function on pytrees whose leaves need not be arrays: one compiled function per static form.
+    """`jax.jit` for pytrees whose leaves need not be arrays: one compiled function for each set of static leaves.
 
-    What Equinox's `filter_jit` does, except that this one tells a static 1 from a static 1.0.
+    Like Equinox's `filter_jit`, except that this one distinguishes a static 1 from a static 1.0.
     """
     compiled: Recent[Callable[..., T]] = Recent(256)
 
@@ -169,17 +169,18 @@ def jit(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 class ARRAY:
-    """Stands where an array goes among the static leaves."""
+    """Placeholder for an array among the static leaves."""
 
 
 class StaticForm(NamedTuple):
     """The arguments of a call, without their arrays."""
 
     tree: Any
+    """The tree of (args, kwargs)."""
     leaves: tuple[Any, ...]
-    """`ARRAY` where an array goes."""
+    """The leaves of the tree, with `ARRAY` in place of each array."""
     orders: tuple[tuple[Any, ...], ...]
-    """The keys of each dict, in their order: JAX sorts them, and a function may go through them."""
+    """The keys of each dict, in their original order: JAX sorts them, but a function may iterate over them."""
 
     @property
     def key(self) -> Hashable:
@@ -193,7 +194,7 @@ class StaticForm(NamedTuple):
 
 
 def split_static(args: Any, kwargs: Any, *, keep_numpy: bool = False) -> tuple[list[Any], StaticForm]:
-    """The arrays among the arguments of a call, and all the rest. With `keep_numpy` those of NumPy are among the rest."""
+    """The arrays among the arguments of a call, and the rest. With `keep_numpy`, NumPy arrays belong to the rest."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     kinds = jax.Array if keep_numpy else (jax.Array, np.ndarray, np.generic)
     arrays = [x for x in leaves if isinstance(x, kinds)]
@@ -202,7 +203,7 @@ def split_static(args: Any, kwargs: Any, *, keep_numpy: bool = False) -> tuple[l
 
 
 def orders_of(tree: Any) -> Iterator[tuple[Any, ...]]:
-    """The keys of each dict in a tree, in their order."""
+    """The keys of each dict in a tree, in the order of the dict."""
     for leaf in jax.tree.leaves(tree, is_leaf=_is_sorted_by_jax):
         if _is_sorted_by_jax(leaf):
             yield tuple(leaf)
@@ -211,7 +212,7 @@ def orders_of(tree: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def in_order(tree: Any, orders: Iterable[tuple[Any, ...]]) -> Any:
-    """A tree whose dicts have their keys in these orders."""
+    """The tree with the keys of its dicts in these orders, as `orders_of` returned them."""
     rest = iter(orders)
 
     def ordered(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Shared names for types; no logic, and no JAX until somebody asks for `Key`."""
+"""Shared names for types. No logic; JAX is imported only when `Key` is used."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     """A typed JAX random key."""
 
 Role: TypeAlias = str
-"""What a fragment does: "env", "actor", "learner", or any word of the user's."""
+"""The role of a fragment: "env", "actor", "learner", or any word that the user chooses."""
 
 GroupName: TypeAlias = str
 """Roles that live together, joined by "+": "env+actor"."""

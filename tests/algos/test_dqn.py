@@ -212,7 +212,7 @@ def test_a_network_for_frames():
         ({"head": "c51", "value_range": (1.0, 1.0)}, "DQN(value_range=(1.0, 1.0)) is empty."),
         ({"batch_size": 10, "buffer_shards": 4}, "A batch of 10 cannot be drawn evenly from 4 buffer shards."),
         ({"batch_size": 64, "min_size": 32}, "min_size=32 is less than batch_size=64"),
-        ({"capacity": 500, "min_size": 1000}, "The table `items` is drawn from when 1,000 steps are stored"),
+        ({"capacity": 500, "min_size": 1000}, "The table `items` waits until 1,000 steps are stored"),
     ],
 )
 def test_refuses(options, message):

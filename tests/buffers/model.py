@@ -1,4 +1,4 @@
-"""What a replay is, in lists: every step ever stored has a number, and an item is a few of one environment in a row."""
+"""A model of a replay in Python lists: every step has a number; an item is consecutive steps of one environment."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ ONE_STEP = StoredStep(jnp.zeros((2,)), jnp.zeros((), jnp.int32), jnp.zeros(()), 
 
 
 def steps(first: int | jax.Array, unroll: int, num_envs: int) -> StoredStep:
-    """Steps [time, env] whose every part tells which they are: step `t` of environment `e` is 1000 t + e."""
+    """Steps [time, env]; every field of step `t` of environment `e` holds its number, 1000 t + e."""
     number = jnp.add.outer(1000 * (first + jnp.arange(unroll)), jnp.arange(num_envs)).astype(jnp.int32)
     real = number.astype(jnp.float32)
     return StoredStep(jnp.stack([real, real + 0.5], axis=-1), number, real, jnp.ones_like(real), number % 7 == 0)
@@ -20,7 +20,7 @@ def steps(first: int | jax.Array, unroll: int, num_envs: int) -> StoredStep:
 
 @dataclass
 class Model:
-    """All that is stored, as numbers."""
+    """The numbers of all stored steps, for each environment."""
 
     num_envs: int
     ring: int
@@ -35,13 +35,13 @@ class Model:
             del row[: max(len(row) - self.ring, 0)]
 
     def items(self, length: int) -> list[tuple[int, ...]]:
-        """Every item there is, oldest first; of the same age, by environment."""
+        """All items, oldest first; items of the same age are ordered by environment."""
         rows = [[tuple(row[i : i + length]) for i in range(len(row) - length + 1)] for row in self.stored]
         return [item for together in zip(*rows, strict=True) for item in together]
 
 
 def numbers(drawn: StoredStep) -> list[tuple[int, ...]]:
-    """Which steps the items are; every part of them agrees."""
+    """The numbers of the drawn steps; checks that all fields of a step agree."""
     action = np.asarray(drawn.action)
     np.testing.assert_array_equal(np.asarray(drawn.obs)[..., 0], action)
     np.testing.assert_array_equal(np.asarray(drawn.obs)[..., 1], action + 0.5)

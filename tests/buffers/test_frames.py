@@ -1,4 +1,4 @@
-"""Stacks that are rebuilt are those the environment made, against Gymnasium's own."""
+"""The replay rebuilds the same frame stacks as Gymnasium's FrameStackObservation made."""
 
 import gymnasium
 import jax
@@ -11,7 +11,7 @@ from choreo.buffers import Replay, StoredStep, Table
 
 
 class Numbered(gymnasium.Env):
-    """Every frame is another number; episodes have the lengths that are given, over and over."""
+    """Every frame is a different number; the lengths of episodes repeat `lengths` in a cycle."""
 
     observation_space = gymnasium.spaces.Box(0, 2**15, (2, 1), np.int32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -34,7 +34,7 @@ class Numbered(gymnasium.Env):
 
 
 def play(lengths: list[int], num_steps: int, stack: int) -> tuple[np.ndarray, np.ndarray]:
-    """The stacks that were acted on [time, 2, 1, stack], and where episodes ended."""
+    """The stack before each step [time, 2, 1, stack], and whether the step ended an episode [time]."""
     env = FrameStackObservation(Numbered(lengths), stack)
     obs, _ = env.reset()
     seen, lasts = [], []
@@ -53,8 +53,8 @@ UNROLL = 3
 
 @pytest.mark.parametrize(("stack", "sampler"), [(2, "uniform"), (4, "prioritized")])
 @pytest.mark.parametrize("additions", [1, 4, 5, 6, 17], ids=lambda n: f"{n}_additions")
-def test_as_the_environment_made_them(stack, sampler, additions):
-    """Before the ring is full, when it is just full, after it has gone round: every item there is, and no other."""
+def test_stacks_are_those_of_the_environment(stack, sampler, additions):
+    """Exactly the existing items are drawn: before the ring buffer is full, when it is just full, after it wrapped around."""
     length = 3
     played = [play(lengths, additions * UNROLL, stack) for lengths in LENGTHS]
     obs, last = (np.stack(x, axis=1) for x in zip(*played, strict=True))  # [time, env, ...]
@@ -63,7 +63,7 @@ def test_as_the_environment_made_them(stack, sampler, additions):
     )
     state, drawn = fill_and_draw(replay, jnp.asarray(obs), jnp.asarray(last))
 
-    assert state.steps.obs.shape == (4, 15, 2, 1)  # a frame, not a stack
+    assert state.steps.obs.shape == (4, 15, 2, 1)  # single frames, not stacks
     oldest = 0 if len(obs) < 15 else len(obs) - 15 + stack - 1
     assert drawn.ready
     steps = np.asarray(drawn.steps.action)  # the number of the step, since the run began

@@ -1,4 +1,4 @@
-"""A replay is never copied: adding costs what is added, and drawing what is drawn."""
+"""XLA never copies a replay: the cost of an addition depends on the steps added, not on the size of the replay."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ from buffers.model import ONE_STEP, steps
 from choreo.buffers import Replay, Table
 
 NUM_ENVS, UNROLL, BATCH = 4, 2, 16
-HASTE = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
+UNOPTIMISED = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
 
 
 def replay_of(capacity: int, sampler: str) -> Replay:
@@ -21,7 +21,7 @@ def replay_of(capacity: int, sampler: str) -> Replay:
 
 
 def iterations(replay: Replay, order: str):
-    """Two iterations that learn from what is drawn, and store what was done with what had been learned before."""
+    """Two iterations. Each draws a batch and learns a weight from it; the rewards it stores depend on the weight before."""
 
     def body(carry, key):
         state, weight = carry
@@ -42,7 +42,7 @@ def iterations(replay: Replay, order: str):
 
 
 def cases():
-    """In CI each value once, and priorities, which are written twice, in both orders."""
+    """In CI, every value occurs once. Prioritized tables, which are written twice per iteration, occur in both orders."""
     in_ci = {
         ("prioritized", "add first", None),
         ("prioritized", "add last", 2),
@@ -54,16 +54,16 @@ def cases():
 
 
 @pytest.fixture
-def compiled_as_for_users():
-    haste = jax.config.read("jax_disable_most_optimizations")
+def optimised():
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", haste)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
-@pytest.mark.usefixtures("compiled_as_for_users")
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(("sampler", "order", "shards"), cases())
-def test_nothing_is_copied(sampler, order, shards):
+def test_the_replay_is_updated_in_place(sampler, order, shards):
     replay = replay_of(200_000, sampler)
     run = iterations(replay, order)
 
@@ -77,16 +77,16 @@ def test_nothing_is_copied(sampler, order, shards):
         carry, key = jax.tree.map(lambda x: jax.ShapeDtypeStruct((shards, *x.shape), x.dtype), (carry, key))
     memory = jax.jit(one_step, donate_argnums=0).lower(carry, key).compile().memory_analysis()
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry))
-    assert memory.alias_size_in_bytes >= stored - 64  # what comes out lies where it was
+    assert memory.alias_size_in_bytes >= stored - 64  # the outputs reuse the memory of the inputs
     assert memory.temp_size_in_bytes < 0.02 * stored
 
 
 RAW = 100_000 * 84 * 84
 
 
-@pytest.mark.usefixtures("compiled_as_for_users")
-def test_pong_takes_what_its_frames_take():
-    """1e5 transitions of 84 x 84 frames, four to a stack: their raw size, and a tenth; adding and drawing included."""
+@pytest.mark.usefixtures("optimised")
+def test_pong_takes_at_most_a_tenth_more_than_its_frames():
+    """1e5 transitions of 84 x 84 frames, four to a stack; the memory that `add` and `sample` need is included."""
     replay = Replay(capacity=100_000, unroll=4, stack=4, tables=(Table(length=2, batch=32, sampler="prioritized"),))
     one = jax.eval_shape(lambda: ONE_STEP._replace(obs=jnp.zeros((84, 84, 4), jnp.uint8)))
     state = jax.eval_shape(lambda: replay.init(one, 8))
@@ -106,12 +106,11 @@ def test_pong_takes_what_its_frames_take():
 
 
 @pytest.mark.long
-def test_what_a_process_has_taken_after_pong():
-    """The same, measured."""
-    optimised = {
-        name: value for name, value in os.environ.items() if name not in HASTE
-    }  # in haste it takes thrice as long
-    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, env=optimised)
+def test_resident_memory_of_a_process_with_pong():
+    """The same bound for the measured memory of a process."""
+    # Without XLA's optimisations this would take three times as long.
+    environment = {name: value for name, value in os.environ.items() if name not in UNOPTIMISED}
+    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 1.1 * RAW
 
@@ -120,7 +119,7 @@ RESIDENT = """
 import jax, jax.numpy as jnp, psutil
 from choreo.buffers import Replay, StoredStep, Table
 
-# Filled, and drawn from.
+# Fill the replay, and draw from it.
 replay = Replay(capacity=100_000, unroll=100, stack=4, tables=(Table(length=2, batch=32, sampler="prioritized"),))
 one = StoredStep(jnp.zeros((84, 84, 4), jnp.uint8), jnp.int32(0), jnp.float32(0), jnp.float32(0), jnp.bool_(False))
 new = jax.tree.map(lambda x: jnp.ones((100, 8, *x.shape), x.dtype), one)

@@ -1,4 +1,4 @@
-"""What is drawn, against a replay of lists."""
+"""Items that a replay draws, compared with a simple model of it in Python lists."""
 
 import dataclasses
 import math
@@ -15,14 +15,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from buffers.model import ONE_STEP, Model, numbers, steps
-from choreo.buffers import Replay, ReplayState, StoredStep, Table, memory, sums
+from choreo.buffers import Replay, ReplayState, StoredStep, Table, memory, sum_tree
 from choreo.buffers.counts import LARGEST_ROUND, Count, round_of_steps
 from choreo.buffers.memory import check_fits, memory_bytes
 from choreo.errors import AlgorithmError
 
 
 def filled(replay: Replay, num_envs: int, times: int):
-    """The replay after `times` additions, and its model."""
+    """A replay after `times` additions, and the model of it."""
     model = Model(num_envs, replay.ring(num_envs))
     for i in range(times):
         model.add(i * replay.unroll, replay.unroll)
@@ -47,7 +47,7 @@ def one_table(batch: int = 64, *, capacity: int = 24, unroll: int = 2, length: i
 
 
 def replays(max_examples: int):
-    """Random ones; to shrink one would compile a hundred more."""
+    """Random replays. Hypothesis does not shrink a failing one, because that would compile a hundred more."""
 
     def decorate(test):
         run = settings(max_examples=max_examples, phases=[Phase.explicit, Phase.generate])
@@ -64,16 +64,16 @@ def replays(max_examples: int):
     return decorate
 
 
-class TestEveryItemIsReal:
+class TestEveryItemExists:
     @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo", "shuffled"])
     @replays(max_examples=1)
-    def test_of_one_environment_consecutive_and_not_overwritten(self, sampler, **sizes):
+    def test_consecutive_steps_of_one_environment_not_overwritten(self, sampler, **sizes):
         self.check(sampler, **sizes)
 
     @pytest.mark.long
     @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo", "shuffled"])
     @replays(max_examples=10)
-    def test_of_one_environment_consecutive_and_not_overwritten_often(self, sampler, **sizes):
+    def test_consecutive_steps_of_one_environment_not_overwritten_in_more_replays(self, sampler, **sizes):
         self.check(sampler, **sizes)
 
     def check(self, sampler, *, capacity, unroll, length, num_envs, additions):
@@ -90,13 +90,13 @@ class TestEveryItemIsReal:
 
     @pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
     @pytest.mark.parametrize("additions", [3, 40])
-    def test_all_of_them_come(self, sampler, additions):
+    def test_every_item_is_drawn(self, sampler, additions):
         replay = one_table(512, sampler=sampler)
         state, model = filled(replay, 2, additions)
         _, drawn = sample(replay, state, jax.random.key(1))
         assert set(numbers(drawn.steps)) == set(model.items(3))
 
-    def test_after_many_rounds_the_sums_are_those_of_the_weights(self):
+    def test_after_many_additions_the_root_is_the_sum_of_the_leaves(self):
         replay = one_table(16, capacity=300, sampler="prioritized", length=4)
 
         def body(state, key):
@@ -105,10 +105,10 @@ class TestEveryItemIsReal:
             return replay.add(state, steps(0, 2, 3)), drawn.where.probability
 
         state, probability = jax.lax.scan(body, filled(replay, 3, 3)[0], jax.random.split(jax.random.key(0), 400))
-        weights = np.asarray(state.tables["items"].weights)
-        leaves = -(-replay.ring(3) // weights.shape[-1])
-        assert (weights[:, :leaves] > 0).sum() == 3 * (replay.ring(3) - 3)
-        np.testing.assert_allclose(weights[:, -1].sum(-1), weights[:, :leaves].sum((1, 2)), rtol=1e-5)
+        tree = np.asarray(state.tables["items"].tree)
+        leaves = -(-replay.ring(3) // tree.shape[-1])
+        assert (tree[:, :leaves] > 0).sum() == 3 * (replay.ring(3) - 3)
+        np.testing.assert_allclose(tree[:, -1].sum(-1), tree[:, :leaves].sum((1, 2)), rtol=1e-5)
         assert (np.asarray(probability) > 0).all()
 
 
@@ -126,7 +126,7 @@ class TestHowOften:
         replay = one_table(30_000, capacity=12 * num_envs, sampler="prioritized", exponent=0.5)
         state, model = filled(replay, num_envs, 20)
         items = model.items(3)
-        # Every item by its number, through the first priority that `add` asks for.
+        # The priority of a new item follows from its number.
         add = jax.jit(partial(replay.add, priority=lambda s: 1 + s.action[0].astype(jnp.float32) % 5))
         state = replay.init(ONE_STEP, num_envs)
         for i in range(20):
@@ -136,12 +136,12 @@ class TestHowOften:
         counts = Counter(numbers(drawn.steps))
         expected = weights / weights.sum()
         observed = np.array([counts[item] for item in items])
-        # Stratified: closer than independent draws would be.
+        # Stratified sampling is closer to the expectation than independent draws.
         np.testing.assert_allclose(observed / 30_000, expected, atol=3 / 30_000)
         by_item = dict(zip(items, expected, strict=True))
         np.testing.assert_allclose(drawn.where.probability, [by_item[item] for item in numbers(drawn.steps)], rtol=1e-4)
 
-    def test_new_priorities_count(self):
+    def test_new_priorities_change_what_is_drawn(self):
         replay = one_table(64, sampler="prioritized", exponent=1.0)
         state, _ = filled(replay, 2, 8)
         state, drawn = sample(replay, state, jax.random.key(0))
@@ -151,17 +151,18 @@ class TestHowOften:
         _, after = sample(replay, state, jax.random.key(1))
         assert Counter(numbers(after.steps)).most_common(1)[0] == (numbers(drawn.steps)[0], 64)
 
-    @pytest.mark.parametrize("drawn", [32, 256])
-    def test_never_an_item_without_weight(self, drawn):
-        """At the very end of the total, rounding may lead beyond the last item."""
-        put = jax.jit(lambda: sums.put_in_all(sums.no_weights(3, 100, drawn), jnp.arange(5), jnp.full((3, 5), 0.1)))
-        # The largest number below 1: the last of 32 parts would end at the total itself.
+    @pytest.mark.parametrize("batch", [32, 256])
+    def test_never_an_item_without_weight(self, batch):
+        """At the very end of the total weight, rounding could lead beyond the last item."""
+        weights = jnp.full((3, 5), 0.1)
+        tree = jax.jit(lambda: sum_tree.set_consecutive(sum_tree.empty(3, 100, batch), jnp.arange(5), weights))()
+        # The largest number below 1. In the last of 32 parts, this position rounds to the total weight.
         almost_one = jnp.full((32,), np.nextafter(np.float32(1), np.float32(0)))
-        env, item, probability = jax.jit(sums.at)(put(), almost_one)
+        env, item, probability = jax.jit(sum_tree.find)(tree, almost_one)
         assert (np.asarray(probability) > 0).all()
         assert int(item.max()) == 4 and (int(env[-1]), int(item[-1])) == (2, 4)
 
-    def test_a_priority_that_is_nan_shows_in_all_that_is_drawn(self):
+    def test_a_nan_priority_makes_every_probability_nan(self):
         replay = one_table(8, sampler="prioritized")
         state, model = filled(replay, 2, 8)
         state, drawn = sample(replay, state, jax.random.key(0))
@@ -171,17 +172,17 @@ class TestHowOften:
         assert set(numbers(after.steps)) <= set(model.items(3))
 
 
-def test_what_is_no_item_gets_no_priority():
-    """Drawn before anything was stored: priorities of it must not make an item of nothing."""
+def test_set_priorities_creates_no_items():
+    """A draw from an empty replay is not ready; setting priorities at its places must not create items there."""
     replay = one_table(batch=8, sampler="prioritized")
     empty = replay.init(ONE_STEP, 2)
     _, drawn = sample(replay, empty, jax.random.key(0))
     assert not drawn.ready
     after = replay.set_priorities(empty, drawn.where, jnp.full((8,), 3.0))
-    np.testing.assert_array_equal(after.tables["items"].weights, 0)
+    np.testing.assert_array_equal(after.tables["items"].tree, 0)
 
 
-class TestInOrder:
+class TestFifo:
     def test_first_in_first_out(self):
         replay = one_table(4, capacity=40, sampler="fifo")
         state, model = filled(replay, 2, 10)
@@ -194,7 +195,7 @@ class TestInOrder:
         _, drawn = sample(replay, state, jax.random.key(0))
         assert not drawn.ready
 
-    def test_what_was_overwritten_is_left_out(self):
+    def test_overwritten_items_are_skipped(self):
         replay = one_table(4, capacity=24, sampler="fifo")
         state, model = filled(replay, 2, 3)
         state, drawn = sample(replay, state, jax.random.key(0))
@@ -206,7 +207,7 @@ class TestInOrder:
         _, drawn = sample(replay, state, jax.random.key(0))
         assert numbers(drawn.steps) == model.items(3)[:4]
 
-    def test_each_several_times(self):
+    def test_each_item_several_times(self):
         replay = one_table(4, capacity=40, sampler="fifo", max_times_sampled=2)
         state, model = filled(replay, 2, 10)
         state, one = sample(replay, state, jax.random.key(0))
@@ -215,8 +216,8 @@ class TestInOrder:
         assert numbers(one.steps) + numbers(two.steps) == [item for item in first for _ in range(2)]
 
 
-class TestAtMost:
-    def test_each_item_so_often_and_no_more(self):
+class TestMaxTimesSampled:
+    def test_each_item_is_drawn_so_often_and_no_more(self):
         replay = one_table(5, capacity=40, max_times_sampled=2)
         state, model = filled(replay, 2, 10)
         items, counts = model.items(3), Counter()
@@ -225,9 +226,9 @@ class TestAtMost:
             if drawn.ready:
                 counts.update(numbers(drawn.steps))
         assert max(counts.values()) == 2 and set(counts) <= set(items)
-        assert sum(counts.values()) > 2 * len(items) - 2 * 5  # fewer are left than one draw takes
+        assert sum(counts.values()) > 2 * len(items) - 2 * 5  # the rest is too few for another batch
 
-    def test_by_priority(self):
+    def test_with_priorities(self):
         replay = one_table(1, capacity=16, sampler="prioritized", max_times_sampled=3)
         state, model = filled(replay, 2, 4)
         items, counts = model.items(3), Counter()
@@ -250,14 +251,14 @@ class TestAtMost:
         assert drawn.ready and numbers(drawn.steps)[0] in [(8000,), (9000,)]
 
 
-class TestWhen:
+class TestReady:
     @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo"])
-    def test_not_before_enough_is_stored(self, sampler):
+    def test_not_before_min_size_steps_are_stored(self, sampler):
         replay = one_table(1, min_size=9, sampler=sampler)
         ready = [bool(sample(replay, filled(replay, 2, n)[0], jax.random.key(0))[1].ready) for n in range(5)]
         assert ready == [False, False, False, True, True]
 
-    def test_no_more_often_than_asked(self):
+    def test_samples_per_insert_is_a_bound(self):
         replay = one_table(4, capacity=400, samples_per_insert=0.5)
         state, drawn_items = replay.init(ONE_STEP, 2), 0
         for i in range(40):
@@ -302,8 +303,8 @@ def test_several_tables_over_one_storage():
     }  # fmt: skip
 
 
-class TestAfterMoreStepsThanAnIntegerHas:
-    """Counts go back by a round before they reach 2^31: everything goes on as if they had not."""
+class TestCountersDoNotOverflow:
+    """A round is subtracted from a counter before it reaches 2^31, and the replay draws the same items as before."""
 
     @pytest.mark.parametrize("stack", [1, 2])
     @pytest.mark.parametrize(
@@ -331,7 +332,7 @@ class TestAfterMoreStepsThanAnIntegerHas:
         assert young.inserted.rounds == 0 and old.inserted.rounds == 1
         assert replay.metrics(old)["replay_size"] == replay.metrics(young)["replay_size"]
 
-    def test_what_was_never_drawn_of_a_queue_is_left_out(self):
+    def test_a_fifo_table_skips_overwritten_items(self):
         replay = one_table(4, sampler="fifo")
         state, model = filled(replay, 2, 10)
         size = round_of_steps(replay.ring(2))
@@ -343,20 +344,22 @@ class TestAfterMoreStepsThanAnIntegerHas:
         _, drawn = sample(replay, state, jax.random.key(0))
         assert drawn.ready and numbers(drawn.steps) == model.items(3)[:4]
 
-    def test_nor_is_a_queue_lost_that_nobody_draws_from_for_many_rounds(self):
+    def test_a_fifo_table_survives_many_rounds_without_a_draw(self):
         replay = one_table(4, sampler="fifo")
         state, model = filled(replay, 2, 10)
         table = state.tables["items"]
         for _ in range(5):
-            table = table.numbered_back(jnp.int32(round_of_steps(replay.ring(2))))
+            table = table.renumbered(jnp.int32(round_of_steps(replay.ring(2))))
         _, drawn = sample(replay, state._replace(tables={"items": table}), jax.random.key(0))
         assert drawn.ready and numbers(drawn.steps) == model.items(3)[:4]
 
-    def test_no_more_often_than_asked(self):
+    def test_samples_per_insert_is_a_bound(self):
         replay = one_table(4, samples_per_insert=0.5)
         state, _ = filled(replay, 2, 10)
         size = round_of_steps(replay.ring(2))
-        state = state._replace(inserted=Count(state.inserted.rest, jnp.int32(4)))  # some 2^33 steps of two environments
+        state = state._replace(
+            inserted=Count(state.inserted.rest, jnp.int32(4))
+        )  # about 2^33 steps of two environments
         most = 0.5 * 2 * 4 * size / 4  # draws
         for share, ready in ((0.99, True), (1.01, False)):
             rounds, rest = divmod(int(share * most), LARGEST_ROUND)
@@ -365,23 +368,23 @@ class TestAfterMoreStepsThanAnIntegerHas:
             assert bool(drawn.ready) == ready
             np.testing.assert_allclose(replay.metrics(after)["samples_per_insert"], 0.5 * share, rtol=1e-6)
 
-    def test_draws_are_counted_on(self):
+    def test_the_count_goes_on_after_a_round(self):
         count = Count(jnp.int32(LARGEST_ROUND - 2), jnp.int32(0))
         for more in range(4):
             assert int(count.rounds) * LARGEST_ROUND + int(count.rest) == LARGEST_ROUND - 2 + more
             count = count.plus(1)
         assert count == (2, 1)
 
-    def test_more_steps_at_once_are_refused(self, monkeypatch):
+    def test_a_replay_larger_than_a_round_is_refused(self, monkeypatch):
         monkeypatch.setattr(memory, "memory_bytes", lambda: 2**60)
         with pytest.raises(
-            AlgorithmError, match=r"2,000,000,000 steps has more than the 1,073,741,823 that can be told"
+            AlgorithmError, match=r"2,000,000,000 steps is too large: it can number at most 1,073,741,823 steps"
         ):
             one_table(capacity=2 * 10**9).init(ONE_STEP, 8)
 
 
 def as_if_after(state: ReplayState, more: int) -> ReplayState:
-    """The same stored, after so many steps more; a multiple of the ring."""
+    """The same replay, as if `more` additional steps had been stored before; `more` is a multiple of the ring's length."""
 
     def later(table):
         return table if table.next is None else table._replace(next=(table.next[0] + more, table.next[1]))
@@ -398,7 +401,7 @@ class TestMistakes:
             one_table().table("item")
 
     def test_options(self):
-        jaxtyping.config.update("jaxtyping_disable", True)  # as it is for users
+        jaxtyping.config.update("jaxtyping_disable", True)  # users have no run-time type checks
         with pytest.raises(AlgorithmError, match="is not known"):
             Table(length=1, batch=1, sampler="lifo")  # pyright: ignore[reportArgumentType]
         with pytest.raises(AlgorithmError, match="at least 1"):
@@ -406,18 +409,18 @@ class TestMistakes:
         with pytest.raises(AlgorithmError, match="a multiple of max_times_sampled"):
             Table(length=1, batch=3, sampler="fifo", max_times_sampled=2)
 
-    def test_a_minimum_above_the_capacity(self):
+    def test_min_size_above_the_capacity(self):
         with pytest.raises(AlgorithmError, match=r"(?s)1,000 steps are stored.*room for 24.*smaller min_size"):
             one_table(min_size=1000)
 
-    def test_priorities_where_there_are_none(self):
+    def test_priorities_for_a_table_without(self):
         replay = one_table()
         state, _ = filled(replay, 2, 4)
         state, drawn = sample(replay, state, jax.random.key(0))
         with pytest.raises(AlgorithmError, match='Table\\(sampler="prioritized"\\)'):
             replay.set_priorities(state, drawn.where, jnp.ones(64))
 
-    def test_another_number_of_steps(self):
+    def test_wrong_number_of_steps_added(self):
         replay = one_table()
         state = replay.init(ONE_STEP, 2)
         with pytest.raises(AlgorithmError, match=r"takes 2 steps of 2 environments .* given \[3, 2\]"):
@@ -426,7 +429,7 @@ class TestMistakes:
             replay.add(state, steps(0, 2, 1))
 
     def test_more_than_memory(self):
-        """Refused before anything is taken, also where only shapes are asked for."""
+        """Refused before memory is allocated, also under `jax.eval_shape`."""
         frame = ONE_STEP._replace(obs=jax.ShapeDtypeStruct((1000, 1000), jnp.float32))
         replay = one_table(capacity=10**9)
         for init in (replay.init, lambda step, n: jax.eval_shape(lambda: replay.init(step, n))):
@@ -435,7 +438,7 @@ class TestMistakes:
             ):
                 init(frame, 8)
 
-    def test_the_capacity_that_is_proposed_fits(self):
+    def test_the_proposed_capacity_fits(self):
         limit = memory_bytes()
         with pytest.raises(AlgorithmError) as error:
             check_fits(jax.ShapeDtypeStruct((2 * limit,), jnp.uint8), capacity=2 * limit)
@@ -443,7 +446,7 @@ class TestMistakes:
         assert 0.7 * limit < check_fits(jax.ShapeDtypeStruct((proposed,), jnp.uint8), capacity=proposed) <= limit
 
 
-def test_extras_and_trees_are_stored_as_they_are():
+def test_extras_and_trees_are_stored_unchanged():
     one = StoredStep(
         {"a": jnp.zeros(3, jnp.uint8)}, jnp.zeros(2), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool), jnp.zeros(())
     )

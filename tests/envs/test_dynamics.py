@@ -1,4 +1,4 @@
-"""The built-in environments against Gymnasium's own, step by step, with the same actions."""
+"""The built-in environments give the same steps as Gymnasium's, for the same actions."""
 
 import gymnasium
 import jax
@@ -15,7 +15,7 @@ PAIRS = {"CartPole-v1": (CartPole(), CartPoleState), "Pendulum-v1": (Pendulum(),
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_step_equals_gymnasium(name):
-    """In float64, along whole episodes: the state is given once, at the beginning."""
+    """In float64, over whole episodes; only the initial state is copied from Gymnasium."""
     env, make_state = PAIRS[name]
     theirs = gymnasium.make(name)
     theirs.action_space.seed(0)
@@ -25,7 +25,7 @@ def test_every_step_equals_gymnasium(name):
             obs, _ = theirs.reset(seed=seed)
             state = make_state(*jnp.asarray(theirs.unwrapped.state, jnp.float64))
             for t in range(1, env.time_limit + 1):
-                # float64: Gymnasium computes in the type of the action it is given
+                # Gymnasium computes in the type of the action.
                 action = np.asarray(theirs.action_space.sample(), np.int64 if name == "CartPole-v1" else np.float64)
                 obs, reward, terminated, truncated, _ = theirs.step(action)
                 state, ours = step(state, jnp.asarray(action), jax.random.key(0))
@@ -67,14 +67,14 @@ def test_a_fallen_pole_terminates_and_resets_in_the_same_step():
     (i, *_) = np.flatnonzero(ts.last)
     assert ts.discount[i] == 0 and ts.reward[i] == 1
     assert int(ts.info["episode_length"][i]) == float(ts.info["episode_return"][i]) == length
-    assert abs(ts.next_obs[i, 2]) > 12 * np.pi / 180  # where the pole fell
-    assert (abs(ts.obs[i]) <= 0.05).all()  # a new episode
+    assert abs(ts.next_obs[i, 2]) > 12 * np.pi / 180  # the pole has fallen
+    assert (abs(ts.obs[i]) <= 0.05).all()  # the first observation of a new episode
     assert (state.episode_length[i], state.episode_return[i]) == (0, 0)
     _, fell = CartPole().step(jax.tree.map(lambda x: x[i], before.inner), jnp.int32(1), jax.random.key(0))
     np.testing.assert_allclose(ts.next_obs[i], fell.obs, rtol=1e-6)
 
 
-def test_a_time_limit_is_last_but_not_the_end():
+def test_a_time_limit_truncates():
     env = envs.make("jax:Pendulum-v1", num_envs=2, time_limit=3)
     state, _ = env.reset(env.keys(jax.random.key(0)))
     lasts, discounts, returns = [], [], []
@@ -84,10 +84,10 @@ def test_a_time_limit_is_last_but_not_the_end():
         returns.append(float(ts.info["episode_return"][0] - ts.reward[0]))
     assert lasts == [False, False, True] * 2 + [False]
     assert discounts == [1.0] * 7
-    assert returns[0] == returns[3] == returns[6] == 0.0  # a new sum with each episode
+    assert returns[0] == returns[3] == returns[6] == 0.0  # the sum begins anew with each episode
 
 
-def test_a_fall_in_the_last_step_is_a_fall():
+def test_termination_in_the_last_step_before_the_time_limit():
     length = _steps_until_fall()
     env = envs.make("jax:CartPole-v1", num_envs=1, time_limit=length)
     state, _ = env.reset(env.keys(jax.random.key(0)))

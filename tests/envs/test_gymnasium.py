@@ -1,4 +1,4 @@
-"""Gymnasium environments as a program sees them: values, types, the compiled reference, and what goes into run.toml."""
+"""Gymnasium environments in a program: as values, their types, the compiled reference, and their entry in run.toml."""
 
 import gymnasium
 import jax
@@ -37,8 +37,8 @@ def test_tracing_makes_no_environment():
     assert len(made) == 1
 
 
-def test_a_class_that_was_edited_is_looked_at_again():
-    """As in a notebook: the function is the same, what it makes is not."""
+def test_an_edited_class_is_probed_again():
+    """As in a notebook: the function is the same, but it makes an environment of another class."""
     cell = {"made": Count}
     make = lambda: cell["made"]()  # noqa: E731
     before, same = envs.from_factory(make, 2), envs.from_factory(make, 2)
@@ -70,7 +70,7 @@ def test_the_compiled_reference_steps_the_environments():
             np.testing.assert_array_equal(ts.obs[t, i], expected)
 
 
-def test_an_algorithm_runs_on_it_as_on_any_other():
+def test_an_algorithm_runs_on_a_python_environment():
     env, algo = envs.make("CartPole-v1", 4), Tiny()
     carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
     iterate = jax.jit(algo.iterate, static_argnums=0)
@@ -94,7 +94,7 @@ def test_trees_and_64_bits():
         assert (obs["z"].dtype, obs["m"].dtype) == (jnp.float64, jnp.int64)
 
 
-def test_numbers_of_info_become_metrics():
+def test_info_keys_become_metrics():
     env, algo = envs.from_factory(Count, 4, info_keys="time,late"), Tiny(unroll=4)
     assert env.info_keys == ("time", "late")
     carry = algo.init(env, jax.random.key(0))
@@ -104,7 +104,7 @@ def test_numbers_of_info_become_metrics():
 
 def test_actions_of_a_wrong_shape_are_refused_while_tracing():
     env = envs.make("CartPole-v1", 4)
-    with pytest.raises(EnvError, match=r"`CartPole-v1` was given actions \[4, 2\], not \[4\]"):
+    with pytest.raises(EnvError, match=r"`CartPole-v1` was given actions of shape \[4, 2\], not \[4\]"):
         jax.eval_shape(env.step, jnp.zeros(4, jnp.int32), jnp.zeros((4, 2)))
 
 
@@ -114,14 +114,14 @@ def test_actions_of_a_wrong_shape_are_refused_while_tracing():
 ])  # fmt: skip
 def test_check_env(what, kwargs):
     env = resolve.environment(what, 3, **kwargs)
-    if "vectorization_mode" in kwargs:  # one stream of randomness for all of its environments
+    if "vectorization_mode" in kwargs:  # its environments share one random stream
         with pytest.raises(EnvError, match="depend on the "):
             check_env(env, steps=40)
     else:
         check_env(env, steps=40)
 
 
-def test_check_env_shows_what_an_environment_raised():
+def test_check_env_shows_the_error_of_an_environment():
     with pytest.raises(EnvError, match="Environment 0 of `Faulty` raised ValueError in step: the motor is on fire"):
         check_env(envs.from_factory(Faulty, 3, fault="raise"), steps=20)
 
@@ -135,13 +135,13 @@ def test_check_env_shows_what_an_environment_raised():
      {"kwargs": {"length": 2, "info_keys": {"tuple": ["late"]}}}),
     (lambda: envs.from_factory(Count, 3), {}),
 ])  # fmt: skip
-def test_what_a_run_writes_down_makes_an_equal_environment(make, kwargs):
+def test_run_toml_makes_an_equal_environment(make, kwargs):
     described = toml_values.describe_environment(make())
     assert described == described | kwargs
     assert toml_values.rebuild_environment(described, trust=True) == make()
 
 
-def test_a_lambda_cannot_be_written_down():
+def test_a_lambda_cannot_be_made_again_from_run_toml():
     described = toml_values.describe_environment(envs.from_factory(lambda: Count(), 2))
     with pytest.raises(
         RunError, match="`environment` of this run cannot be made again from its run.toml: it was <function"
@@ -149,7 +149,7 @@ def test_a_lambda_cannot_be_written_down():
         toml_values.rebuild_environment(described)
 
 
-def test_a_file_of_the_users(tmp_path):
+def test_a_function_in_a_users_file(tmp_path):
     file = tmp_path / "my_env.py"
     file.write_text("from host.toys import Count\n\ndef make_env(length=3):\n    return Count(length)\n")
     env = resolve.environment(f"{file}:make_env", 2, length=4)
@@ -162,7 +162,7 @@ def test_a_file_of_the_users(tmp_path):
         toml_values.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2}, trust=True)
 
 
-def test_what_a_factory_may_also_make():
+def test_other_values_that_name_an_environment():
     from choreo.envs.cartpole import CartPole
 
     assert resolve.environment(CartPole, 4) == envs.make("jax:CartPole-v1", 4)
@@ -172,8 +172,8 @@ def test_what_a_factory_may_also_make():
     assert resolve.environment("gymnasium.envs.classic_control.cartpole:CartPoleEnv", 2).name == "CartPoleEnv"
 
 
-def test_what_is_refused():
-    with pytest.raises(EnvError, match="A Count was given; it cannot be made 8 times.\n.*lambda: MyEnv"):
+def test_errors():
+    with pytest.raises(EnvError, match="A Count was given; 8 environments cannot be made from it.\n.*lambda: MyEnv"):
         resolve.environment(Count())
     with pytest.raises(EnvError, match="`difficulty` belongs to an environment given by name"):
         resolve.environment(envs.make("CartPole-v1", 3), difficulty=3)
@@ -208,7 +208,7 @@ def test_arguments_on_the_command_line():
         arguments.env_settings(["--env.num_envs=3"])
 
 
-def test_the_command_line_makes_it(tmp_path, capsys):
+def test_an_environment_with_arguments_on_the_command_line(tmp_path, capsys):
     file = tmp_path / "my_env.py"
     file.write_text("from host.toys import Count\n\ndef make_env(length):\n    return Count(length)\n")
     assert main.main(["graph", "ppo", f"{file}:make_env", "--env.length=4", "--num-envs", "4", "--unroll", "64"]) == 0

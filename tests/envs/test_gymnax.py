@@ -1,4 +1,4 @@
-"""The gymnax adapter; skipped only where the extra is not installed."""
+"""The gymnax adapter; skipped if the extra is not installed."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ gymnax = pytest.importorskip("gymnax", reason="the extra choreo[gymnax] is not i
 
 @pytest.fixture(autouse=True)
 def gymnax_promotes_types():
-    """gymnax relies on implicit promotion, which our own code does without."""
+    """gymnax relies on implicit type promotion, which our tests forbid elsewhere."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -27,8 +27,8 @@ def test_keeps_the_contract(name):
     check_env(envs.make(f"gymnax:{name}", num_envs=3), steps=60)
 
 
-def test_the_same_pole_as_ours():
-    """Two writings of one task, from the same state, with the same actions."""
+def test_cartpole_equals_ours():
+    """Two implementations of one task, from the same state, with the same actions."""
     ours, theirs = envs.make("jax:CartPole-v1", 1).env, adapter.make_gymnax("gymnax:CartPole-v1")
     state, _ = ours.reset(jax.random.key(0))
     other = gymnax.environments.classic_control.cartpole.EnvState(**state._asdict(), time=jnp.int32(0))
@@ -43,7 +43,7 @@ def test_the_same_pole_as_ours():
     raise AssertionError("the pole never fell")
 
 
-def test_its_time_limit_truncates():
+def test_the_time_limit_of_gymnax_truncates():
     env = envs.make("gymnax:Pendulum-v1", num_envs=2, max_steps_in_episode=4)
     state, _ = env.reset(env.keys(jax.random.key(0)))
     for _ in range(4):

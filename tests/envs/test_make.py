@@ -1,4 +1,4 @@
-"""Environments by name, and what is refused."""
+"""Environments by name, and errors for wrong names and settings."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from choreo.testing import check_env
 
 
 @pytest.mark.parametrize("name", envs.names())
-def test_what_is_built_in_keeps_the_contract(name):
+def test_built_in_environments_keep_the_contract(name):
     check_env(envs.make(name, num_envs=4))
 
 
@@ -18,7 +18,7 @@ def test_what_is_built_in_keeps_the_contract(name):
     "name",
     [pytest.param(name, marks=[] if name == "jax:Pendulum-v1" else [pytest.mark.long]) for name in envs.names()],
 )
-def test_and_in_float64(name):
+def test_built_in_environments_keep_the_contract_in_float64(name):
     with jax.enable_x64(True):
         env = envs.make(name, num_envs=4)
         check_env(env)

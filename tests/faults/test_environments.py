@@ -117,7 +117,7 @@ def test_what_cannot_travel_is_refused_before_any_process_starts(monkeypatch):
 
     plan = choreo.plan(Tiny(unroll=4), envs.from_factory(factory, NUM_ENVS), LAYOUTS["fine x2"])
     monkeypatch.setattr("choreo.runtime.coordinator.handle.subprocess.Popen", None)
-    with pytest.raises(ChoreoError, match=r"`factory` cannot travel to another process: TypeError: .*lock"):
+    with pytest.raises(ChoreoError, match=r"`factory` cannot be sent to another process: TypeError: .*lock"):
         Local(plan)
 
 

@@ -1,4 +1,4 @@
-"""A block of environments on numpy: the promises of a TimeStep, types, seeds, and what is refused."""
+"""A batch of Gymnasium environments: the contract of a TimeStep, types, seeds, and errors."""
 
 import gymnasium
 import numpy as np
@@ -46,7 +46,7 @@ def test_an_episode_ends_and_the_next_begins_in_the_same_step(truncates):
     assert types == [np.float32, np.float32, np.float32, np.bool_, np.float32, np.float32, np.int32]
 
 
-def test_what_a_call_gave_is_never_written_again():
+def test_results_of_a_call_are_never_changed_later():
     block = batch(Count)
     token, *_ = block.reset(np.arange(len(block.envs)))
     given, copies = [], []
@@ -58,15 +58,15 @@ def test_what_a_call_gave_is_never_written_again():
     assert all((x == y).all() for x, y in zip(given, copies, strict=True))
 
 
-def test_environments_end_each_in_its_own_time():
+def test_episodes_of_different_environments_end_at_different_times():
     lengths = iter([2, 3])
-    block = batch(lambda: Count(length=next(lengths, 2)), range(2))  # the probe takes the first
+    block = batch(lambda: Count(length=next(lengths, 2)), range(2))  # the probe uses up the first length
     rows = steps(block, 6)
     assert [row[3].tolist() for row in rows] == [[t % 3 == 0, t % 2 == 0] for t in range(1, 7)]
     assert [row[6].tolist() for row in rows][2:4] == [[3, 1], [1, 2]]
 
 
-def test_seeds_are_those_of_each_environment_whatever_the_blocks():
+def test_episodes_do_not_depend_on_the_division_into_blocks():
     whole = steps(batch("CartPole-v1", range(4)), 60)
     parts = [steps(batch("CartPole-v1", range(i, i + 2)), 60, seed=i) for i in (0, 2)]
     for row, left, right in zip(whole, *parts, strict=True):
@@ -93,10 +93,10 @@ def test_the_same_steps_as_gymnasium_itself():
         if terminated or truncated:
             ends.add((terminated, truncated))
             expected, _ = env.reset()
-    assert len(ends) == 2, "both a fall and the limit should have been seen"
+    assert len(ends) == 2, "the test needs both a termination and a truncation"
 
 
-def test_a_time_limit_above_other_wrappers_counts_too():
+def test_a_time_limit_around_or_below_other_wrappers():
     block = batch(lambda: TimeLimit(ClipReward(TimeLimit(Count(length=9), 4), 0, 0.5), 2))
     rows = steps(block, 4)
     assert [row[3][0] for row in rows] == [False, True, False, True]
@@ -105,16 +105,16 @@ def test_a_time_limit_above_other_wrappers_counts_too():
     assert [row[3][0] for row in inner] == [False, True, False, True]
 
 
-def test_gymnasiums_checker_is_passed_by_once_it_has_looked(monkeypatch):
+def test_gymnasiums_checker_is_skipped_after_its_first_step(monkeypatch):
     calls = []
     step = PassiveEnvChecker.step
     monkeypatch.setattr(PassiveEnvChecker, "step", lambda self, action: calls.append(action) or step(self, action))
     rows = steps(batch(lambda: PassiveEnvChecker(ClipReward(Count(length=3), 0, 0.5)), range(1)), 8)
     assert [row[3][0] for row in rows] == [False, False, True, False, False, True, False, False]
-    assert len(calls) == 3, "it looks at the first step, and is passed by from the second episode on"
+    assert len(calls) == 3, "the checker runs in the first episode only"
 
 
-def test_wrappers_are_respected():
+def test_wrappers_are_applied():
     block = batch(lambda: FrameStackObservation(NormalizeReward(Count()), 3))
     (row, *_) = steps(block, 1)
     assert row[0].shape == (2, 3, 2) and (row[0][0, :, 0] == [0, 0, 1]).all()
@@ -137,7 +137,7 @@ def test_box_actions_are_clipped_and_copied():
     assert [x.tolist() for x in seen] == [[2], [-2]] and seen[0].dtype == np.float32
 
 
-def test_a_discrete_action_is_an_int_that_answers_like_numpys():
+def test_a_discrete_action_is_an_int_with_the_attributes_of_numpys():
     seen = []
 
     class Keeps(Count):
@@ -165,7 +165,7 @@ def test_trees_of_observations_and_actions():
         assert (number == t % 4 - 3).all() and (image == t % 4).all()
         assert (multi == [1, 3]).all() and (bits == [1, 0, 1]).all() and (box == 0.25).all()
         assert (last == (t == 4)).all()
-    assert (more[0] == 1).all() and (more[2] == 4).all()  # next_obs is of the old episode
+    assert (more[0] == 1).all() and (more[2] == 4).all()  # next_obs belongs to the old episode
 
 
 def test_wide_types_for_64_bits():
@@ -179,7 +179,7 @@ def test_wide_types_for_64_bits():
     ("Pendulum-v1", ["float32"]),
     ("Taxi-v4", ["int8", "int32"]),
 ])  # fmt: skip
-def test_gymnasiums_own(name, types):
+def test_environments_of_gymnasium(name, types):
     block = batch(name, range(3))
     low = np.zeros((3, 1), np.float32) if name == "Pendulum-v1" else np.zeros(3, np.int32)
     token, *obs = block.reset(seeds(1, 2, 3))
@@ -189,7 +189,7 @@ def test_gymnasiums_own(name, types):
     block.close()
 
 
-def test_masks_of_info_become_part_of_the_observation():
+def test_the_action_mask_in_info_becomes_part_of_the_observation():
     block = batch(Masked)
     assert sorted(block.form.observation_space.spaces) == ["action_mask", "obs"]
     token, mask, obs = block.reset(seeds(0, 1))
@@ -200,7 +200,7 @@ def test_masks_of_info_become_part_of_the_observation():
         assert (next_obs[:, 0] == t).all()
 
 
-def test_a_mask_that_is_forgotten_is_missed():
+def test_a_missing_action_mask_is_an_error():
     class Forgets(Masked):
         def step(self, action):
             obs, *rest, info = super().step(action)
@@ -210,14 +210,14 @@ def test_a_mask_that_is_forgotten_is_missed():
         steps(batch(Forgets), 1)
 
 
-def test_numbers_of_info_are_those_of_the_running_episode():
+def test_info_keys_hold_the_numbers_of_the_running_episode():
     rows = steps(batch(Count, info_keys=("time", "late", "never")), 4)
     seen = [[x[0] for x in row[-3:]] for row in rows]
     assert seen == [[1, 0, 0], [2, 1, 0], [3, 1, 0], [1, 0, 0]]
     assert rows[0][-1].dtype == np.float32
 
 
-def test_an_info_that_is_no_number():
+def test_an_info_that_is_not_a_number():
     class Wordy(Count):
         def step(self, action):
             obs, *rest, info = super().step(action)
@@ -245,7 +245,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_told_with_the_environments_number(fault):
+def test_an_error_names_the_environment(fault):
     block = batch(Faulty, range(4, 7), fault=fault, seed=11)
     with pytest.raises(EnvError, match=FAULTS[fault]) as error:
         steps(block, 6, seed=10)
@@ -258,7 +258,7 @@ def test_without_a_fault_there_is_no_error():
     assert len(steps(batch(Faulty, range(4, 7), fault="nothing"), 6)) == 6
 
 
-def test_the_environment_at_work_is_known():
+def test_current_is_the_running_environment():
     numbers = []
 
     class Watched(Count):
@@ -271,7 +271,7 @@ def test_the_environment_at_work_is_known():
     assert numbers == [3, 4, 5] and block.current is None
 
 
-def test_no_way_back_in_time():
+def test_a_stale_token_is_refused():
     block = batch(Count)
     with pytest.raises(EnvError, match="was to go on from step 0, but its environments have not been reset"):
         block.step(np.zeros(2, np.int32), np.zeros(2, np.int32))
@@ -284,7 +284,7 @@ def test_no_way_back_in_time():
     assert again.tolist() == [0, 0]
 
 
-def test_close_closes_all():
+def test_close_closes_every_environment():
     made = []
 
     def make():
@@ -292,26 +292,31 @@ def test_close_closes_all():
         return made[-1]
 
     block = batch(make, range(3))
-    assert [env.closed for env in made] == [True, False, False, False]  # the probe is closed already
+    assert [env.closed for env in made] == [
+        True,
+        False,
+        False,
+        False,
+    ]  # the first was made by the probe, and is closed already
     block.close()
     assert all(env.closed for env in made)
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: 3, "`lambda at test_gymnasium.py:.*` made a int, which is no gymnasium.Env"),
+    (lambda: 3, "`lambda at test_gymnasium.py:.*` made a int, which is not a gymnasium.Env"),
     (lambda: 1 / 0, "could not be made: ZeroDivisionError: division by zero"),
-    (lambda: gymnasium.make_vec("CartPole-v1", 2), "made a vector environment, of 2, without being told of how many"),
+    (lambda: gymnasium.make_vec("CartPole-v1", 2), "made a vector environment of 2 environments, but takes no argument `num_envs`"),
     (lambda: TransformObservation(Count(), str, spaces.Text(5)), "The observation of .* has a Text space, which has no fixed"),
     (lambda: TransformObservation(Count(), str, spaces.Dict(a=spaces.Tuple([spaces.Sequence(spaces.Discrete(2))]))),
      r"has a Sequence space at \['a'\]\[0\]"),
-    (gymnasium.Env, "The `observation_space` of `Env` is None, which is no Gymnasium space"),
+    (gymnasium.Env, "The `observation_space` of `Env` is None, which is not a Gymnasium space"),
 ])  # fmt: skip
-def test_what_cannot_be_used_is_refused_when_it_is_named(make, message):
+def test_unusable_environments_are_refused_by_the_probe(make, message):
     with pytest.raises(EnvError, match=message):
         batch(make)
 
 
-def test_an_unknown_id_gets_near_misses():
+def test_an_unknown_id_gets_suggestions():
     with pytest.raises(UnknownNameError, match="There is no environment `CartPol-v1`") as error:
         batch("CartPol-v1")
     assert "`CartPole-v1`" in str(error.value)

@@ -1,4 +1,4 @@
-"""Objects at a site: each for its own block of the environments, shared by its methods, checked at every call."""
+"""A site's Python object: made for its own block of environments, shared by its methods, checked at every call."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ def test_a_site_has_one_object_for_its_own_environments():
     add(np.array([1, 2], np.int32))
     assert add(np.array([1, 2], np.int32))[0].tolist() == [2, 4]
     assert objects.bind(method("numbers"))()[0].tolist() == [2, 3]
-    assert len(objects.made) == 1, "an equal `make` is the same object"
+    assert len(objects.made) == 1, "methods with an equal `make` share the object"
     (counters,) = objects.made.values()
     counters.current = 3
     assert objects.current() == 3 and objects.calls == 6
@@ -57,7 +57,7 @@ def test_a_site_has_one_object_for_its_own_environments():
 
 
 @pytest.mark.parametrize(("name", "got"), [("wrong_type", r"float32\[3\]"), ("wrong_shape", r"int32\[1\]")])
-def test_what_a_method_returns_is_what_it_declared(name, got):
+def test_results_that_differ_from_the_declaration_are_refused(name, got):
     call = HostObjects(replica=0, replicas=2).bind(method(name))
     with pytest.raises(AlgorithmError, match=rf"`{name}` returned {got}; it was declared to return int32\[3\]"):
         call()

@@ -1,4 +1,4 @@
-"""How environments are made travels to processes that know nothing of the user's program."""
+"""A source can be pickled and used in a process that does not have the user's program."""
 
 import os
 import pickle
@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from choreo.errors import EnvError
-from choreo.host.batch import MakeBatch
-from choreo.host.gymnasium import probe
+from choreo.host.make_batch import MakeBatch
+from choreo.host.probe import probe
 from choreo.host.sources import Source
 from choreo.runs import resolve
 from host.toys import Count
@@ -30,7 +30,7 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 
 
 def play_elsewhere(source: Source) -> list[str]:
-    """Two environments stepped in a new process, that is given nothing but the pickled object."""
+    """Step two environments in a new process that gets only the pickled object; returns what the process prints."""
     make = MakeBatch(source=source, form=probe(source))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -40,7 +40,7 @@ def play_elsewhere(source: Source) -> list[str]:
     return done.stdout.decode().splitlines()
 
 
-def test_a_worker_with_environments_only_is_small_and_without_jax():
+def test_a_worker_without_jax_needs_little_memory():
     obs, imported, megabytes = play_elsewhere(Source.of_id("CartPole-v1", {}))
     assert imported == "False"
     assert int(megabytes) <= 60
@@ -74,7 +74,7 @@ def make_env(slope=1.0):
 """
 
 
-def test_a_users_file_goes_by_value(tmp_path):
+def test_a_users_file_is_pickled_by_value(tmp_path):
     (tmp_path / "my_env.py").write_text(USER_FILE)
     (tmp_path / "beside.py").write_text("LENGTH = 4\n")
     env = resolve.environment(f"{tmp_path}/my_env.py:make_env", 4, slope=2)
@@ -83,14 +83,14 @@ def test_a_users_file_goes_by_value(tmp_path):
 
 
 def test_a_lambda_with_a_class_of_the_same_script(tmp_path):
-    """The script is `__main__` there, and never imported here."""
+    """The script is `__main__` in the process that pickles, and does not exist in the process that unpickles."""
     script = tmp_path / "script.py"
     script.write_text(
         USER_FILE.replace("from beside import LENGTH", "LENGTH = 4")
         + """
 import pickle, sys
-from choreo.host.batch import MakeBatch
-from choreo.host.gymnasium import probe
+from choreo.host.make_batch import MakeBatch
+from choreo.host.probe import probe
 from choreo.host.sources import Source
 
 slope = 3
@@ -106,7 +106,7 @@ sys.stdout.buffer.write(pickle.dumps(MakeBatch(source=source, form=probe(source)
     assert done.stdout.decode().splitlines()[0] == "[[3.0], [3.0]]"
 
 
-def test_equal_after_a_journey_and_the_users_own_object_here():
+def test_unpickled_in_the_same_process_a_source_is_the_original():
     def make():
         return Count()
 
@@ -116,7 +116,7 @@ def test_equal_after_a_journey_and_the_users_own_object_here():
         assert again.recipe is source.recipe
 
 
-def test_what_is_equal():
+def test_equality():
     make = lambda: Count()  # noqa: E731
     assert Source.of_factory(make, {"a": [1]}) == Source.of_factory(make, {"a": [1]})
     assert Source.of_factory(make, {"a": [1]}) != Source.of_factory(make, {"a": (1,)})
@@ -135,9 +135,9 @@ def test_names():
     assert Source.of_factory(lambda: Count(), {}).name.startswith("lambda at test_sources.py:")
 
 
-def test_what_cannot_travel_says_so():
+def test_a_factory_that_cannot_be_pickled():
     lock = threading.Lock()
     source = Source.of_factory(lambda: lock and Count(), {})
     assert source.make()
-    with pytest.raises(EnvError, match="`lambda at .*` cannot travel to another process: TypeError: .*lock"):
+    with pytest.raises(EnvError, match="`lambda at .*` cannot be sent to another process: TypeError: .*lock"):
         pickle.dumps(source)

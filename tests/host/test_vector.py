@@ -1,4 +1,4 @@
-"""Vector environments tell the same story under each of Gymnasium's ways to begin the next episode."""
+"""Vector environments give the same results in each of Gymnasium's autoreset modes."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def rows_of(block, count, action=ONES):
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("truncates", [False, True])
-def test_every_mode_is_as_the_environments_one_by_one(mode, truncates):
+def test_every_mode_equals_single_environments(mode, truncates):
     singles = iter([3, 4, 5, 6])
     expected = rows_of(batch(lambda: Count(next(singles), truncates), range(3), info_keys=("late",)), 20)
     vector = rows_of(batch(vectorised(mode, 3, truncates), range(3), info_keys=("late",)), 20)
@@ -42,7 +42,7 @@ def test_every_mode_is_as_the_environments_one_by_one(mode, truncates):
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_trees_too(mode):
+def test_every_mode_with_trees_of_observations(mode):
     make = lambda num_envs: SyncVectorEnv([Nested] * num_envs, autoreset_mode=mode)  # noqa: E731
     action = (ONES, np.full((3, 2), 0.5, np.float32))
     for one, other in zip(
@@ -52,7 +52,7 @@ def test_trees_too(mode):
             np.testing.assert_array_equal(x, y)
 
 
-def test_an_environment_in_processes():
+def test_an_async_vector_environment():
     block = batch(lambda num_envs: AsyncVectorEnv([Count] * num_envs, context="spawn"), range(3))
     rows = rows_of(block, 4)
     block.close()
@@ -61,7 +61,7 @@ def test_an_environment_in_processes():
 
 
 class Native(VectorEnv):
-    """As authors write them: the step after an end ignores its action and begins the next episode."""
+    """A typical vector environment in mode NEXT_STEP: the step after an end ignores its action and begins an episode."""
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
     single_observation_space, single_action_space = Count.observation_space, Count.action_space
@@ -72,7 +72,7 @@ class Native(VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)  # takes a single number
+        super().reset(seed=seed)  # accepts a single seed only
         self.time, self.done = np.zeros(self.num_envs), np.zeros(self.num_envs, bool)
         return self.observe(), {}
 
@@ -89,7 +89,7 @@ class Native(VectorEnv):
 
 
 @pytest.mark.parametrize("truncates", [False, True])
-def test_a_pause_between_episodes_changes_no_return_and_no_target(truncates):
+def test_the_step_between_two_episodes_changes_no_return_and_no_target(truncates):
     rows = rows_of(batch(lambda num_envs: Native(num_envs, truncates), range(3)), 12)
     obs, reward, discount, last, next_obs, episode_return, episode_length = (
         np.stack(x) for x in zip(*rows, strict=True)
@@ -97,21 +97,24 @@ def test_a_pause_between_episodes_changes_no_return_and_no_target(truncates):
     for i in range(3):
         length = 2 + i
         for t in range(12):
-            time = t % (length + 1) + 1  # length steps and a pause
+            time = t % (length + 1) + 1  # `length` steps, and one between episodes
             if time <= length:
                 assert next_obs[t, i, 0] == obs[t, i, 0] == time
                 assert (reward[t, i], episode_return[t, i], episode_length[t, i]) == (1, time, time)
                 assert last[t, i] == (time == length)
                 assert discount[t, i] == (1 if truncates or time < length else 0)
             else:
-                assert (next_obs[t, i, 0], obs[t, i, 0]) == (length, 0)  # it stays where it was; then a new episode
+                assert (next_obs[t, i, 0], obs[t, i, 0]) == (
+                    length,
+                    0,
+                )  # the last observation again, then a new episode
                 assert (reward[t, i], episode_return[t, i], episode_length[t, i]) == (0, 0, 0)
                 assert last[t, i] and discount[t, i] == (1 if truncates else 0)
 
 
-def test_gymnasiums_own_vector_entry_point():
-    from choreo.host.batch import MakeBatch
-    from choreo.host.gymnasium import probe
+def test_the_vector_entry_point_of_gymnasium():
+    from choreo.host.make_batch import MakeBatch
+    from choreo.host.probe import probe
     from choreo.host.sources import Source
 
     source = Source.of_id("CartPole-v1", {}, vector=True)
@@ -119,10 +122,12 @@ def test_gymnasiums_own_vector_entry_point():
     rows = rows_of(block, 40)
     lengths = [row[6][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
     returns = [row[5][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
-    assert lengths == returns and 8 <= min(lengths) <= max(lengths) <= 12  # always to the right: it falls at once
+    assert (
+        lengths == returns and 8 <= min(lengths) <= max(lengths) <= 12
+    )  # pushed to the right only, the pole falls at once
 
 
-def test_what_is_refused():
+def test_errors():
     class Silent(Native):
         metadata = {}
 
@@ -171,5 +176,5 @@ def test_envpool():
     token, obs = part.reset(seeds(2))
     for row in rows:
         token, obs, *_ = part.step(token, ONES[:1])
-        np.testing.assert_array_equal(obs[0], row[0][1])  # its own seed, whatever the block
+        np.testing.assert_array_equal(obs[0], row[0][1])  # depends on the seed, not on the block
     part.close()

@@ -1,16 +1,16 @@
-"""Tiny Gymnasium environments whose every number is known beforehand."""
+"""Tiny Gymnasium environments whose results are known in advance."""
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from choreo.host.batch import MakeBatch
-from choreo.host.gymnasium import probe
+from choreo.host.make_batch import MakeBatch
+from choreo.host.probe import probe
 from choreo.host.sources import Source
 
 
 def batch(factory, envs=range(2), *, info_keys=(), wide=False, **kwargs):
-    """The environments `envs` of a factory, or of an id."""
+    """A batch with the environments `envs`, of a factory or of an id."""
     source = Source.of_id(factory, kwargs) if isinstance(factory, str) else Source.of_factory(factory, kwargs)
     return MakeBatch(source=source, form=probe(source), info_keys=tuple(info_keys), wide=wide)(envs)
 
@@ -47,7 +47,7 @@ class Count(gymnasium.Env):
 
 
 class Faulty(Count):
-    """Does `fault` in step 2 of its second episode, in the environment whose first seed was `seed`."""
+    """Commits `fault` in step 2 of the second episode of the environment whose first seed was `seed`."""
 
     def __init__(self, fault="nothing", seed=None):
         super().__init__(length=3)
@@ -83,7 +83,7 @@ class Faulty(Count):
 
 
 class Nested(gymnasium.Env):
-    """Observations in a tree, actions in a tree; the reward is the sum of the action."""
+    """Observations and actions are trees; the reward is the sum of the action."""
 
     observation_space = spaces.Dict(
         {
@@ -114,7 +114,7 @@ class Nested(gymnasium.Env):
 
 
 class Masked(Count):
-    """Which actions are possible is in `info`."""
+    """The mask of possible actions is in `info`."""
 
     def mask(self):
         return np.arange(5) <= self.time

@@ -1,4 +1,4 @@
-"""`check_algorithm` on algorithms that each lack one thing."""
+"""`check_algorithm` names the part that each broken algorithm lacks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from choreo.testing.algorithms import require_parts
 
 @dataclass(frozen=True)
 class Nothing:
-    """An environment that compiles quickly: a coin to call."""
+    """An environment that compiles quickly; the reward is the action."""
 
     name: str = "toy:Nothing"
     time_limit: int | None = 2
@@ -45,7 +45,7 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
-    """The least that passes: it adds up rewards and learns nothing."""
+    """The smallest algorithm that passes: it adds up rewards and learns nothing."""
 
     unroll: int = 2
 
@@ -85,7 +85,7 @@ class NoTrain(Tiny):
 
 
 class PythonInCarry(Tiny):
-    """A function and a number that stay as they are, and a number that does not."""
+    """Its carry has a function and a number that stay the same, and a number that changes."""
 
     def init(self, env, key):
         return super().init(env, key)._replace(train={"total": 0.0, "activation": jnp.tanh, "scale": 2})

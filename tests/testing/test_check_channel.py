@@ -1,4 +1,4 @@
-"""`check_channel` on a channel within one process that keeps every promise, and on others that each break one."""
+"""`check_channel` accepts a correct channel within one process, and names the promise that each broken channel breaks."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ from choreo.testing import channels, check_channel
 
 
 class Pipe:
-    """What both ends share. `spoil` names the promise that is broken."""
+    """The state that both ends share. `spoil` names the promise that the channel breaks."""
 
     def __init__(self, slots, spoil):
         self.slots, self.spoil = slots, spoil
@@ -139,7 +139,7 @@ def test_a_channel_that_keeps_its_promises_passes():
 BROKEN = {
     "peer": "does not name its peer",
     "bits": "NaN, infinity and negative zero do not arrive as they were sent",
-    "beside": "writes beside the array",
+    "beside": "writes outside of the array",
     "copy": "before it has copied|not arrive in order",
     "order": "not arrive in order|first message is not the first",
     "bound": "`send` when all slots are unread raises nothing; it should raise ChannelTimeout",

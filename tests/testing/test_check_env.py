@@ -1,4 +1,4 @@
-"""`check_env` on environments that each break one promise."""
+"""`check_env` names the promise that each broken environment breaks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from choreo.testing import check_env
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A good environment, except for what `spoil` does to a TimeStep."""
+    """A correct environment, except that `spoil` changes its TimeSteps."""
 
     good: VmapEnv
     spoil: str

@@ -1,4 +1,4 @@
-"""`check_layout` tells equal from wrong."""
+"""`check_layout` accepts correct plans and finds wrong ones."""
 
 import re
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def test_shards_and_relaxed_layouts(layout):
     assert check_layout(ALGO, ENV, layout) < 1e-6
 
 
-def test_without_waiting_and_in_lockstep():
+def test_a_relaxed_layout_is_also_tested_in_lockstep():
     found = deviations(ALGO, ENV, coarse(2, max_lag=2))
     assert {d.reference: d.allowed for d in found} == {"its log, replayed": 0, "jax.jit(iterate), with max_lag=0": 1e-5}
     assert all(d.is_allowed for d in found)
@@ -47,8 +47,8 @@ def test_a_wrong_plan_is_found(monkeypatch):
         check_layout(ALGO, ENV, coarse(1))
 
 
-def test_the_carry_is_looked_at(monkeypatch):
-    """Types, too: 1 and 1.0 are not the same."""
+def test_the_carry_is_compared(monkeypatch):
+    """Types too: 1 and 1.0 differ."""
     carry = InProcess.carry
 
     def other_type(self):
@@ -60,7 +60,7 @@ def test_the_carry_is_looked_at(monkeypatch):
         check_layout(ALGO, ENV, coarse(1))
 
 
-def test_metrics_are_looked_at(monkeypatch):
+def test_metrics_are_compared(monkeypatch):
     run = InProcess.run
 
     def mislabelled(self, first, stop):
@@ -74,7 +74,7 @@ def test_metrics_are_looked_at(monkeypatch):
 
 @dataclass(frozen=True)
 class Level:
-    """An environment that gets harder, and does not forget it when it is reset."""
+    """Makes an environment that gets harder with every reset, and so keeps state over a reset."""
 
     def __call__(self):
         return Harder()
@@ -103,12 +103,12 @@ def test_python_environments_are_made_anew_for_the_reference():
 @pytest.mark.parametrize(
     ("difference", "env", "fix"),
     [
-        (1e-8, ENV, "That is a last bit, .*--tolerance 1e-06"),
+        (1e-8, ENV, "rounded a last bit differently .*--tolerance 1e-06"),
         (1e-3, ENV, "Please report this program"),
         (1e-3, make("CartPole-v1", 2), "Does `CartPole-v1` take the same steps again"),
     ],
 )
-def test_what_to_do_about_it(difference, env, fix):
+def test_the_proposed_fix(difference, env, fix):
     worst = Deviation(name="carry.x", difference=difference, allowed=0.0, reference="jax.jit(iterate)")
     assert re.search(fix, str(beyond(worst, env, 3)))
 

@@ -1,7 +1,7 @@
-"""What convinces a user: their own environment, several workers, the first time; as a script, a notebook, a command.
+"""A user trains on an environment of their own with several workers: from a script, a notebook, and the command line.
 
-Each runs as its user would run it, in a process of its own and from a folder that holds nothing of ours. Afterwards no
-process is left: a mark in the environment variables, which workers inherit, finds those that lost their parent too.
+Each test runs as a user would run it, in a process of its own and from a folder without our files. Afterwards no process may
+be left. A mark in the environment variables, which workers inherit, finds orphaned processes too.
 """
 
 import json
@@ -24,14 +24,14 @@ TIMEOUT_S = 240
 
 
 class User:
-    """Somebody at a prompt."""
+    """A user at a shell prompt in `folder`."""
 
     def __init__(self, folder: Path):
         self.folder, self.mark = folder, uuid.uuid4().hex
 
     def run(self, *args: str | Path) -> str:
-        """What Python prints when it is started with these arguments; it must succeed, and leave no process."""
-        # What Jupyter keeps of a session stays here.
+        """Run Python with these arguments and return its output; it must succeed, and leave no process."""
+        # Jupyter writes its files into the folder, too.
         jupyter = {name: str(self.folder) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
         done = subprocess.run(
             [sys.executable, *args],
@@ -52,7 +52,7 @@ class User:
         try:
             return process.environ().get("CHOREO_TEST_MARK") == self.mark
         except psutil.Error:
-            return False  # it has ended, or belongs to somebody else
+            return False  # the process has ended, or belongs to another user
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_script_without_guard(user):
 
 
 def test_without_a_run_folder(tmp_path, monkeypatch):
-    """Loggers by name need a place to write to."""
+    """Loggers that are given by name write into a run folder, which is then made."""
     monkeypatch.chdir(tmp_path)
     choreo.train(Tiny(unroll=4), "jax:CartPole-v1", num_envs=2, steps=16, loggers=["tensorboard"], progress=False)
     (events,) = tmp_path.glob("runs/*/tensorboard/*")
@@ -77,7 +77,7 @@ def test_without_a_run_folder(tmp_path, monkeypatch):
 
 
 def test_notebook(user):
-    """With workers that only step environments, which begin sooner."""
+    """With the layout `fine`, whose workers only step environments and therefore start faster."""
     texts = [text.replace("choreo.coarse(", "choreo.fine(") for text in cells_of(EXAMPLE)]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in texts])
     nbformat.write(notebook, user.folder / "own.ipynb")
@@ -88,7 +88,7 @@ def test_notebook(user):
 
 
 def cells_of(script: Path) -> list[str]:
-    """The cells of a script that marks them, as editors do, by `# %%`."""
+    """The cells of a script, which are separated by `# %%`."""
     return script.read_text().split("# %%\n")[1:]
 
 
@@ -98,7 +98,7 @@ def printed(cell) -> str:
 
 MAKE_ENV = """
 
-from scales import heavier  # a module beside it
+from scales import heavier  # a module in the same folder
 
 
 def make_env(difficulty: int = 1):
@@ -115,4 +115,4 @@ def test_command_line(user):
     kept = tomllib.loads((user.folder / "runs" / "x" / "run.toml").read_text())
     assert kept["environment"]["kwargs"] == {"difficulty": 3}
     found = json.loads(user.run("-m", "choreo", "evaluate", "runs/x", "--episodes", "8", "--json"))
-    assert (found["return"], found["length"]) == (30, 10)  # three for each of ten right buttons
+    assert (found["return"], found["length"]) == (30, 10)  # 10 steps with reward 3

@@ -1,6 +1,6 @@
-"""Environments with observations in parts and with actions in parts are learned, over worker processes.
+"""PPO learns environments whose observations or actions have several parts, with worker processes.
 
-Both toys have a known best return, and it takes every part to reach it.
+The best return of both toys is known; it can be reached only by using every part.
 """
 
 import gymnasium
@@ -10,18 +10,18 @@ import pytest
 import choreo
 
 LENGTH = 8
-"""Steps of an episode: the best return of both."""
+"""Steps of an episode, and the best return of both toys."""
 
 
 class Toy(gymnasium.Env):
-    """Every step is a question of its own."""
+    """A contextual bandit: each step is a new question, independent of the others."""
 
     def ask(self):
-        """What is seen next."""
+        """The next observation."""
         raise NotImplementedError
 
     def answer(self, action) -> float:
-        """What the action is worth, for what was seen last."""
+        """The reward of the action for the last observation."""
         raise NotImplementedError
 
     def reset(self, *, seed=None, options=None):
@@ -35,7 +35,7 @@ class Toy(gymnasium.Env):
 
 
 class Signs(Toy):
-    """One of four actions: is the number positive, and is the lamp on? 1 for each right answer."""
+    """Four actions: is the number positive or not, and is the lamp on or not? The right action gives 1."""
 
     observation_space = gymnasium.spaces.Dict(
         number=gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32),
@@ -53,7 +53,7 @@ class Signs(Toy):
 
 
 class Dials(Toy):
-    """Set each of three dials to what is shown for it; a third for each right one."""
+    """Set each of three dials to the number that is shown for it; each right dial gives 1/3."""
 
     observation_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])
     action_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])
@@ -70,7 +70,7 @@ class Dials(Toy):
 @pytest.mark.parametrize("toy", [Signs, Dials])
 @pytest.mark.parametrize(
     "layout",
-    # In CI the one whose workers begin soonest.
+    # CI runs only the layout whose workers start fastest.
     [choreo.fine(workers=1), pytest.param(choreo.coarse(workers=2), marks=pytest.mark.long)],
     ids=["fine", "coarse"],
 )

@@ -1,4 +1,4 @@
-"""Experience replay as pure values: what has been stored, and what is drawn of it."""
+"""Experience replay as pure functions on arrays: add steps, draw items, set priorities."""
 
 from choreo.buffers.base import Replay as Replay
 from choreo.buffers.base import ReplayState as ReplayState

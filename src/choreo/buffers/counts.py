@@ -1,9 +1,10 @@
-"""Counts without an end. JAX's integers end at 2^31, and a long run stores and draws more than that.
+"""Counters that do not overflow. JAX's integers end at 2^31; a long run stores and draws more than that.
 
-    Count(rest, rounds)        what was counted in all: rounds x round + rest
+    Count(rest, rounds)        total = rounds x round + rest
 
-Where in the ring something lies, and whether there is enough of it, the rest alone tells: a round of steps is a multiple of the
-ring, and what is kept of one is never less than the ring. How often something was drawn for each step needs all of it.
+The size of a round is known from the context. The rest alone tells where in the ring buffer a step lies, and whether enough
+steps are stored: a round of steps is a multiple of the ring's length, and the rest never falls below the ring's length again.
+Only ratios, such as samples per insert, need the total.
 """
 
 from typing import NamedTuple
@@ -12,30 +13,32 @@ import jax
 import jax.numpy as jnp
 
 LARGEST_ROUND = 2**30
-"""Whatever is added to the rest before it is looked at stays below 2^31."""
+"""Leaves room below 2^31 for whatever is added to a rest before the rest is compared with a round."""
 
 
 class Count(NamedTuple):
+    """A counter in two integers."""
+
     rest: jax.Array
-    """All that was counted, until there was a whole round."""
+    """The count minus all whole rounds."""
     rounds: jax.Array
-    """How often the rest went back by a round."""
+    """How many whole rounds have been subtracted."""
 
     def plus(self, more: int | jax.Array, round_: int = LARGEST_ROUND, kept: int = 0) -> "Count":
-        """The rest goes back by a round as soon as at least `kept` is left of it."""
+        """The count after `more`; a round is subtracted from the rest as soon as at least `kept` would be left."""
         rest = self.rest + more
         is_round = rest >= round_ + kept
         return Count(jnp.where(is_round, rest - round_, rest), self.rounds + is_round.astype(jnp.int32))
 
     def total(self, round_: int = LARGEST_ROUND) -> jax.Array:
-        """All of it, rounded: integers may not be large enough."""
+        """The whole count, as a rounded float: an integer may be too small for it."""
         return self.rounds.astype(jnp.float32) * round_ + self.rest.astype(jnp.float32)
 
 
-def none_counted() -> Count:
+def zero_count() -> Count:
     return Count(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def round_of_steps(ring: int) -> int:
-    """How many steps are a round: after it, everything lies where it lay."""
+    """The size of a round for counts of steps: a multiple of `ring`, so that positions in the ring buffer stay the same."""
     return LARGEST_ROUND // ring * ring

@@ -1,4 +1,4 @@
-"""Whether a replay fits into this machine's memory: asked before a byte of it is taken, also where shapes are only traced."""
+"""Check that a replay fits into this machine's memory, before it is allocated; shapes are enough for the check."""
 
 import math
 import os
@@ -13,7 +13,7 @@ CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_fits(state: PyTree, *, capacity: int) -> int:
-    """The bytes of what is stored; refused if this machine has fewer."""
+    """The size of `state` in bytes; raises AlgorithmError if this machine has less memory."""
     num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     limit = memory_bytes()
     if num_bytes > limit:
@@ -26,7 +26,7 @@ def check_fits(state: PyTree, *, capacity: int) -> int:
 
 
 def memory_bytes() -> int:
-    """What this process may use at most: what its container may, or all that the machine has."""
+    """The memory that this process may use: the limit of its container, or all memory of the machine."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else "max"
     return machine if limit == "max" else min(machine, int(limit))
@@ -37,6 +37,6 @@ def _gigabytes(num_bytes: int) -> str:
 
 
 def _round_down(x: float) -> int:
-    """To two digits."""
+    """The largest number with two significant digits that is not above `x`."""
     unit = 10 ** max(len(str(int(x))) - 2, 0)
     return int(x) // unit * unit

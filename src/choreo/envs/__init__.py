@@ -20,13 +20,13 @@ BUILT_IN = {"jax:CartPole-v1": CartPole, "jax:Pendulum-v1": Pendulum}
 
 
 def make(name: str, num_envs: int, **kwargs: Any) -> Env:
-    """The environment of that name, `num_envs` times; `kwargs` are its own settings.
+    """A batch of `num_envs` environments of that name; `kwargs` are the environment's own settings.
 
     >>> make("jax:CartPole-v1", num_envs=8).action_space
     Discrete(2)
     """
     if name.startswith("gymnax:"):
-        from choreo.envs.gymnax import make_gymnax  # an extra, and 3.5 s to import
+        from choreo.envs.gymnax import make_gymnax  # an optional extra; its import takes 3.5 s
 
         return VmapEnv(env=make_gymnax(name, **kwargs), num_envs=num_envs)
     if name.startswith("envpool:"):
@@ -43,7 +43,7 @@ def make(name: str, num_envs: int, **kwargs: Any) -> Env:
 
 
 def settings_of(env: Any) -> dict[str, Any] | None:
-    """The settings with which `make(env.name, env.num_envs, **settings)` makes this environment; None if none do."""
+    """The settings with which `make(env.name, env.num_envs, **settings)` makes this environment; None if there are none."""
     if not isinstance(env, VmapEnv):
         return None
     one: Any = env.env
@@ -56,5 +56,5 @@ def settings_of(env: Any) -> dict[str, Any] | None:
 
 
 def names() -> list[str]:
-    """The names of what is built in."""
+    """The names of the built-in environments."""
     return sorted(BUILT_IN)

@@ -1,9 +1,9 @@
-"""What an environment is: a batch of `num_envs` independent copies, stepped together.
+"""The interface of environments: a batch of `num_envs` independent copies, stepped together.
 
     reset(keys[E]) -> state, obs[E, ...]         step(state, action[E, ...]) -> state, TimeStep
 
-An environment resets itself within the step that ends an episode. So there are two observations after a step: `obs`, to
-act on next, and `next_obs`, the true successor; they differ only where `last`.
+An environment resets itself within the step that ends an episode. So a step gives two observations: `obs`, on which the
+actor acts next, and `next_obs`, the true successor. They differ only where `last`.
 
     action  a0   a1   a2           a3
     obs    o0   o1   o2     |    o0'   o1'        the third step ends the episode: its TimeStep has
@@ -21,33 +21,33 @@ from choreo.types import Key, PyTree
 
 
 class TimeStep(NamedTuple):
-    """What one step of every environment gave; each leaf has the env axis first."""
+    """The result of one step of every environment; each leaf has the env axis first."""
 
     obs: PyTree
-    """What to act on next: of a new episode where `last`."""
+    """Observation on which to act next; where `last`, the first one of a new episode."""
     reward: jax.Array
     """Reward of this step."""
     discount: jax.Array
-    """0 where the episode terminated, else 1: also 1 where a time limit cut it, so that learners bootstrap there."""
+    """0 where the episode terminated, else 1. It is 1 where a time limit truncated it, so that learners bootstrap there."""
     last: jax.Array
-    """True where the episode ended, for either reason."""
+    """True where the episode ended, by termination or truncation."""
     next_obs: PyTree
-    """The true successor of the observation acted on; differs from `obs` only where `last`."""
+    """True successor of the observation before the step; differs from `obs` only where `last`."""
     info: dict[str, jax.Array]
-    """`episode_return` and `episode_length`: totals of the episode up to and with this step."""
+    """`episode_return` and `episode_length`: totals of the episode up to and including this step."""
 
 
 @runtime_checkable
 class Env(Protocol):
     """A batch of environments. Implementations are frozen, hashable values; `choreo.testing.check_env` checks them.
 
-    An action outside a `Box` action space is clipped to it by the environment, as Gymnasium's `ClipAction` does: a
-    learner keeps the action as it was sampled.
+    The environment clips an action to its `Box` action space, as Gymnasium's `ClipAction` does; the learner sees the
+    action as it was sampled.
     """
 
     @property
     def name(self) -> str:
-        """The name `choreo.envs.make` knows it by: "jax:CartPole-v1"."""
+        """The name under which `choreo.envs.make` makes it: "jax:CartPole-v1"."""
         ...
 
     @property
@@ -57,12 +57,12 @@ class Env(Protocol):
 
     @property
     def observation_space(self) -> gymnasium.Space:
-        """Observations of one environment."""
+        """The space of one environment's observations."""
         ...
 
     @property
     def action_space(self) -> gymnasium.Space:
-        """Actions of one environment."""
+        """The space of one environment's actions."""
         ...
 
     def keys(self, key: Key) -> Key:
@@ -70,20 +70,28 @@ class Env(Protocol):
         ...
 
     def reset(self, keys: Key) -> tuple[PyTree, PyTree]:
-        """Begin an episode in every environment: state and observations."""
+        """Begin an episode in every environment; returns (state, observations)."""
         ...
 
     def step(self, state: PyTree, action: jax.Array) -> tuple[PyTree, TimeStep]:
-        """One step of every environment."""
+        """Take one step in every environment."""
         ...
 
     def with_num_envs(self, num_envs: int) -> "Env":
-        """The same environment with another count."""
+        """The same environment with another `num_envs`."""
         ...
 
 
+def check_num_envs(name: str, num_envs: int) -> None:
+    """Refuse a batch without environments."""
+    if num_envs < 1:
+        raise EnvError(
+            f"`{name}` needs at least one environment, not num_envs={num_envs}.", fix="Pass num_envs=1 or more."
+        )
+
+
 def check_kind(space: gymnasium.Space, action: jax.Array, name: str) -> None:
-    """Refuse an action of another kind of numbers than its space has: cut to an integer, a float would train to nothing."""
+    """Refuse float actions for a space of integers: rounded to integers they would run, but nothing would be learned."""
     whole = isinstance(space, gymnasium.spaces.Discrete | gymnasium.spaces.MultiDiscrete | gymnasium.spaces.MultiBinary)
     if whole and not (action.dtype == bool or jnp.issubdtype(action.dtype, jnp.integer)):
         raise EnvError(

@@ -18,10 +18,16 @@ X_LIMIT, THETA_LIMIT = 2.4, 12 * 2 * math.pi / 360
 
 
 class CartPoleState(NamedTuple):
+    """Position and velocity of cart and pole."""
+
     x: jax.Array
+    """Position of the cart."""
     x_dot: jax.Array
+    """Velocity of the cart."""
     theta: jax.Array
+    """Angle of the pole; 0 is upright."""
     theta_dot: jax.Array
+    """Angular velocity of the pole."""
 
 
 @dataclass(frozen=True, kw_only=True)

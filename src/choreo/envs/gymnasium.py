@@ -1,10 +1,10 @@
-"""Gymnasium environments: by id, or from a function that makes one. They run in Python, as host fragments.
+"""Gymnasium environments, by id or from a function that makes one. They run in Python, as host fragments.
 
-    make_gymnasium("CartPole-v1", 8)            HostEnv: what a program sees; it holds no environment
-          reset, step   ->   host methods       choreo.host.gymnasium.GymBatch: the environments themselves, where they run
+    make_gymnasium("CartPole-v1", 8)            HostEnv: the value that a program uses; it contains no environment
+          reset, step   ->   host methods       choreo.host.gymnasium.GymBatch: the environments, on the site where they run
 
-The state of a HostEnv is a token that counts steps: it keeps calls in order. Spaces and types are known from one
-environment that is made, looked at and closed, once per process; tracing makes none.
+The state of a HostEnv is a token that counts steps and so keeps the calls in order. The spaces are found by a probe: once per
+process, one environment is made, inspected and closed. Tracing makes no environment.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ import numpy as np
 from jax.extend import source_info_util
 
 from choreo import static_key
-from choreo.envs.base import Env, TimeStep, check_kind
+from choreo.envs.base import Env, TimeStep, check_kind, check_num_envs
 from choreo.envs.vmap import JaxEnv, VmapEnv
 from choreo.errors import EnvError
 from choreo.host import HostMethod, Spec, spaces
-from choreo.host.batch import EnvForm, MakeBatch
-from choreo.host.gymnasium import probe, probe_anew
+from choreo.host.make_batch import MakeBatch
+from choreo.host.probe import EnvForm, probe, probe_anew
 from choreo.host.sources import NotGymnasium, Source
 from choreo.roles import Fragment, host_method
 from choreo.types import Key, PyTree
@@ -32,47 +32,47 @@ from choreo.types import Key, PyTree
 source_info_util.register_exclusion(__file__)
 
 InfoKeys: TypeAlias = str | Sequence[str]
-"""Names, or one text with commas between them."""
+"""Names as a sequence, or as one string with commas between them."""
 
 
 def make_gymnasium(
     name: str, num_envs: int, *, info_keys: InfoKeys = (), vectorization_mode: str | None = None, **kwargs: Any
 ) -> "HostEnv":
-    """Gymnasium's environment of that id (`CartPole-v1`, `module:Id-v0`); `kwargs` are its own arguments.
+    """The Gymnasium environment of that id (`CartPole-v1`, `module:Id-v0`); `kwargs` are its own arguments.
 
-    Each environment is made by `gymnasium.make`, with its wrappers. With `vectorization_mode="vector_entry_point"`, those
-    of a site are made together, as the environment's authors vectorised it.
+    `gymnasium.make` makes each environment, with its wrappers. With `vectorization_mode="vector_entry_point"`, the
+    environments of a site are one vector environment, as the environment's authors registered it.
     """
     if vectorization_mode not in (None, "vector_entry_point"):
         raise EnvError(
             f"vectorization_mode={vectorization_mode!r} is not known.",
-            fix='Leave it out, or give "vector_entry_point"; how many processes step environments is for the layout to say.',
+            fix='Leave it out, or pass "vector_entry_point". The layout says how many processes step environments.',
         )
     source = Source.of_id(name.removeprefix("gymnasium:"), kwargs, vector=vectorization_mode is not None)
     return _host_env(source, num_envs, info_keys)
 
 
 def make_envpool(name: str, num_envs: int, *, info_keys: InfoKeys = (), **kwargs: Any) -> "HostEnv":
-    """An environment of EnvPool (`envpool:Pong-v5`); `kwargs` are its own options."""
-    from choreo.host import envpool  # an extra
+    """The EnvPool environment of that name (`envpool:Pong-v5`); `kwargs` are EnvPool's options."""
+    from choreo.host import envpool  # an optional extra
 
     arguments = {"env_id": name.removeprefix("envpool:"), **kwargs}
     return _host_env(Source.of_factory(envpool.make_envpool, arguments, name=name), num_envs, info_keys)
 
 
 def makes_environments(value: Any) -> bool:
-    """Whether `value` is for `from_factory`: a function, a class; an environment itself, so that it can be refused."""
+    """Whether `from_factory` should take `value`: a function or a class; or a single environment, which it refuses."""
     return callable(value) or isinstance(value, gymnasium.Env | gymnasium.vector.VectorEnv | JaxEnv)
 
 
 def from_factory(factory: Any, num_envs: int, *, info_keys: InfoKeys = (), **kwargs: Any) -> Env:
-    """What `factory(**kwargs)` makes, `num_envs` times: environments of Gymnasium, or written in JAX."""
+    """A batch of `num_envs` environments that `factory(**kwargs)` makes: Gymnasium environments, or ones written in JAX."""
     if isinstance(factory, JaxEnv) and not isinstance(factory, type):
         return VmapEnv(env=factory, num_envs=num_envs)
     if not callable(factory):
         raise EnvError(
-            f"A {type(factory).__name__} was given; it cannot be made {num_envs} times.",
-            fix="Give a function that makes one: choreo.train(algo, lambda: MyEnv(), num_envs=8, ...).",
+            f"A {type(factory).__name__} was given; {num_envs} environments cannot be made from it.",
+            fix="Pass a function that makes one: choreo.train(algo, lambda: MyEnv(), num_envs=8, ...).",
         )
     try:
         source = probe_anew(Source.of_factory(factory, kwargs))
@@ -86,7 +86,7 @@ def from_factory(factory: Any, num_envs: int, *, info_keys: InfoKeys = (), **kwa
 
 
 def _host_env(source: Source, num_envs: int, info_keys: InfoKeys) -> "HostEnv":
-    probe(source)  # what is wrong with it is said here, not in the middle of a trace
+    probe(source)  # reports a broken environment here, not in the middle of a trace
     return HostEnv(source=source, num_envs=num_envs, info_keys=_names(info_keys))
 
 
@@ -96,21 +96,17 @@ def _names(info_keys: InfoKeys) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class HostEnv:
-    """`num_envs` environments that run in Python."""
+    """A batch of `num_envs` environments that run in Python."""
 
     source: Source
-    """How one of them is made."""
+    """How one environment is made."""
     num_envs: int
     """How many environments step together."""
     info_keys: tuple[str, ...] = ()
-    """Numbers of their `info` that become metrics."""
+    """Names of the numbers in `info` that become metrics."""
 
     def __post_init__(self):
-        if self.num_envs < 1:
-            raise EnvError(
-                f"`{self.name}` needs at least one environment, not num_envs={self.num_envs}.",
-                fix="Pass num_envs=1 or more.",
-            )
+        check_num_envs(self.name, self.num_envs)
 
     @property
     def name(self) -> str:
@@ -118,7 +114,7 @@ class HostEnv:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What it was made with, beside its name and its count."""
+        """The arguments with which it was made, besides name and `num_envs`."""
         recipe = self.source.recipe
         more: dict[str, Any] = {"info_keys": self.info_keys} if self.info_keys else {}
         if isinstance(recipe.target, str) and recipe.vector:
@@ -154,11 +150,11 @@ class HostEnv:
         return token, self.timestep(results)
 
     def observation(self, leaves: Sequence[Any]) -> PyTree:
-        """The tree of an observation from its leaves."""
+        """The observation tree with these leaves."""
         return spaces.unflatten(self.observation_space, iter(leaves))
 
     def timestep(self, results: list[Any]) -> TimeStep:
-        """What a batch returned after its token, as a TimeStep."""
+        """The TimeStep with the arrays that `Batch.step` returned after its token."""
         rest, space = iter(results), self.observation_space
         obs, reward, discount, last = spaces.unflatten(space, rest), next(rest), next(rest), next(rest)
         next_obs = spaces.unflatten(space, rest)
@@ -166,21 +162,21 @@ class HostEnv:
         return TimeStep(obs, reward, discount, last, next_obs, info)
 
     def batch_maker(self) -> MakeBatch:
-        """Makes the environments of a site."""
+        """The function that makes the environments of a site."""
         return MakeBatch(source=self.source, form=self.form, info_keys=self.info_keys, wide=_wide())
 
     def with_num_envs(self, num_envs: int) -> "HostEnv":
         return dataclasses.replace(self, num_envs=num_envs)
 
     def _action_leaves(self, action: PyTree) -> list[jax.Array]:
-        """Flat, and checked: a wrong shape would otherwise be an error of the environment, in the middle of a run."""
+        """The flat arrays of an action, after a check of shapes and types; else the environment would fail in mid-run."""
         declared = spaces.leaves(self.action_space, what=self.name)
         given = jax.tree.leaves(action)
         expected = [(self.num_envs, *(space.shape or ())) for _, space in declared]
         if [x.shape for x in given] != expected:
             shapes = ", ".join(str(list(x.shape)) for x in given)
             raise EnvError(
-                f"`{self.name}` was given actions {shapes}, not {', '.join(str(list(shape)) for shape in expected)}.",
+                f"`{self.name}` was given actions of shape {shapes}, not {', '.join(str(list(shape)) for shape in expected)}.",
                 fix=f"Its action space is {self.action_space}; the env axis comes first.",
             )
         for (_, space), leaf in zip(declared, given, strict=True):
@@ -189,13 +185,13 @@ class HostEnv:
 
 
 def seeds(keys: Key) -> jax.Array:
-    """One number for each environment: what its first episode, and all that follow, are drawn from."""
+    """One seed for each environment, which determines all its episodes."""
     return jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys)
 
 
 @static_key.cache
 def _methods(env: HostEnv, wide: bool) -> tuple[Fragment, Fragment]:
-    """`reset` and `step` of a batch, as fragments."""
+    """The methods `reset` and `step` of a `Batch`, as fragments."""
 
     def spec(dtype: Any, *shape: int) -> Spec:
         return Spec((env.num_envs, *shape), np.dtype(dtype).name)

@@ -1,7 +1,7 @@
-"""Environments of gymnax: `gymnax:Breakout-MinAtar`. An extra: `pip install 'choreo[gymnax]'`.
+"""Environments of gymnax: `gymnax:Breakout-MinAtar`. An optional extra: `pip install 'choreo[gymnax]'`.
 
-gymnax's own automatic reset is not used: ours keeps the true successor of the last step. Its time limit truncates, also
-where the limit is part of the task (a bandit of 100 pulls).
+We do not use gymnax's automatic reset, because it loses the true successor of an episode's last step. gymnax's time limit
+truncates an episode, even where the limit is part of the task (a bandit of 100 pulls).
 """
 
 import functools
@@ -21,7 +21,7 @@ from choreo.types import Key, PyTree
 
 
 def make_gymnax(name: str, **params: Any) -> "GymnaxEnv":
-    """One environment of gymnax, by its name here (`gymnax:CartPole-v1`); `params` replace its default parameters."""
+    """The gymnax environment `name` (`gymnax:CartPole-v1`); `params` replace its default parameters."""
     gymnax = _import_gymnax()
     env_id = name.removeprefix("gymnax:")
     if env_id not in gymnax.registered_envs:
@@ -48,7 +48,7 @@ class GymnaxEnv:
 
     @property
     def time_limit(self) -> None:
-        """None: gymnax counts by itself."""
+        """None, because gymnax counts the steps itself."""
 
     @property
     def observation_space(self) -> gymnasium.Space:
@@ -87,7 +87,7 @@ def _build(env_id: str) -> tuple[Any, Any]:
 @static_key.cache
 def _spaces(one: GymnaxEnv) -> tuple[gymnasium.Space, gymnasium.Space]:
     env, params = one._build()
-    # gymnax writes bounds as JAX arrays, which inside a trace would be tracers.
+    # gymnax makes the bounds of its spaces with JAX; within a trace they would be tracers.
     with jax.ensure_compile_time_eval():
         return _space(one.name, env.observation_space(params)), _space(one.name, env.action_space(params))
 
@@ -111,5 +111,5 @@ def _space(name: str, space: Any) -> gymnasium.Space:
 
 
 def _strong(state: PyTree) -> PyTree:
-    """gymnax mixes Python numbers and arrays in its states; a loop needs arrays of one type."""
+    """The state with strongly typed arrays: gymnax mixes Python numbers and arrays, and a scan needs fixed types."""
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.asarray(x).dtype), state)

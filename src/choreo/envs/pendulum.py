@@ -16,13 +16,17 @@ MASS, LENGTH = 1.0, 1.0
 
 
 class PendulumState(NamedTuple):
+    """Angle and angular velocity."""
+
     theta: jax.Array
+    """Angle of the pendulum; 0 is upright."""
     theta_dot: jax.Array
+    """Angular velocity of the pendulum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pendulum:
-    """Swing a pendulum up and hold it there; the cost is angle, speed and torque, squared."""
+    """Swing a pendulum up and hold it there; the cost is a weighted sum of squared angle, velocity and torque."""
 
     gravity: float = 10.0
     """Acceleration of gravity."""

@@ -1,8 +1,8 @@
-"""From one environment written in JAX to a batch of them.
+"""Make a batch of environments from one environment written in JAX.
 
-`JaxEnv` is what an author writes: dynamics for one environment, no resets, no time limit, no counting. `VmapEnv` adds
-those and maps over environments. The mapped functions are fragments *under* `vmap`, never around it: that one
-environment cannot read another is then plain from the program.
+An author writes a `JaxEnv`: the dynamics of one environment, without resets, time limit and episode totals. `VmapEnv` adds
+these and maps over environments. `vmap` is around the fragments, not inside them: then the program itself proves that
+environments are independent of each other.
 """
 
 import dataclasses
@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from choreo.envs.base import TimeStep, check_kind
-from choreo.errors import EnvError
+from choreo.envs.base import TimeStep, check_kind, check_num_envs
 from choreo.roles import fragment
 from choreo.types import Key, PyTree
 
@@ -24,16 +23,16 @@ source_info_util.register_exclusion(__file__)
 
 
 class EnvStep(NamedTuple):
-    """What the dynamics of one environment give."""
+    """The result of one step of one environment's dynamics."""
 
     obs: PyTree
-    """The successor, also at the end of an episode."""
+    """Observation after the step, also at the end of an episode."""
     reward: jax.Array
-    """Scalar."""
+    """Reward of the step, a scalar."""
     terminated: jax.Array
-    """True if the task itself ended: there is no future reward."""
+    """True if the task itself ended, so that there is no future reward."""
     truncated: jax.Array | bool = False
-    """True if the environment cut the episode for another reason; `time_limit` is counted elsewhere."""
+    """True if the environment ended the episode for another reason. Not for `time_limit`, which `VmapEnv` counts."""
 
 
 @runtime_checkable
@@ -41,31 +40,41 @@ class JaxEnv(Protocol):
     """One environment, written in JAX: a frozen, hashable value."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name for messages and run folders."""
+        ...
 
     @property
-    def observation_space(self) -> gymnasium.Space: ...
+    def observation_space(self) -> gymnasium.Space:
+        """The space of observations."""
+        ...
 
     @property
-    def action_space(self) -> gymnasium.Space: ...
+    def action_space(self) -> gymnasium.Space:
+        """The space of actions."""
+        ...
 
     @property
     def time_limit(self) -> int | None:
         """Steps after which an episode is truncated; None: never."""
         ...
 
-    def reset(self, key: Key) -> tuple[PyTree, PyTree]: ...
+    def reset(self, key: Key) -> tuple[PyTree, PyTree]:
+        """Begin an episode; returns (state, observation)."""
+        ...
 
-    def step(self, state: PyTree, action: jax.Array, key: Key) -> tuple[PyTree, EnvStep]: ...
+    def step(self, state: PyTree, action: jax.Array, key: Key) -> tuple[PyTree, EnvStep]:
+        """Take one step."""
+        ...
 
 
 class VmapState(NamedTuple):
-    """State of each environment, with what the adapter counts."""
+    """The state of each environment, and its episode totals."""
 
     inner: PyTree
     """The environment's own state."""
     key: Key
-    """Where its randomness comes from: its own stream, whatever the other environments do."""
+    """The environment's own random key, independent of the other environments."""
     episode_return: jax.Array
     """Sum of rewards of the running episode."""
     episode_length: jax.Array
@@ -82,11 +91,7 @@ class VmapEnv:
     """How many environments step together."""
 
     def __post_init__(self):
-        if self.num_envs < 1:
-            raise EnvError(
-                f"`{self.name}` needs at least one environment, not num_envs={self.num_envs}.",
-                fix="Pass num_envs=1 or more.",
-            )
+        check_num_envs(self.name, self.num_envs)
 
     @property
     def name(self) -> str:
@@ -124,7 +129,7 @@ def reset_one(env: JaxEnv, key: Key) -> tuple[VmapState, PyTree]:
 
 @fragment("env")
 def step_one(env: JaxEnv, state: VmapState, action: jax.Array) -> tuple[VmapState, TimeStep]:
-    """Step one environment, and begin its next episode if this one ended."""
+    """Take one step in one environment, and begin its next episode if this one ended."""
     key, key_step, key_reset = jax.random.split(state.key, 3)
     inner, step = env.step(state.inner, clip_to(env.action_space, action), key_step)
     reward = step.reward.astype(_float())
@@ -133,7 +138,7 @@ def step_one(env: JaxEnv, state: VmapState, action: jax.Array) -> tuple[VmapStat
     last = step.terminated | step.truncated | out_of_time
     info = {"episode_return": episode_return, "episode_length": episode_length}
 
-    # Both branches are computed: under vmap a `cond` would be this select anyway.
+    # Always compute the reset: under vmap, a `cond` would become this select anyway.
     fresh, first_obs = env.reset(key_reset)
     inner, obs, episode_return, episode_length = jax.tree.map(
         lambda new, old: jnp.where(last, new, old),
@@ -146,7 +151,7 @@ def step_one(env: JaxEnv, state: VmapState, action: jax.Array) -> tuple[VmapStat
 
 
 def clip_to(space: gymnasium.Space, action: jax.Array) -> jax.Array:
-    """An action within its space; discrete ones are left as they are."""
+    """The action clipped to a Box; actions of other spaces are returned unchanged."""
     if not isinstance(space, gymnasium.spaces.Box):
         return action
     return jnp.clip(action, jnp.asarray(space.low, action.dtype), jnp.asarray(space.high, action.dtype))

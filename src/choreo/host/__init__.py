@@ -1,11 +1,11 @@
-"""Python at a site: the objects that live there, and the calls that a plan makes on them.
+"""Python objects of a site, and the calls that a plan makes on them.
 
-A site makes one object for its own block of the environments, and keeps it:
+A site makes one object for its own block of environments, and keeps it:
 
     environments  0 1 2 3 | 4 5 6 7        HostMethod(make, "step")
     site          env-0   | env-1          env-0: make(range(0, 4)).step(...)   env-1: make(range(4, 8)).step(...)
 
-Nothing here imports JAX: a worker that only steps environments stays small.
+This package does not import JAX, so a worker that only steps environments needs little memory.
 """
 
 from collections.abc import Callable
@@ -23,42 +23,46 @@ class Spec:
     """The type of an array."""
 
     shape: tuple[int, ...]
+    """Its shape."""
     dtype: str
+    """The name of its dtype."""
 
 
 @dataclass(frozen=True)
 class HostMethod:
     """One method of an object that each site makes for its own environments.
 
-    It takes arrays and returns a tuple of new ones, all with the env axis first. A call for a block of environments must
-    give the block of a call for all of them: what happens to one environment may not depend on another.
+    The method takes arrays and returns a tuple of new arrays, all with the env axis first. Environments must be independent:
+    a call for a block of environments must give that block of the results of a call for all environments.
     """
 
     make: Callable[[range], Any]
-    """From the numbers of the site's environments to its object. Methods with an equal `make` share the object; a `close`
-    method ends it. If it has an attribute `exact` that is true, what the methods return is not looked at: it is known to be
-    as declared."""
+    """Makes the object from the numbers of the site's environments. Methods with an equal `make` share the object; its
+    `close` method is called at the end. If `make.exact` is true, the types of the results are not checked."""
     method: str
+    """The name of the method."""
     outs: tuple[Spec, ...]
-    """Types of the results for all environments."""
+    """Types of the results, for all environments."""
 
     @property
     def num_envs(self) -> int:
+        """The number of all environments."""
         return self.outs[0].shape[0]
 
     def of_shards(self, shards: int) -> "HostMethod":
-        """The same for the environments of several shards, one after the other."""
+        """The same method for the environments of several shards, concatenated."""
         return replace(self, outs=tuple(Spec((shards * s.shape[0], *s.shape[1:]), s.dtype) for s in self.outs))
 
 
 HostFn = HostMethod | Callable[..., tuple[np.ndarray, ...]]
-"""What a host fragment calls: a method, or a function on all environments at once."""
+"""The Python that a host fragment calls: a method, or a function on all environments at once."""
 
 
 class HostObjects:
-    """What one site has made, for its `replica`-th of `replicas` equal blocks of environments.
+    """The Python objects of one site, which has block `replica` of `replicas` equal blocks of environments.
 
-    `each`: methods are those of one block, not of all of them. `sharing`: whose objects to use.
+    `each`: the methods to bind are declared for one block, not for all environments. `sharing`: use the objects of that
+    site instead of new ones.
     """
 
     def __init__(
@@ -67,10 +71,10 @@ class HostObjects:
         self.replica, self.replicas, self.each = replica, replicas, each
         self.made: dict[Any, Any] = {} if sharing is None else sharing.made
         self.calls = 0
-        """Counts up at the beginning and at the end of every call."""
+        """Incremented at the beginning and at the end of every call; odd while a call is running."""
 
     def bind(self, fn: HostFn, shards: int = 1) -> Callable[..., tuple[np.ndarray, ...]]:
-        """The function to call at this site; with several shards, `fn` is for one, and arrays are [shard, env, ...]."""
+        """The function to call at this site. With several shards, `fn` is for one shard and arrays are [shard, env, ...]."""
         if not isinstance(fn, HostMethod):
             return self._counted(fn)
         if shards > 1:
@@ -85,7 +89,7 @@ class HostObjects:
             nonlocal method
             self.calls += 1
             found = method
-            if found is None:  # looked up once: this is called in every step
+            if found is None:  # looked up only once, because `call` runs in every step
                 if fn.make not in self.made:
                     self.made[fn.make] = fn.make(envs)
                 found = method = getattr(self.made[fn.make], fn.method)
@@ -107,11 +111,12 @@ class HostObjects:
         return call
 
     def current(self) -> int | None:
-        """The environment that is being worked on, as far as an object tells by its attribute `current`."""
+        """The number of the environment that is running now, if an object has an attribute `current` that says so."""
         found = (getattr(obj, "current", None) for obj in self.made.values())
         return next((index for index in found if index is not None), None)
 
     def close(self) -> None:
+        """Close all objects."""
         while self.made:
             _, obj = self.made.popitem()
             obj.close()
@@ -122,12 +127,12 @@ def _dtype(spec: Spec) -> np.dtype:
 
 
 def _own(results: Any) -> tuple[np.ndarray, ...]:
-    """Copies: a loop keeps what each step gave, and a user's function may write into the same arrays again."""
+    """Copies of the results: a loop keeps the results of each step, and a user's function may reuse its arrays."""
     return tuple(np.array(x) for x in results)
 
 
 def _for_shards(fn: Callable[..., tuple[np.ndarray, ...]]) -> Callable[..., tuple[np.ndarray, ...]]:
-    """A function of [env, ...], called on [shard, env, ...]."""
+    """The function on arrays [shard, env, ...] that calls `fn` on arrays [env, ...]."""
 
     def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:
         rows = leaves[0].shape[:2]
@@ -137,11 +142,11 @@ def _for_shards(fn: Callable[..., tuple[np.ndarray, ...]]) -> Callable[..., tupl
 
 
 def _wrong_types(fn: HostMethod, results: Any, shapes: list[Any], dtypes: list[Any]) -> AlgorithmError:
-    def words(shapes: list[Any], dtypes: list[Any]) -> str:
+    def types(shapes: list[Any], dtypes: list[Any]) -> str:
         return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in zip(shapes, dtypes, strict=True))
 
-    got = words([np.shape(x) for x in results], [getattr(x, "dtype", type(x).__name__) for x in results])
+    got = types([np.shape(x) for x in results], [getattr(x, "dtype", type(x).__name__) for x in results])
     return AlgorithmError(
-        f"The host method `{fn.method}` returned {got}; it was declared to return {words(shapes, dtypes)}.",
-        fix="Correct the `outs` of its HostMethod, or what it returns.",
+        f"The host method `{fn.method}` returned {got}; it was declared to return {types(shapes, dtypes)}.",
+        fix="Correct the `outs` of its HostMethod, or the method's results.",
     )

@@ -1,111 +1,66 @@
-"""What every block of environments does besides stepping: tokens, totals of episodes, and checks of what came back.
+"""The common part of every batch of environments: tokens, episode totals, and checks of the environments' results.
 
     reset(seeds)              -> token, *obs
     step(token, *action)      -> token, *obs, reward, discount, last, *next_obs, episode_return, episode_length, *info
 
-Every array has the env axis first and is never written again; `obs` and `next_obs` are the same arrays where no episode
-ended. The token counts steps: an environment cannot go back to a state it has left, so a step from any but the latest is
-refused. Observations and actions are flat (choreo.host.spaces).
+Every array has the env axis first and is never changed afterwards; if no episode ended, `obs` and `next_obs` are the same
+arrays. The token counts steps. A Python environment cannot return to an earlier state, so `step` refuses any token but the
+latest. Observations and actions are flat lists of arrays (choreo.host.spaces).
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import gymnasium
 import numpy as np
 
 from choreo.errors import EnvError
 from choreo.host import spaces
-from choreo.host.sources import Source
+from choreo.host.probe import EnvForm
 
 Prepare = Callable[[np.ndarray], np.ndarray]
-"""From actions as they were sampled to such of a space: always a copy, which an environment may keep."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvForm:
-    """What one look at an environment told."""
-
-    observation_space: gymnasium.Space
-    """As the environment has it; with a mask from `info`, a Dict of `obs` and `action_mask`."""
-    action_space: gymnasium.Space
-    """As the environment has it."""
-    masked: bool
-    """Whether the mask comes from `info`."""
-    vector: bool
-    """Whether it is a vector environment."""
-    packages: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    """The installed packages that it is made of."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MakeBatch:
-    """From the numbers of a site's environments to its object."""
-
-    source: Source
-    """How one environment is made."""
-    form: EnvForm = dataclasses.field(compare=False)
-    """What they are like; follows from `source`."""
-    info_keys: tuple[str, ...] = ()
-    """Numbers of `info` that are handed on."""
-    wide: bool = False
-    """Whether JAX computes in 64 bits."""
-
-    exact = True
-    """A batch looks at all that comes from an environment, and makes its arrays itself."""
-
-    def __call__(self, envs: range) -> "Batch":
-        if self.form.vector:
-            from choreo.host.vector import VectorBatch
-
-            return VectorBatch(self, envs)
-        from choreo.host.gymnasium import GymBatch
-
-        return GymBatch(self, envs)
+"""Converts sampled actions to actions of the space; always returns a copy, which the environment may keep."""
 
 
 class Batch:
-    """The environments `envs` of all; subclasses make, reset, step and close them."""
+    """The environments with the numbers `envs`; subclasses make, reset, step and close them."""
 
     current: int | None = None
-    """The number of the environment that is being worked on."""
+    """The number of the environment that is running now."""
 
-    def __init__(self, make: MakeBatch, envs: range):
-        self.envs, self.name, self.form, self.info_keys = envs, make.source.name, make.form, make.info_keys
-        self.float = np.dtype(np.float64 if make.wide else np.float32)
+    def __init__(self, envs: range, *, name: str, form: EnvForm, info_keys: tuple[str, ...], wide: bool):
+        self.envs, self.name, self.form, self.info_keys = envs, name, form, info_keys
+        self.float = np.dtype(np.float64 if wide else np.float32)
         self.leaves = [
-            spaces.Leaf(space, path, wide=make.wide)
-            for path, space in spaces.leaves(make.form.observation_space, what=self.name)
+            spaces.Leaf(space, path, wide=wide) for path, space in spaces.leaves(form.observation_space, what=name)
         ]
         self.float_leaves = [k for k, leaf in enumerate(self.leaves) if leaf.dtype_out.kind == "f"]
-        self.prepare = [_preparation(leaf) for _, leaf in spaces.leaves(make.form.action_space, what=self.name)]
+        self.prepare = [_preparation(leaf) for _, leaf in spaces.leaves(form.action_space, what=name)]
         self.token: np.ndarray | None = None
-        """The latest one."""
-        # In our type, so that what is handed out is a copy and no conversion.
+        """The latest token."""
+        # In the type of the results, so that returning them needs no conversion.
         self.returns = np.zeros(len(envs), self.float)
         self.ones, self.nowhere = np.ones(len(envs), self.float), np.zeros(len(envs), np.bool_)
-        for shared in (self.ones, self.nowhere):  # handed out in every step in which no episode ends
+        for shared in (self.ones, self.nowhere):  # returned by every step in which no episode ends
             shared.setflags(write=False)
         self.began = np.zeros(len(envs), np.int32)
-        """The token with which the running episode began."""
+        """The token at which each running episode began."""
         self.infos = [np.zeros(len(envs), self.float) for _ in self.info_keys]
 
     def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Begin the first episode of every environment, from its seed."""
+        """Begin the first episode of every environment, with its seed."""
         raise NotImplementedError
 
     def step(self, token: np.ndarray, *action: np.ndarray) -> tuple[np.ndarray, ...]:
-        """One step of every environment, and a new episode where one ended."""
+        """Take one step in every environment, and begin a new episode where one ended."""
         raise NotImplementedError
 
     def close(self) -> None:
         raise NotImplementedError
 
-    def begun(self, obs: list[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """What `reset` returns."""
+    def reset_results(self, obs: list[np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The results of `reset`, from the first observations; resets the episode totals."""
         self.refuse_nan(obs, "reset")
         self.returns = np.zeros_like(self.returns)
         for totals in (self.began, *self.infos):
@@ -115,23 +70,24 @@ class Batch:
         return (token, *obs)
 
     def check_token(self, token: np.ndarray) -> None:
+        """Refuse a token that is not the latest."""
         if token is not self.token and (self.token is None or token.tobytes() != self.token.tobytes()):
-            raise self._no_way_back(int(token[0]))
+            raise self._stale_token(int(token[0]))
 
-    def _no_way_back(self, step: int) -> EnvError:
+    def _stale_token(self, step: int) -> EnvError:
         where = f"`{self.name}` was to go on from step {step}, but its environments"
         if self.token is None:
             return EnvError(
-                f"{where} have not been reset: a Python environment cannot be put into a state.",
-                fix="Begin with env.reset. A run on such environments cannot be resumed; begin a new one with its weights "
+                f"{where} have not been reset: the state of a Python environment cannot be restored.",
+                fix="Begin with env.reset. A run on Python environments cannot be resumed; begin a new one with its weights "
                 "(--init-from).",
             )
         return EnvError(
-            f"{where} have taken {self.token[0]} steps: a Python environment cannot go back to a state it has left.",
-            fix="Begin with env.reset, use each state once, and play one run at a time with an environment.",
+            f"{where} have taken {self.token[0]} steps: a Python environment cannot go back to an earlier state.",
+            fix="Begin with env.reset, use each state once, and use an environment in one run at a time.",
         )
 
-    def stepped(
+    def step_results(
         self,
         token: np.ndarray,
         next_obs: list[np.ndarray],
@@ -140,12 +96,15 @@ class Batch:
         terminal: Sequence[int],
         restart: Callable[[list[np.ndarray]], None],
     ) -> tuple[np.ndarray, ...]:
-        """What `step` returns; `restart` writes the first observations of new episodes over those of `ended` ones."""
+        """The results of `step`, from the observations after the step and the numbers of the environments that ended.
+
+        `restart` writes the first observations of the new episodes into the arrays it is given.
+        """
         self.refuse_nan(next_obs, "step")
         if math.isnan(reward.dot(reward)):
             self.wrong(int(np.isnan(reward).argmax()), "step", "NaN as reward")
         returns = self.returns = self.returns + reward
-        token = self.token = token + 1  # wraps after 2**31 steps, which does no harm
+        token = self.token = token + 1  # overflows after 2**31 steps, which is harmless
         totals = [returns, token - self.began, *(values.copy() for values in self.infos)]
         obs, discount, last = next_obs, self.ones, self.nowhere
         if ended:
@@ -163,17 +122,19 @@ class Batch:
         return (token, *obs, reward, discount, last, *next_obs, *totals)
 
     def refuse_nan(self, obs: list[np.ndarray], part: str) -> None:
+        """Raise EnvError if an observation from the method `part` contains NaN."""
         for k in self.float_leaves:
             leaf = obs[k]
-            # A sum of squares is NaN only if one of them is; this is the fastest way to see every number.
+            # A sum of squares is NaN if and only if one number is NaN; this is the fastest check.
             if math.isnan(np.vdot(leaf, leaf)):
                 bad = np.isnan(leaf.reshape(len(leaf), -1)).any(axis=1)
                 self.wrong(int(bad.argmax()), part, "NaN in its observation")
 
     def wrong(self, i: int, part: str, what: str) -> NoReturn:
+        """Raise EnvError: environment `i` of this batch returned `what` in its method `part`."""
         raise EnvError(
             f"Environment {self.envs.start + i} of `{self.name}` returned in {part} {what}.",
-            fix="Correct the environment, or wrap it in one that converts what it returns.",
+            fix="Correct the environment, or wrap it in one that converts its results.",
         )
 
 
@@ -183,20 +144,3 @@ def _preparation(space: gymnasium.Space) -> Prepare:
         low, high = space.low, space.high
         return lambda action: np.minimum(np.maximum(action, low), high).astype(dtype, copy=False)
     return lambda action: action.astype(dtype)
-
-
-def raised(name: str, which: str, part: str, error: BaseException) -> EnvError:
-    """The error for an environment that raised one; to be raised from it."""
-    return EnvError(
-        f"{which} of `{name}` raised {type(error).__name__} in {part}: {error}",
-        fix="The traceback above is the environment's own.",
-    )
-
-
-def words(result: Any) -> str:
-    """What was returned instead of what should have been."""
-    if isinstance(result, tuple):
-        return f"{len(result)} values"
-    if isinstance(result, np.ndarray):
-        return f"an array {result.dtype}{list(result.shape)}"
-    return f"a {type(result).__name__}"

@@ -1,7 +1,7 @@
-"""EnvPool as a vector environment of Gymnasium: `envpool:Pong-v5`. An extra: `pip install 'choreo[envpool]'`.
+"""EnvPool as a Gymnasium vector environment: `envpool:Pong-v5`. An optional extra: `pip install 'choreo[envpool]'`.
 
-EnvPool takes its seeds when a pool is made, so a seeded reset makes a new one. Its own way to begin episodes is not used:
-it resets the environments it is asked to, which is Gymnasium's DISABLED.
+EnvPool takes seeds only when a pool is made, so a reset with seeds makes a new pool. EnvPool's automatic reset is not used:
+the pool resets the environments that it is told to, which is Gymnasium's autoreset mode DISABLED.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from choreo.errors import EnvError, unknown_name
 
 
 def make_envpool(env_id: str, num_envs: int = 1, **kwargs: Any) -> "EnvPool":
-    """`num_envs` environments that EnvPool calls `env_id`; `kwargs` are its own options (`num_threads=1`)."""
+    """`num_envs` EnvPool environments of the id `env_id`; `kwargs` are EnvPool's options (`num_threads=1`)."""
     return EnvPool(env_id, num_envs, kwargs)
 
 
 class EnvPool(VectorEnv):
-    """One pool, stepped in lockstep."""
+    """One pool of environments, stepped together."""
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}
 
@@ -61,20 +61,20 @@ class EnvPool(VectorEnv):
             pool = pools.make_gymnasium(
                 self.env_id, num_envs=self.num_envs, seed=[seed & 0x7FFFFFFF for seed in seeds], **self.options
             )
-            _ = pool.observation_space, pool.action_space  # computed once, and warned about
+            _ = pool.observation_space, pool.action_space  # computed at first use, with warnings
             return pool
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings about the precision in which EnvPool writes down the bounds of its own spaces."""
+    """Suppress warnings about the precision of the bounds of EnvPool's own spaces."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
         yield
 
 
 def _put(into: Any, new: Any, where: np.ndarray) -> Any:
-    """A copy of observations `into`, with those of some environments replaced."""
+    """A copy of the observations `into`, with those of the environments `where` replaced."""
     if isinstance(into, dict):
         return {key: _put(part, new[key], where) for key, part in into.items()}
     into = np.array(into)

@@ -2,101 +2,36 @@
 
     MakeBatch(source=..., form=probe(source))(range(4, 8))  ->  GymBatch: environments 4, 5, 6, 7
 
-An environment resets itself in the step that ends its episode: from a seed the first time, from its own stream later.
+The batch resets an environment in the step that ends its episode. Only the first reset has a seed; later episodes continue
+the environment's own random stream.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from choreo.errors import EnvError
 from choreo.host import spaces
-from choreo.host.batch import Batch, EnvForm, MakeBatch, Prepare, raised, words
-from choreo.host.packages import packages_of
-from choreo.host.sources import Source, import_prefix
-
-MASK = "action_mask"
-"""Which actions are possible, in `info` or in a dictionary of observations."""
-
-
-def probe(source: Source) -> EnvForm:
-    """Make one environment, look at it, close it; once per process."""
-    if source not in _forms:
-        _forms[source] = _look(source)
-    return _forms[source]
-
-
-_forms: dict[Source, EnvForm] = {}
-
-
-def probe_anew(source: Source) -> Source:
-    """Look at what a function makes now, which may be another class than when it was last looked at."""
-    form = _look(source)
-    source = source.seen_as(repr(form))
-    _forms[source] = form
-    return source
-
-
-def _look(source: Source) -> EnvForm:
-    import_prefix(source.recipe.target)
-    env = source.make_any()
-    try:
-        vector = isinstance(env, gymnasium.vector.VectorEnv)
-        obs_space, action_space = _spaces_of(env, source)
-        spaces.leaves(obs_space, what=f"The observation of `{source.name}`")
-        spaces.leaves(action_space, what=f"The action of `{source.name}`")
-        own = isinstance(obs_space, gymnasium.spaces.Dict) and MASK in obs_space.spaces
-        mask = None if vector or own else _mask(env, source)
-        if mask is not None:
-            obs_space = gymnasium.spaces.Dict({"obs": obs_space, MASK: gymnasium.spaces.MultiBinary(np.shape(mask))})
-        return EnvForm(
-            observation_space=obs_space,
-            action_space=action_space,
-            masked=mask is not None,
-            vector=vector,
-            packages=packages_of(env),
-        )
-    finally:
-        env.close()
-
-
-def _spaces_of(env: Any, source: Source) -> list[gymnasium.Space]:
-    single = "single_" if isinstance(env, gymnasium.vector.VectorEnv) else ""
-    names = (f"{single}observation_space", f"{single}action_space")
-    found = [getattr(env, name, None) for name in names]
-    for name, space in zip(names, found, strict=True):
-        if not isinstance(space, gymnasium.Space):
-            raise EnvError(
-                f"The `{name}` of `{source.name}` is {space!r}, which is no Gymnasium space.",
-                fix=f"Set self.{name} in its __init__, for example to gymnasium.spaces.Discrete(2).",
-            )
-    return found  # pyright: ignore[reportReturnType]
-
-
-def _mask(env: Any, source: Source) -> Any:
-    """The mask in `info` of a first reset, if there is one."""
-    try:
-        _, info = env.reset(seed=0)
-    except Exception as error:
-        raise raised(source.name, "The first environment", "reset", error) from error
-    return info.get(MASK)
+from choreo.host.batch import Batch, Prepare
+from choreo.host.env_errors import describe, env_raised
+from choreo.host.probe import MASK, EnvForm
+from choreo.host.sources import Source
 
 
 class GymBatch(Batch):
-    """The environments `envs` of all, made now."""
+    """The environments with the numbers `envs`, one Python object each."""
 
-    def __init__(self, make: MakeBatch, envs: range):
-        super().__init__(make, envs)
+    def __init__(self, envs: range, source: Source, *, form: EnvForm, info_keys: tuple[str, ...], wide: bool):
+        super().__init__(envs, name=source.name, form=form, info_keys=info_keys, wide=wide)
         self.is_tree = isinstance(self.form.observation_space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple)
-        self.each = _each(self.form.action_space, self.prepare, len(envs))
+        self.action_of_each = _action_splitter(self.form.action_space, self.prepare, len(envs))
         self.members: list[gymnasium.Env] = []
         try:
             for self.current in envs:
-                self.members.append(make.source.make())
+                self.members.append(source.make())
         except BaseException:
             self.close()
             raise
@@ -105,26 +40,28 @@ class GymBatch(Batch):
         self.count = 0
         """Steps taken."""
         self.due = [math.inf] * len(envs)
-        """The count at which each episode is cut off."""
+        """The count at which each episode reaches its time limit."""
         self.first_due = math.inf
 
     def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
-        return self.begun(self._stack([self._begin_episode(i, seed) for i, seed in enumerate(seeds.tolist())], "reset"))
+        return self.reset_results(
+            self._stack([self._reset_one(i, seed) for i, seed in enumerate(seeds.tolist())], "reset")
+        )
 
     def step(self, token: np.ndarray, *action: np.ndarray) -> tuple[np.ndarray, ...]:
         self.check_token(token)
-        actions = self.each(action)
+        actions = self.action_of_each(action)
         results = []
         try:
             for self.current, step, one in zip(self.envs, self.steps, actions, strict=True):  # noqa: B020
                 results.append(step(one))
         except (Exception, SystemExit) as error:
-            raise raised(self.name, f"Environment {self.current}", "step", error) from error
+            raise env_raised(self.name, f"Environment {self.current}", "step", error) from error
         try:
             seen, rewards, terminated, truncated, infos = zip(*results, strict=True)
             over = any(terminated) or any(truncated)
-        except (TypeError, ValueError) as error:
-            raise self._malformed(results) from error
+        except (TypeError, ValueError):
+            self._refuse_malformed(results)
         self.count += 1
         ended, terminal = [], []
         if over or self.count >= self.first_due:
@@ -134,28 +71,28 @@ class GymBatch(Batch):
             seen = [self._masked(obs, info, i, "step") for i, (obs, info) in enumerate(zip(seen, infos, strict=True))]
         if self.info_keys:
             for i, info in enumerate(infos):
-                self._note(i, info)
+                self._keep_info(i, info)
 
         def restart(obs: list[np.ndarray]) -> None:
-            fresh = self._stack([self._begin_episode(i, None) for i in ended], "reset", ended)
+            fresh = self._stack([self._reset_one(i, None) for i in ended], "reset", ended)
             for leaf, new in zip(obs, fresh, strict=True):
                 leaf[ended] = new
 
-        return self.stepped(token, self._stack(seen, "step"), self._rewards(rewards), ended, terminal, restart)
+        return self.step_results(token, self._stack(seen, "step"), self._rewards(rewards), ended, terminal, restart)
 
     def close(self) -> None:
         while self.members:
             self.members.pop().close()
 
-    def _begin_episode(self, i: int, seed: int | None) -> Any:
-        """The first observation."""
+    def _reset_one(self, i: int, seed: int | None) -> Any:
+        """Begin an episode in environment `i` of this batch; returns the first observation."""
         self.current = self.envs.start + i
         try:
             result = self.members[i].reset(seed=seed)
         except (Exception, SystemExit) as error:
-            raise raised(self.name, f"Environment {self.current}", "reset", error) from error
+            raise env_raised(self.name, f"Environment {self.current}", "reset", error) from error
         if not isinstance(result, tuple) or len(result) != 2:
-            self.wrong(i, "reset", f"{words(result)}, not (obs, info)")
+            self.wrong(i, "reset", f"{describe(result)}, not (obs, info)")
         self.steps[i], limit = _bare_step(self.members[i])
         self.due[i] = self.count + limit
         self.first_due = min(self.due)
@@ -166,18 +103,18 @@ class GymBatch(Batch):
             self.wrong(i, part, f"an observation without info[{MASK!r}], which its first reset had")
         return {"obs": seen, MASK: info[MASK]}
 
-    def _malformed(self, results: list[Any]) -> EnvError:
-        """The first of these results that is not what `step` should return."""
+    def _refuse_malformed(self, results: list[Any]) -> NoReturn:
+        """Raise EnvError for the first of these results that is not what `step` should return."""
         for i, result in enumerate(results):
             if not isinstance(result, tuple) or len(result) != 5:
-                self.wrong(i, "step", f"{words(result)}, not (obs, reward, terminated, truncated, info)")
+                self.wrong(i, "step", f"{describe(result)}, not (obs, reward, terminated, truncated, info)")
             for name, value in zip(("terminated", "truncated"), result[2:4], strict=True):
                 if np.ndim(value):
-                    self.wrong(i, "step", f"{words(value)} as {name}, not a truth value")
-        raise AssertionError("one of them is")
+                    self.wrong(i, "step", f"{describe(value)} as {name}, not a truth value")
+        raise AssertionError("one of the results is malformed")
 
     def _stack(self, seen: Sequence[Any], part: str, which: Sequence[int] | None = None) -> list[np.ndarray]:
-        """New arrays of observations, one for each leaf; `which` environments they are of."""
+        """The observations as new arrays, one for each leaf; `which`: the environments they come from, if not all."""
         try:
             if not self.is_tree:
                 return [self.leaves[0].stack(seen)]
@@ -187,31 +124,31 @@ class GymBatch(Batch):
         except spaces.WrongValue as wrong:
             self.wrong(wrong.index if which is None else which[wrong.index], part, f"an observation {wrong}")
 
-    def _note(self, i: int, info: dict[str, Any]) -> None:
+    def _keep_info(self, i: int, info: dict[str, Any]) -> None:
         for key, values in zip(self.info_keys, self.infos, strict=True):
             if key in info:
                 try:
                     values[i] = info[key]
                 except (TypeError, ValueError):
-                    self.wrong(i, "step", f"{words(info[key])} as info[{key!r}], not a number")
+                    self.wrong(i, "step", f"{describe(info[key])} as info[{key!r}], not a number")
 
     def _rewards(self, rewards: Sequence[Any]) -> np.ndarray:
         try:
             reward = np.array(rewards, self.float)
         except (TypeError, ValueError):
-            reward = np.empty(())  # looked into below
+            reward = np.empty(())  # the next lines find the wrong reward
         if reward.shape != (len(rewards),):
             bad = next(i for i, x in enumerate(rewards) if np.ndim(x) or not isinstance(x, float | int | np.generic))
-            self.wrong(bad, "step", f"{words(rewards[bad])} as reward, not a number")
+            self.wrong(bad, "step", f"{describe(rewards[bad])} as reward, not a number")
         return reward
 
 
 def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
-    """The `step` below wrappers that only count or complain, and the limit they count to.
+    """The `step` below the wrappers that only count or check, and their time limit.
 
-    `gymnasium.make` puts a TimeLimit, an OrderEnforcing and a PassiveEnvChecker around everything; a batch resets before it
-    steps and counts steps anyhow, and the last one looks only at the first step. On a fast environment these calls are a
-    tenth of the time.
+    `gymnasium.make` wraps every environment in TimeLimit, OrderEnforcing and PassiveEnvChecker. A batch counts steps itself
+    and always resets first, and PassiveEnvChecker checks only the first step. With a fast environment these wrappers would
+    take a tenth of the time.
     """
     limit = math.inf
     while type(env) in (TimeLimit, OrderEnforcing) or (type(env) is PassiveEnvChecker and env.checked_step):
@@ -221,8 +158,8 @@ def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
     return env.step, limit
 
 
-def _each(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callable[..., Sequence[Any]]:
-    """From the leaves of all actions to the action of each environment."""
+def _action_splitter(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callable[..., Sequence[Any]]:
+    """A function from the leaves of all actions to a sequence with the action of each environment."""
     if isinstance(space, gymnasium.spaces.Discrete):
         return lambda leaves: list(map(DiscreteAction, leaves[0].tolist()))
     if not isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):
@@ -236,8 +173,10 @@ def _each(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callabl
 
 
 class DiscreteAction(int):
-    """An action of a Discrete space. Gymnasium's are numpy's numbers, and this answers like one; but a check that it is
-    within its space, which most environments make in every step, takes a tenth of the time for an int."""
+    """An action of a Discrete space: an int with the attributes of numpy's int64, which Gymnasium's own actions are.
+
+    Most environments check in every step that the action is in its space; with an int this takes a tenth of the time.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np.int64(self), name)

@@ -1,9 +1,9 @@
-"""The installed packages that an environment is made of: those whose version is part of what it does.
+"""The installed packages that an environment uses, and whose versions may change its behaviour.
 
     TimeLimit<Ant-v5>  ->  ("gymnasium", "mujoco", "numpy")
 
-Looked at are the environment and all it wraps: their classes, what their methods use by name, what they hold. A package
-that is imported within a function is not seen.
+The search covers the environment and everything it wraps: their classes, the globals that their methods use, and their
+attributes. It does not find a package that is imported within a function.
 """
 
 import functools
@@ -16,16 +16,17 @@ from typing import Any
 
 
 def packages_of(env: Any) -> tuple[str, ...]:
-    """What an environment is made of, or a function or object that is called in its place.
+    """The names of the packages that an environment (or a host function) uses, in alphabetical order.
 
-    Names of the packages, in alphabetical order; modules of the user's that are not installed have no version."""
+    A user's own modules that are not installed are left out, because they have no version.
+    """
     modules = {module for layer in _layers(env) for module in _modules_of(layer)}
     tops = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - {"choreo", "__main__"}
     return tuple(sorted({package for top in tops for package in _providers(top)}))
 
 
 def _layers(env: Any) -> Iterator[Any]:
-    """An environment, and what it wraps."""
+    """The environment, and those that it wraps."""
     seen = set()
     while env is not None and id(env) not in seen:
         seen.add(id(env))
@@ -34,9 +35,9 @@ def _layers(env: Any) -> Iterator[Any]:
 
 
 def _modules_of(layer: Any) -> Iterator[str]:
-    held = list(getattr(layer, "__dict__", {}).values())
-    yield from (type(each).__module__ for each in held)
-    for function in (layer, *held):
+    attributes = list(getattr(layer, "__dict__", {}).values())
+    yield from (type(each).__module__ for each in attributes)
+    for function in (layer, *attributes):
         if isinstance(function, FunctionType):
             yield function.__module__
             yield from _used_by(function)
@@ -57,12 +58,12 @@ def _used_by(function: FunctionType) -> Iterator[str]:
 
 @functools.cache
 def _providers(top: str) -> tuple[str, ...]:
-    """The packages that a top-level module comes from; none if it was not installed."""
+    """The packages that contain a top-level module; none if it was not installed."""
     try:
         return (importlib.metadata.distribution(top).name.lower().replace("_", "-"),)
     except importlib.metadata.PackageNotFoundError:
         pass
     file = getattr(sys.modules.get(top), "__file__", None) or ""
     if "site-packages" not in file and "dist-packages" not in file:
-        return ()  # to look through all packages takes a third of a second
+        return ()  # not installed; and searching all packages takes a third of a second
     return tuple(importlib.metadata.packages_distributions().get(top, ()))

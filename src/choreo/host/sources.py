@@ -1,11 +1,11 @@
-"""How an environment is made, as a value that travels.
+"""How an environment is made, as a value that can be pickled and sent to another process.
 
-    Source.of_id("CartPole-v1", {"sutton_barto_reward": True})      what `gymnasium.make` is given
-    Source.of_factory(lambda: MyWrapper(MyEnv()), {})               what a user wrote, wherever they wrote it
+    Source.of_id("CartPole-v1", {"sutton_barto_reward": True})      the arguments of `gymnasium.make`
+    Source.of_factory(lambda: MyWrapper(MyEnv()), {})               any function of a user
 
-Two sources are equal if they are made of the same, also after a journey to another process. A factory from a script, a notebook
-or a file of the user's goes by value: the process that makes environments never imports the user's main. In the process
-it came from, the factory is the user's own object.
+Two sources are equal if their function and arguments are, also after one was pickled and loaded in another process. A factory
+from a script, a notebook or a user's file is pickled by value: a worker never imports the user's main module. If a pickled
+source comes back to the process it came from, it is the original object there.
 """
 
 import difflib
@@ -24,11 +24,11 @@ import numpy as np
 
 from choreo.errors import ChoreoError, EnvError, UnknownNameError, unknown_name
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class NotGymnasium(EnvError):
-    """A factory made something else."""
+    """A factory made something that is not a Gymnasium environment; `made` is what it made."""
 
     def __init__(self, what: str, *, made: Any = None, fix: str | None = None, **places: str):
         super().__init__(what, fix=fix, **places)
@@ -40,17 +40,17 @@ class Source:
 
     def __init__(self, name: str, identity: Hashable, load: Callable[[], "FactoryCall"]):
         self.name, self.identity, self._load = name, identity, load
-        self._hash = hash(identity)  # asked for with every call of a host method
+        self._hash = hash(identity)  # computed once: every call of a host method needs it
         self._recipe: FactoryCall | None = None
 
     @classmethod
     def of_id(cls, env_id: str, kwargs: dict[str, Any], *, vector: bool = False) -> "Source":
-        """What Gymnasium calls `env_id`; with `vector`, its `vector_entry_point`."""
+        """The Gymnasium environment `env_id`; with `vector`, made by its `vector_entry_point`."""
         return cls._of(env_id, FactoryCall(env_id, kwargs, vector))
 
     @classmethod
     def of_factory(cls, factory: Callable[..., Any], kwargs: dict[str, Any], *, name: str | None = None) -> "Source":
-        """What `factory(**kwargs)` makes; a vector environment if it takes `num_envs` and makes one."""
+        """The environment that `factory(**kwargs)` makes; a vector environment if the factory takes `num_envs`."""
         return cls._of(name or _name(factory), FactoryCall(factory, kwargs, _takes_num_envs(factory)))
 
     @classmethod
@@ -60,19 +60,20 @@ class Source:
         return source
 
     def seen_as(self, form: str) -> "Source":
-        """The same, but not equal to the one that made environments of another form, before a class was edited."""
+        """The same source, but unequal to it with another form: the user may have edited the class in a notebook."""
         identity = (self.identity, form)
         source = _sources[identity] = Source(self.name, identity, lambda: self.recipe)
         return source
 
     @property
     def recipe(self) -> "FactoryCall":
+        """The call that makes the environment; unpickled at its first use."""
         if self._recipe is None:
             self._recipe = self._load()
         return self._recipe
 
     def make_any(self) -> gymnasium.Env | gymnasium.vector.VectorEnv:
-        """One environment, or a vector environment of one if that is what is made."""
+        """One environment, or a vector environment with one environment if the source makes vector environments."""
         if not self.recipe.vector:
             return self.make()
         made = self._make(num_envs=1)
@@ -88,7 +89,7 @@ class Source:
         return made
 
     def make_vector(self, num_envs: int) -> gymnasium.vector.VectorEnv:
-        """`num_envs` environments in one."""
+        """A vector environment of `num_envs` environments."""
         made = self._make(num_envs=num_envs)
         if not isinstance(made, gymnasium.vector.VectorEnv):
             raise _no_environment(self.name, made)
@@ -103,7 +104,7 @@ class Source:
                 return target(**kwargs)
             if more:
                 return gymnasium.make_vec(target, vectorization_mode="vector_entry_point", **kwargs)
-            # Our own checks are stricter than Gymnasium's wrapper for them, and cost less.
+            # Our own checks are stricter than those of Gymnasium's wrapper, and cheaper.
             return gymnasium.make(target, **{"disable_env_checker": True, **kwargs})
         except ChoreoError:
             raise
@@ -130,48 +131,48 @@ class Source:
             payload = cloudpickle.dumps((recipe.target, recipe.kwargs, recipe.vector))
         except Exception as error:
             raise EnvError(
-                f"`{self.name}` cannot travel to another process: {type(error).__name__}: {error}",
-                fix="Make inside the factory what it needs, rather than outside of it; or use a layout with one site.",
+                f"`{self.name}` cannot be sent to another process: {type(error).__name__}: {error}",
+                fix="Create the objects that the factory needs inside the factory, or use a layout with one site.",
             ) from error
-        return _arrive, (self.name, self.identity, payload, _paths(recipe.target))
+        return _unpickle, (self.name, self.identity, payload, _paths(recipe.target))
 
 
 class FactoryCall:
-    """What is called, and with what."""
+    """A function or Gymnasium id, and its arguments."""
 
     def __init__(self, target: str | Callable[..., Any], kwargs: dict[str, Any], vector: bool):
         self.target, self.kwargs, self.vector = target, kwargs, vector
 
 
 _sources: "weakref.WeakValueDictionary[Hashable, Source]" = weakref.WeakValueDictionary()
-"""Those of this process: one that comes back from a journey is the one that left."""
+"""The sources of this process, by identity: a pickled source that comes back is the original one."""
 
 
-def _arrive(name: str, identity: Hashable, payload: bytes, paths: list[str]) -> Source:
+def _unpickle(name: str, identity: Hashable, payload: bytes, paths: list[str]) -> Source:
     def load() -> FactoryCall:
-        # What the user's file imports from its own folder must be found here too.
+        # The user's file may import modules from its own folder: these must be found here too.
         sys.path.extend(path for path in paths if path not in sys.path)
         try:
             return FactoryCall(*cloudpickle.loads(payload))
         except Exception as error:
             raise EnvError(
                 f"`{name}` cannot be made in this process: {type(error).__name__}: {error}",
-                fix="Modules that a factory imports must be installed here, or lie beside the user's script.",
+                fix="Modules that a factory imports must be installed here, or stand in the folder of the user's script.",
             ) from error
 
     return _sources.setdefault(identity, Source(name, identity, load))
 
 
 def _paths(target: Any) -> list[str]:
-    """Where this process finds modules, as others may not."""
+    """The folders in which this process finds modules, for the process that unpickles."""
     code = getattr(target, "__code__", None)
     beside = [str(Path(code.co_filename).parent)] if code and Path(code.co_filename).is_file() else []
     return [str(Path(path).resolve()) for path in [*beside, *sys.path] if Path(path).is_dir()]
 
 
 def _freeze(value: Any) -> Hashable:
-    """A hashable stand-in, equal for equal values, that stays equal in another process."""
-    if isinstance(value, PLAIN):
+    """A hashable key of a value: equal for equal values, also in another process."""
+    if isinstance(value, _PLAIN):
         return (type(value).__name__, value)
     if isinstance(value, list | tuple):
         return (type(value).__name__, tuple(_freeze(x) for x in value))
@@ -182,21 +183,21 @@ def _freeze(value: Any) -> Hashable:
         )
     if isinstance(value, np.ndarray) and value.dtype != object:
         return ("array", value.shape, str(value.dtype), value.tobytes())
-    # Anything else is equal to nothing but itself: two lambdas of one line may hold different things, and a function of a
-    # notebook has the name of the one it was before it was edited.
-    number, kept = _numbers.get(id(value), (None, None))
+    # Any other object is equal only to itself: two lambdas on one line may have different closures, and a function that was
+    # edited in a notebook keeps its name.
+    unique_id, kept = _unique_ids.get(id(value), (None, None))
     if kept is not value:
-        number = uuid.uuid4().hex
-        _numbers[id(value)] = (number, value)
-    return ("object", number)
+        unique_id = uuid.uuid4().hex
+        _unique_ids[id(value)] = (unique_id, value)
+    return ("object", unique_id)
 
 
-_numbers: dict[int, tuple[str, Any]] = {}
-"""Of objects that have no name: held on to, because Python gives their id to others when they are gone."""
+_unique_ids: dict[int, tuple[str, Any]] = {}
+"""Unique ids of objects, by Python's `id`. The objects are kept alive, because Python reuses the `id` of a deleted one."""
 
 
 def _name(factory: Callable[..., Any]) -> str:
-    """`make_env`; for a lambda also where it stands."""
+    """The name of a factory (`make_env`); for a lambda, its file and line."""
     name = getattr(factory, "__qualname__", None) or type(factory).__qualname__
     code = getattr(factory, "__code__", None)
     if "<lambda>" in name and code is not None:
@@ -207,15 +208,15 @@ def _name(factory: Callable[..., Any]) -> str:
 def _takes_num_envs(factory: Callable[..., Any]) -> bool:
     try:
         return "num_envs" in inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # a builtin that does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return False
 
 
 def _unknown(env_id: str) -> UnknownNameError:
     known = [name for name in gymnasium.registry if name != env_id]
     fix = (
-        "Environments that a package registers are called `package:Id-v0`; one that a function makes, "
-        "`my_env.py:make_env`; `choreo list envs` names what is built in."
+        "An environment that a package registers is written `package:Id-v0`; one that a function makes, "
+        "`my_env.py:make_env`. `choreo list envs` lists the built-in ones."
     )
     if difflib.get_close_matches(env_id, known, n=1, cutoff=0.5):
         return unknown_name("environment", env_id, known, fix=fix)
@@ -225,18 +226,18 @@ def _unknown(env_id: str) -> UnknownNameError:
 def _no_environment(name: str, made: Any) -> EnvError:
     if isinstance(made, gymnasium.vector.VectorEnv):
         return EnvError(
-            f"`{name}` made a vector environment, of {made.num_envs}, without being told of how many.",
-            fix="Let the factory take `num_envs`: each site asks for as many as it has.",
+            f"`{name}` made a vector environment of {made.num_envs} environments, but takes no argument `num_envs`.",
+            fix="Let the factory take `num_envs`: each site asks for as many environments as it has.",
         )
     return NotGymnasium(
-        f"`{name}` made a {type(made).__name__}, which is no gymnasium.Env.",
+        f"`{name}` made a {type(made).__name__}, which is not a gymnasium.Env.",
         made=made,
         fix="Let the factory return the environment.",
     )
 
 
 def import_prefix(env_id: Any) -> None:
-    """Import `module` of `module:Id-v0`, as Gymnasium would, with an error that says so."""
+    """Import `module` of `module:Id-v0`, as Gymnasium does, but with an error that names the module."""
     module = env_id.rpartition(":")[0] if isinstance(env_id, str) else ""
     if not module:
         return

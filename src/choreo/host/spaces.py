@@ -1,9 +1,9 @@
-"""From a Gymnasium space to flat arrays and back, without JAX.
+"""Convert values of a Gymnasium space to flat arrays and back, without JAX.
 
     Dict(position=Box(3), count=Discrete(5))   ->   leaves  ['count'] int32[]   ['position'] float32[3]
 
-The order of leaves is JAX's own for the same tree: keys of a dictionary sorted, items of a tuple in their order. Types are
-JAX's too: every float becomes its default one, and 64-bit integers become 32-bit ones unless it computes in 64 bits.
+The leaves are in JAX's order for the same tree: dictionary keys sorted, tuple items in order. Types are JAX's too: floats get
+JAX's default type, and 64-bit integers become 32-bit integers unless JAX computes in 64 bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from choreo.errors import EnvError
 
 
 class WrongValue(Exception):
-    """What the environment with number `index` in its block returned is not what its space says."""
+    """A value that does not fit its space, from the environment with number `index` in its block."""
 
     def __init__(self, index: int, what: str):
         super().__init__(what)
@@ -24,7 +24,7 @@ class WrongValue(Exception):
 
 
 def leaves(space: Space, *, what: str, path: str = "") -> list[tuple[str, Space]]:
-    """The elementary spaces in `space`, each with its path (`['camera'][0]`); `what` names it in errors."""
+    """The elementary spaces in `space`, each with its path (`['camera'][0]`); `what` names the space in errors."""
     if isinstance(space, spaces.Dict):
         parts = [(f"{path}[{key!r}]", space[key]) for key in sorted(space)]
     elif isinstance(space, spaces.Tuple):
@@ -35,13 +35,13 @@ def leaves(space: Space, *, what: str, path: str = "") -> list[tuple[str, Space]
         raise EnvError(
             f"{what} has a {type(space).__name__} space{f' at {path}' if path else ''}, which has no fixed shape.",
             fix="Choreo reads Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these; wrap the environment "
-            "in one that gives such a space.",
+            "in one that has such a space.",
         )
     return [leaf for path, part in parts for leaf in leaves(part, what=what, path=path)]
 
 
 def flatten(space: Space, value: Any, *, index: int, path: str = "") -> list[Any]:
-    """The values at the leaves; `index` is the environment's number in its block, for errors."""
+    """The values at the leaves of `value`; `index` is the environment's number in its block, for errors."""
     if isinstance(space, spaces.Dict):
         _require_keys(space, value, index, path)
         parts = [(space[key], value[key], f"{path}[{key!r}]") for key in sorted(space)]
@@ -54,7 +54,7 @@ def flatten(space: Space, value: Any, *, index: int, path: str = "") -> list[Any
 
 
 def unflatten(space: Space, values: Iterator[Any]) -> Any:
-    """The tree with `values` at its leaves."""
+    """A value of `space` with `values` at its leaves."""
     if isinstance(space, spaces.Dict):
         return {key: unflatten(space[key], values) for key in sorted(space)}
     if isinstance(space, spaces.Tuple):
@@ -63,7 +63,7 @@ def unflatten(space: Space, values: Iterator[Any]) -> Any:
 
 
 def dtype_of(space: Space, *, wide: bool) -> np.dtype:
-    """The type of a leaf's arrays; `wide` if JAX computes in 64 bits."""
+    """The type of the arrays for a leaf; `wide`: whether JAX computes in 64 bits."""
     dtype = np.dtype(space.dtype)
     if np.issubdtype(dtype, np.floating):
         return np.dtype(np.float64 if wide else np.float32)
@@ -73,16 +73,16 @@ def dtype_of(space: Space, *, wide: bool) -> np.dtype:
 
 
 class Leaf:
-    """One elementary space: puts the values of all environments into one array, after a look at each."""
+    """One elementary space: checks the values of all environments and puts them into one array."""
 
     def __init__(self, space: Space, path: str, *, wide: bool):
         self.space, self.path, self.shape, self.dtype = space, path, space.shape or (), np.dtype(space.dtype)
         self.dtype_out = dtype_of(space, wide=wide)
-        # A Box says what it holds; the others hold whole numbers, of whatever type.
+        # A Box has one exact type; the other spaces accept integers of any type.
         self.kinds = None if isinstance(space, spaces.Box) else "iub"
 
     def stack(self, values: Sequence[Any]) -> np.ndarray:
-        """A new array [env, ...]; raises WrongValue with the index of the value that is not in the space."""
+        """A new array [env, ...] from one value per environment; raises WrongValue with the index of a wrong value."""
         shape, dtype = self.shape, self.dtype
         for value in values:
             if value.__class__ is not np.ndarray or value.dtype is not dtype or value.shape != shape:
@@ -91,7 +91,7 @@ class Leaf:
         return np.array(values, self.dtype_out)
 
     def whole(self, values: Any, count: int) -> np.ndarray:
-        """A new array [env, ...] from one that a vector environment gave."""
+        """A new array [env, ...] from the array of a vector environment; raises WrongValue."""
         shape = (count, *self.shape)
         if isinstance(values, np.ndarray) and values.shape == shape and self._right_type(values.dtype):
             return np.array(values, self.dtype_out)
@@ -99,7 +99,7 @@ class Leaf:
         raise WrongValue(0, f"{said}{_at(self.path)} where its space says {self.dtype}{list(shape)}")
 
     def check(self, value: Any, i: int) -> Any:
-        """`value` itself, if numpy can take it for what the space says."""
+        """`value` itself, if its shape and type fit the space; raises WrongValue."""
         if isinstance(value, np.ndarray | np.generic):
             if value.shape == self.shape and self._right_type(value.dtype):
                 return value

@@ -1,24 +1,24 @@
-"""A block of environments that is one vector environment, under each of Gymnasium's ways to begin the next episode.
+"""A block of environments as one vector environment, in each of Gymnasium's autoreset modes.
 
-    SAME_STEP    the environment does it itself; the true successor is in info["final_obs"]
-    DISABLED     we do it, in the same step: reset(options={"reset_mask": ...})
-    NEXT_STEP    Gymnasium's own SyncVectorEnv and AsyncVectorEnv also take a `reset_mask`: as DISABLED. Others begin the
-                 next episode in the step after, whose action they ignore. That step cannot be hidden, so it is told as
-                 what it is: an episode of no length, in which nothing happens.
+    SAME_STEP    the vector environment resets itself; the true successor is in info["final_obs"]
+    DISABLED     we reset it in the same step: reset(options={"reset_mask": ...})
+    NEXT_STEP    Gymnasium's SyncVectorEnv and AsyncVectorEnv also accept a `reset_mask`: treated as DISABLED. Others begin
+                 the next episode in the step after the last one, and ignore the action of that step. We cannot hide this
+                 step, so it appears as an episode of length 0, in which nothing happens.
 
                  step     t                     t + 1                      t + 2
                  obs      o_T                   o0'                        o1'
                  reward   r_T                   0                          r1'
                  last     True                  True                       False
                  next_obs o_T                   o_T                        o1'
-                 discount 0 if terminated       the same                   1
-                 length   T                     0: counted by nobody       1
+                 discount 0 if terminated       as in step t               1
+                 length   T                     0: not counted             1
 
-Step t is learned from exactly as in the other modes. Step t + 1 tells a learner that the value of o_T is 0 if it was
-terminal, which is true, and else what it already believes (times its discount factor).
+Step t is the same as in the other modes. From step t + 1 a learner learns that the value of o_T is 0 if o_T is terminal, which
+is true, or else the discounted value of o_T itself, which changes little.
 
-Seeds go to the vector environment as a list, one for each environment; one that takes a single number gets the first, and
-then its episodes depend on how environments are divided among sites.
+The vector environment gets a list of seeds, one for each environment. A vector environment that accepts only one seed gets
+the first; then its episodes depend on how the environments are divided among sites.
 """
 
 from typing import Any
@@ -29,35 +29,39 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from choreo.errors import EnvError
 from choreo.host import spaces
-from choreo.host.batch import Batch, MakeBatch, raised, words
+from choreo.host.batch import Batch
+from choreo.host.env_errors import describe, env_raised
+from choreo.host.probe import EnvForm
+from choreo.host.sources import Source
 
 
 class VectorBatch(Batch):
-    """The environments `envs` of all, as one vector environment, made now."""
+    """The environments with the numbers `envs`, as one vector environment."""
 
-    def __init__(self, make: MakeBatch, envs: range):
-        super().__init__(make, envs)
-        self.env = make.source.make_vector(len(envs))
+    def __init__(self, envs: range, source: Source, *, form: EnvForm, info_keys: tuple[str, ...], wide: bool):
+        super().__init__(envs, name=source.name, form=form, info_keys=info_keys, wide=wide)
+        self.env = source.make_vector(len(envs))
         self.mode = _mode(self.env, self.name)
         if isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv) and self.mode is AutoresetMode.NEXT_STEP:
-            self.mode = AutoresetMode.DISABLED  # by a mask they begin an episode whenever they are asked to
+            self.mode = AutoresetMode.DISABLED  # they accept a `reset_mask` too
         self.idle = np.zeros(len(envs), np.bool_)
-        """Which environments will ignore their next action and begin an episode instead."""
+        """Which environments will ignore their next action and begin an episode instead (NEXT_STEP)."""
         self.idle_terminal = np.zeros(len(envs), np.bool_)
+        """Which idle environments ended their episode by termination."""
         self.final: list[np.ndarray] = []
-        """The latest observations, in which those of idle environments are the last of their episodes."""
+        """The latest observations; for an idle environment, the last one of its episode."""
 
     def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
         self.idle[:] = False
         obs, _ = self._call("reset", self._reset, seeds.tolist())
-        return self.begun(self._leaves(obs, "reset"))
+        return self.reset_results(self._leaves(obs, "reset"))
 
     def step(self, token: np.ndarray, *action: np.ndarray) -> tuple[np.ndarray, ...]:
         self.check_token(token)
         parts = [prepare(leaf) for prepare, leaf in zip(self.prepare, action, strict=True)]
         result = self._call("step", self.env.step, spaces.unflatten(self.form.action_space, iter(parts)))
         if not isinstance(result, tuple) or len(result) != 5:
-            self.wrong(0, "step", f"{words(result)}, not (obs, reward, terminated, truncated, info)")
+            self.wrong(0, "step", f"{describe(result)}, not (obs, reward, terminated, truncated, info)")
         seen, reward, terminated, truncated, info = result
         obs, reward = self._leaves(seen, "step"), np.array(reward, self.float)
         terminated, done = np.asarray(terminated, np.bool_), np.logical_or(terminated, truncated)
@@ -66,7 +70,7 @@ class VectorBatch(Batch):
                 0, "step", f"rewards {list(reward.shape)} and ends {list(done.shape)}, not [{len(self.envs)}] each"
             )
         if self.info_keys:
-            self._note(info, done)
+            self._keep_info(info, done)
         if self.mode is AutoresetMode.SAME_STEP:
             return self._same_step(token, obs, reward, terminated, done, info)
         if self.mode is AutoresetMode.DISABLED:
@@ -81,7 +85,7 @@ class VectorBatch(Batch):
             self.wrong(int(done.argmax()), "step", "no info['final_obs'] in the step that ended its episode")
         fresh, ended = obs, np.flatnonzero(done)
         if len(ended):
-            final = [self._one(_row(info["final_obs"], i), i) for i in ended.tolist()]
+            final = [self._final_leaves(_row(info["final_obs"], i), i) for i in ended.tolist()]
             obs = [leaf.copy() for leaf in fresh]
             for leaf, values in zip(obs, zip(*final, strict=True), strict=True):
                 leaf[ended] = np.stack(values)
@@ -90,7 +94,7 @@ class VectorBatch(Batch):
             for leaf, new in zip(out, fresh, strict=True):
                 leaf[ended] = new[ended]
 
-        return self.stepped(token, obs, reward, ended.tolist(), np.flatnonzero(terminated).tolist(), restart)
+        return self.step_results(token, obs, reward, ended.tolist(), np.flatnonzero(terminated).tolist(), restart)
 
     def _disabled(self, token, obs, reward, terminated, done) -> tuple[np.ndarray, ...]:
         def restart(out: list[np.ndarray]) -> None:
@@ -99,7 +103,7 @@ class VectorBatch(Batch):
                 leaf[done] = new[done]
 
         ended, terminal = np.flatnonzero(done).tolist(), np.flatnonzero(terminated).tolist()
-        return self.stepped(token, obs, reward, ended, terminal, restart)
+        return self.step_results(token, obs, reward, ended, terminal, restart)
 
     def _next_step(self, token, obs, reward, terminated, done) -> tuple[np.ndarray, ...]:
         idle, fresh = self.idle, obs
@@ -114,11 +118,11 @@ class VectorBatch(Batch):
                 leaf[idle] = new[idle]
 
         ends, terminal = done | idle, np.where(idle, self.idle_terminal, terminated)
-        results = self.stepped(
+        results = self.step_results(
             token, obs, reward, np.flatnonzero(ends).tolist(), np.flatnonzero(terminal).tolist(), restart
         )
         self.idle, self.idle_terminal, self.final = done & ~idle, terminated, [leaf.copy() for leaf in obs]
-        self.began[self.idle] += 1  # the step that begins the next episode is not counted to it
+        self.began[self.idle] += 1  # the step that begins an episode does not count for its length
         return results
 
     def _reset(self, seeds: list[int]) -> Any:
@@ -133,10 +137,10 @@ class VectorBatch(Batch):
             return method(*args)
         except Exception as error:
             which = f"One of the environments {self.envs.start} to {self.envs.stop - 1}"
-            raise raised(self.name, which, part, error) from error
+            raise env_raised(self.name, which, part, error) from error
 
     def _leaves(self, seen: Any, part: str) -> list[np.ndarray]:
-        """New arrays [env, ...] from the observations of all."""
+        """The observations of all environments as new arrays [env, ...], one for each leaf."""
         count = len(self.envs)
         try:
             values = spaces.flatten(self.form.observation_space, seen, index=0)
@@ -144,16 +148,16 @@ class VectorBatch(Batch):
         except spaces.WrongValue as wrong:
             self.wrong(wrong.index, part, f"observations {wrong}")
 
-    def _one(self, seen: Any, i: int) -> list[Any]:
-        """The leaves of one environment's last observation."""
+    def _final_leaves(self, seen: Any, i: int) -> list[Any]:
+        """The leaves of the last observation of environment `i`'s episode."""
         try:
             values = spaces.flatten(self.form.observation_space, seen, index=i)
             return [leaf.check(value, i) for leaf, value in zip(self.leaves, values, strict=True)]
         except spaces.WrongValue as wrong:
             self.wrong(i, "step", f"as final_obs {wrong}")
 
-    def _note(self, info: dict[str, Any], done: np.ndarray) -> None:
-        """Keep the numbers that are handed on; of ended episodes they are in `final_info`, where there is one."""
+    def _keep_info(self, info: dict[str, Any], done: np.ndarray) -> None:
+        """Keep the numbers of `info_keys`; for ended episodes they are in `final_info`, if there is one."""
         final = info.get("final_info")
         for key, values in zip(self.info_keys, self.infos, strict=True):
             for found, among in ((info, ~done if isinstance(final, dict) else np.ones_like(done)), (final, done)):
@@ -169,7 +173,7 @@ def _mode(env: VectorEnv, name: str) -> AutoresetMode:
     if not isinstance(mode, AutoresetMode):
         raise EnvError(
             f"The vector environment `{name}` does not say how it begins the next episode.",
-            fix='Give it metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}, or the mode it has.',
+            fix='Add metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP} to it, or its actual mode.',
         )
     return mode
 

@@ -1,4 +1,4 @@
-"""Laws for our code and for users' code: each adapter passes `check_env`, each algorithm `check_algorithm`."""
+"""Conformance checks for our code and for users' code: `check_env` for environments, `check_algorithm` for algorithms, ..."""
 
 from choreo.testing.algorithms import check_algorithm as check_algorithm
 from choreo.testing.channels import check_channel as check_channel

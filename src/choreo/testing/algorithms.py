@@ -1,14 +1,14 @@
-"""`check_algorithm`: which part of an algorithm is missing or has the wrong form.
+"""`check_algorithm`: find out which part of an algorithm is missing or has the wrong form.
 
     from choreo.testing import check_algorithm
     check_algorithm(MyPPO())            # silent, or an AlgorithmError that names the part
 
-An algorithm is a protocol, not a base class: a frozen dataclass of hyper-parameters with these parts.
+An algorithm is a frozen dataclass of hyper-parameters with these parts. It needs no base class.
 
     unroll                                        steps per environment and iteration
-    init(env, key) -> carry                       `carry.train` is everything learned
+    init(env, key) -> carry                       `carry.train` is the learned state
     iterate(env, carry, key) -> carry, metrics    one iteration, with functions marked by @choreo.fragment
-    policy(train) -> params                       what acting needs
+    policy(train) -> params                       the parameters that acting needs
     act(params, obs, key, *, greedy) -> action, extras
 """
 
@@ -34,18 +34,18 @@ PARTS = {
     "act": "act(params, obs, key, *, greedy=False) -> (action, extras)",
 }
 METRICS = ("episode_return", "episode_length", "episodes")
-"""Those that choreo.rollout returns; every report has them."""
+"""The metrics that `choreo.rollout` returns and every report shows."""
 
 
 def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
-    """Try every part of `algo` on `env` (8 x CartPole if none is given), one iteration long; raises AlgorithmError."""
+    """Run every part of `algo` on `env` (default: 8 x CartPole) for one iteration; raises AlgorithmError."""
     env = envs.make("jax:CartPole-v1", num_envs=8) if env is None else env
     require_parts(algo)
     key_init, key = jax.random.split(jax.random.key(0))
     form = form_of(lambda key: algo.init(env, key), key_init)
     algorithm_checks.check_carry(algo, form)
     if "greedy" in inspect.signature(algo.act).parameters:
-        algorithm_checks.check_acts(algo, env, form.train)  # before an environment refuses what it returns
+        algorithm_checks.check_acts(algo, env, form.train)  # before the environment refuses a wrong action
     traced = trace(algo, env)
     check_roles(algo, traced)
     algorithm_checks.check_metrics(algo, traced.metrics, needed=METRICS)
@@ -56,7 +56,7 @@ def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
 
 
 def require_parts(algo: Any) -> None:
-    """Every part is there and takes the right number of arguments; calls nothing."""
+    """Check that every part exists and takes the right number of arguments, without calling any."""
     name = type(algo).__name__
     missing = [f"`{part}`: {what}" for part, what in PARTS.items() if not hasattr(algo, part)]
     if missing:
@@ -80,7 +80,7 @@ def require_parts(algo: Any) -> None:
 
 
 def check_roles(algo: Any, traced: Traced) -> None:
-    """Something in `iterate` is marked: else there is nothing to lay out."""
+    """Check that `iterate` calls a function with a role; otherwise there would be nothing to distribute."""
     if not set(traced.iterate.roles) - {"env"}:
         raise AlgorithmError(
             f"No function called by `{type(algo).__name__}.iterate` carries a role.",
@@ -89,7 +89,7 @@ def check_roles(algo: Any, traced: Traced) -> None:
 
 
 def check_iterate(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> None:
-    """After an iteration, everything learned is finite."""
+    """Check that the learned state is finite after one iteration."""
     carry, _ = eqx.filter_jit(lambda carry, key: algo.iterate(env, carry, key))(carry, key)
     for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(carry.train, eqx.is_array)):
         numeric = not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -101,7 +101,7 @@ def check_iterate(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> No
 
 
 def check_act(algo: Any, env: envs.Env, carry: PyTree) -> None:
-    """Acting for one environment gives an action of the action space, greedy or not, with or without memory."""
+    """Check that `act` for one environment returns an action of the action space, greedy or not, with or without memory."""
     name = type(algo).__name__
     params = algo.policy(carry.train)
     obs = jax.tree.map(lambda x: x[0], env.reset(env.keys(jax.random.key(1)))[1])

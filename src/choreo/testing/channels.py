@@ -1,10 +1,10 @@
-"""`check_channel`: what every channel promises, tried out.
+"""`check_channel`: test whether a channel keeps its contract.
 
-from choreo.testing import check_channel
-check_channel(make)        # silent, or a ChannelError that says which promise is broken
+    from choreo.testing import check_channel
+    check_channel(make)        # silent, or a ChannelError that names the broken promise
 
-`make(slot_bytes, slots=, timeout_s=)` gives a connected pair in this process, `(sender, receiver)`; laws that need the two
-ends to act at the same time put one of them into a thread. What only a dying process can show is not tried here.
+`make(slot_bytes, slots=, timeout_s=)` returns a connected pair `(sender, receiver)` in this process. Tests that need both ends
+at the same time run them in threads. The death of a process is not tested here.
 """
 
 import threading
@@ -29,7 +29,7 @@ from choreo.runtime.channels.base import (
 )
 
 PATIENCE_S = 20.0
-"""A call that should have returned long ago."""
+"""After this time, a call that should have returned counts as hanging."""
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class MakeChannel(Protocol):
 
 
 def check_channel(make: MakeChannel) -> None:
-    """Send through new channels and compare what arrives, and how they end, with what is promised; raises ChannelError."""
+    """Send messages through new channels, end them in every way, and compare with the contract; raises ChannelError."""
     check_parts(make)
     check_messages(make)
     check_order(make)
@@ -55,7 +55,7 @@ def check_channel(make: MakeChannel) -> None:
 
 
 def check_parts(make: MakeChannel) -> None:
-    """Both ends have every part and name their peer."""
+    """Check that both ends have every part and name their peer."""
     for end, kind in zip(_pair(make), (Sender, Receiver), strict=True):
         _require(isinstance(end, kind), f"`{type(end).__name__}` lacks a part of {kind.__name__}.")
         _require(isinstance(end.peer, str) and bool(end.peer), f"the {kind.__name__.lower()} does not name its peer.")
@@ -63,22 +63,22 @@ def check_parts(make: MakeChannel) -> None:
 
 
 def check_messages(make: MakeChannel) -> None:
-    """Every type, shape and stride arrives bit for bit, where it should and nowhere else."""
+    """Check that every type, shape and stride arrives bit for bit, and that nothing else is overwritten."""
     for what, arrays in MESSAGES.items():
         sender, receiver = _pair(make, arrays, timeout_s=PATIENCE_S)
         with sender, receiver:
-            for _ in range(3):  # more than there are slots
+            for _ in range(3):  # more messages than slots
                 batches = [np.full((3, *a.shape, 2), b"\xa5" * a.dtype.itemsize, _raw(a)) for a in arrays]
                 _together(partial(sender.send, arrays), partial(receiver.receive, _inside(batches, arrays)))
                 for array, batch in zip(arrays, batches, strict=True):
                     _require(_same(_inside([batch], [array])[0], array), f"{what} do not arrive as they were sent.")
                     _inside([batch], [array])[0].view(_raw(array))[...] = b"\xa5" * array.dtype.itemsize
                     untouched = (batch == np.full_like(batch, b"\xa5" * array.dtype.itemsize)).all()
-                    _require(bool(untouched), f"receiving {what} writes beside the array that was given.")
+                    _require(bool(untouched), f"receiving {what} writes outside of the array that was given.")
 
 
 def check_order(make: MakeChannel) -> None:
-    """Messages arrive in order, each once, and an array may be reused as soon as `send` returns."""
+    """Check that messages arrive in order, each once, and that an array may be reused as soon as `send` returns."""
     count = 200
     sender, receiver = _pair(make, [np.zeros(8, np.int64)], timeout_s=PATIENCE_S)
     arrived = []
@@ -103,7 +103,7 @@ def check_order(make: MakeChannel) -> None:
 
 
 def check_bound(make: MakeChannel) -> None:
-    """`slots` messages may be unread; with one more, `send` waits until one is read."""
+    """Check the back-pressure: `slots` messages may be unread; then `send` waits until one is read."""
     for slots in (1, 2, 5):
         sender, receiver = _pair(make, slots=slots, timeout_s=0.1)
         with sender, receiver:
@@ -113,28 +113,28 @@ def check_bound(make: MakeChannel) -> None:
             _require(_receive(receiver) == 0, "the first message is not the first to arrive.")
             sender.send([_number(slots)])
             arrived = [_receive(receiver) for _ in range(slots)]
-            _require(arrived == list(range(1, slots + 1)), "a `send` that was given up changes what arrives.")
+            _require(arrived == list(range(1, slots + 1)), "a `send` that timed out changes what arrives.")
     sender, receiver = _pair(make, slots=1)
     with sender, receiver:
         sender.send([_number(0)])
         arrived = []
         _together(lambda: sender.send([_number(1)]), lambda: arrived.extend(_receive(receiver) for _ in range(2)))
-        _require(arrived == [0, 1], "a `send` that had to wait sends something else.")
+        _require(arrived == [0, 1], "a `send` that had to wait sends a wrong message.")
 
 
 def check_timeout(make: MakeChannel) -> None:
-    """`receive` gives up after `timeout_s`; the channel is as good as before."""
+    """Check that `receive` times out after `timeout_s`, and that the channel works afterwards."""
     sender, receiver = _pair(make, timeout_s=0.1)
     with sender, receiver:
         for i in range(3):
             error = _expect(ChannelTimeout, "`receive` when nothing comes", _receive, receiver)
             _require(error.peer == receiver.peer, "the time-out does not name the peer.")
             sender.send([_number(i)])
-            _require(_receive(receiver) == i, "after a time-out, another message arrives.")
+            _require(_receive(receiver) == i, "after a time-out, a wrong message arrives.")
 
 
 def check_finish(make: MakeChannel) -> None:
-    """After `sender.close()` everything is still read, then there is EndOfChannel, however often one asks."""
+    """Check that after `sender.close()` all messages can be read, and then every `receive` raises EndOfChannel."""
     sender, receiver = _pair(make, slots=2)
     with receiver:
         sender.send([_number(0)])
@@ -145,12 +145,12 @@ def check_finish(make: MakeChannel) -> None:
             _expect(EndOfChannel, "`receive` after the last message", _drain, receiver, arrived)
         _require(arrived == [0, 1], "closing the sender drops what it had sent.")
     sender, receiver = _pair(make)
-    with receiver:  # one that waits already
+    with receiver:  # a `receive` that is waiting already
         _together(sender.close, partial(_expect, EndOfChannel, "a waiting `receive`", _receive, receiver))
 
 
 def check_receiver_closed(make: MakeChannel) -> None:
-    """A sender whose receiver closed learns it, within as many messages as there are slots, or while it waits."""
+    """Check that a sender notices a closed receiver, after at most `slots` messages, or while it waits."""
     sender, receiver = _pair(make, slots=2)
     with sender:
         receiver.close()
@@ -164,7 +164,7 @@ def check_receiver_closed(make: MakeChannel) -> None:
 
 
 def check_closed(make: MakeChannel) -> None:
-    """Who uses an end that he closed gets ChannelClosed; closing twice is closing once."""
+    """Check that using a closed end raises ChannelClosed, and that closing twice is allowed."""
     sender, receiver = _pair(make)
     for end in (sender, receiver):
         end.close()
@@ -174,7 +174,7 @@ def check_closed(make: MakeChannel) -> None:
 
 
 def check_failure(make: MakeChannel) -> None:
-    """A `with` block that ends by an error is not one that finished: the peer gets PeerLost."""
+    """Check that the peer gets PeerLost if a `with` block ends with an exception."""
     sender, receiver = _pair(make, slots=2)
     with receiver:
         _fail(sender)
@@ -190,7 +190,7 @@ def check_failure(make: MakeChannel) -> None:
 
 
 def check_mismatch(make: MakeChannel) -> None:
-    """A message of another size than the receiver expects is refused, whichever is the larger."""
+    """Check that a message is refused if it is larger or smaller than the receiver expects."""
     for sent, expected in ((4, 5), (5, 4)):
         sender, receiver = _pair(make, [np.zeros(5, np.float32)])
         with sender, receiver:
@@ -201,7 +201,7 @@ def check_mismatch(make: MakeChannel) -> None:
 
 
 def check_statistics(make: MakeChannel) -> None:
-    """Both ends count messages and bytes; waiting is counted only where one waited."""
+    """Check that both ends count messages, bytes and waiting time."""
     arrays = [np.zeros((3, 4), np.float32), np.zeros(5, bool)]
     sender, receiver = _pair(make, arrays, slots=2, timeout_s=0.1)
     with sender, receiver:
@@ -218,7 +218,7 @@ def check_statistics(make: MakeChannel) -> None:
         after = receiver.statistics()
         _require(after.wait_s - before.wait_s > 0.05 and after.waits > before.waits, "statistics do not count waiting.")
         _require(after.messages == 3, "statistics count a message that never came.")
-    _require(sender.statistics().messages == 3, "statistics are gone when the channel is closed.")
+    _require(sender.statistics().messages == 3, "statistics are lost when the channel is closed.")
 
 
 def _strided(dtype: Any) -> list[np.ndarray]:
@@ -250,11 +250,11 @@ MESSAGES: dict[str, list[np.ndarray]] = {
         np.arange(1 << 16, dtype=np.uint8),
     ],
 }
-"""What is sent; a key says what it is."""
+"""The messages of `check_messages`, each with a description."""
 
 
 class _Failure(Exception):
-    """What a `with` block of ours ends by."""
+    """The exception with which `_fail` leaves a `with` block."""
 
 
 def _pair(
@@ -278,7 +278,7 @@ def _drain(receiver: Receiver, arrived: list[int]) -> None:
 
 
 def _fail(end: Sender | Receiver) -> None:
-    """Leave the `with` block of an end by an error; a sender has sent one message."""
+    """Leave the `with` block of an end by an exception; a sender sends one message first."""
     try:
         with end:
             if isinstance(end, Sender):
@@ -299,7 +299,7 @@ def _raw(array: np.ndarray) -> np.dtype:
 
 
 def _inside(batches: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The middle of each batch, every second element: where the message goes."""
+    """The view of each batch into which the message is received: its middle row, every second element."""
     return [
         batch[1, ..., 0].view(a.dtype) if a.ndim else batch[1, 0:1].view(a.dtype)[0, ...]
         for batch, a in zip(batches, arrays, strict=True)
@@ -311,7 +311,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _together(first: Callable[[], Any], second: Callable[[], Any]) -> None:
-    """Run both at once, each in a thread; a call that does not return breaks the law, and so does one that raises."""
+    """Run both calls at the same time, each in a thread; raises if one raises or does not return."""
     errors: list[BaseException] = []
 
     def run(call: Callable[[], Any]) -> None:
@@ -331,13 +331,13 @@ def _together(first: Callable[[], Any], second: Callable[[], Any]) -> None:
 
 
 def _expect(kind: type[ChannelError], what: str, call: Callable[..., Any], *args: Any) -> ChannelError:
-    """The error that `call` must raise. It runs in a thread of its own: a broken channel may wait for ever."""
+    """The error that `call` must raise. It runs in a thread, because a broken channel may wait for ever."""
     raised: list[Exception] = []
 
     def run() -> None:
         try:
             call(*args)
-        except Exception as error:  # noqa: BLE001 (looked at below)
+        except Exception as error:  # noqa: BLE001 (checked below)
             raised.append(error)
 
     thread = threading.Thread(target=run, daemon=True)

@@ -1,7 +1,7 @@
-"""`check_env`: what every environment promises, tried out.
+"""`check_env`: test whether an environment keeps its contract.
 
 from choreo.testing import check_env
-check_env(MyEnv(num_envs=4))        # silent, or an EnvError that says which promise is broken
+check_env(MyEnv(num_envs=4))        # silent, or an EnvError that names the broken promise
 """
 
 import contextlib
@@ -23,16 +23,15 @@ PARTS = ("name", "num_envs", "observation_space", "action_space", "keys", "reset
 
 
 def check_env(env: Any, *, steps: int = 300, seed: int = 0) -> None:
-    """Step `env` with random actions and compare what it does with what it promises; raises EnvError.
+    """Step `env` with random actions and compare the results with the contract; raises EnvError.
 
-    Give it 3 environments or more and enough steps for some episodes to end. Everything is run twice.
+    Use at least 3 environments and enough steps for some episodes to end. Everything is run twice.
     """
     check_parts(env)
     key_reset, key_action = jax.random.split(jax.random.key(seed))
     keys = env.keys(key_reset)
     _require(keys.shape == (env.num_envs,), env, f"`keys` gives {keys.shape}, not one key per environment.")
     actions = sample_actions(env.action_space, key_action, (steps, env.num_envs))
-    # Collected once; every law below reads it.
     obs, steps_taken = play(env, keys, actions)
     _check_obs(env, "reset", obs)
     check_types(env, steps_taken)
@@ -42,7 +41,7 @@ def check_env(env: Any, *, steps: int = 300, seed: int = 0) -> None:
 
 
 def check_parts(env: Any) -> None:
-    """It has every part, spaces are Gymnasium's, and it is a hashable value."""
+    """Check that every part exists, that spaces are Gymnasium's, and that the environment is a hashable value."""
     missing = [part for part in PARTS if not hasattr(env, part)]
     if missing:
         raise EnvError(
@@ -85,7 +84,7 @@ def sample_actions(space: gymnasium.Space, key: Key, shape: tuple[int, ...]) -> 
 
 
 def play(env: Env, keys: Key, actions: PyTree) -> tuple[PyTree, TimeStep]:
-    """From a reset, all steps: -> first observations, TimeStep [time, env, ...]."""
+    """Reset, then take all steps; returns the first observations, and a TimeStep [time, env, ...]."""
     if isinstance(env, HostEnv):
         return _play_on_host(env, keys, actions)
     state, obs = env.reset(keys)
@@ -93,7 +92,7 @@ def play(env: Env, keys: Key, actions: PyTree) -> tuple[PyTree, TimeStep]:
         return obs, _play(env, state, actions)
     except TypeError as error:
         raise EnvError(
-            f"`{env.name}` does not return the same type of state that it was given, so it cannot be looped over.",
+            f"`{env.name}` does not return the same type of state that it was given, so `lax.scan` cannot step it.",
             fix=str(error).split("\n\n")[0],
         ) from error
 
@@ -104,7 +103,7 @@ def _play(env: Env, state: PyTree, actions: PyTree) -> TimeStep:
 
 
 def _play_on_host(env: HostEnv, keys: Key, actions: PyTree) -> tuple[PyTree, TimeStep]:
-    """In Python, with environments of its own: what they raise is seen as it was raised."""
+    """`play` in Python, with new environments, so that their exceptions are raised unchanged."""
     leaves, taken = [np.asarray(leaf) for leaf in jax.tree.leaves(actions)], []
     with contextlib.closing(env.batch_maker()(range(env.num_envs))) as batch:
         token, *first = batch.reset(np.asarray(seeds(keys)))
@@ -115,7 +114,7 @@ def _play_on_host(env: HostEnv, keys: Key, actions: PyTree) -> tuple[PyTree, Tim
 
 
 def first_obs(env: Env, keys: Key) -> PyTree:
-    """The observations that episodes begin with."""
+    """The first observations after a reset."""
     if not isinstance(env, HostEnv):
         return env.reset(keys)[1]
     with contextlib.closing(env.batch_maker()(range(env.num_envs))) as batch:
@@ -123,7 +122,7 @@ def first_obs(env: Env, keys: Key) -> PyTree:
 
 
 def check_types(env: Env, ts: TimeStep) -> None:
-    """Shapes and types of every leaf, and observations within their space."""
+    """Check shapes and types of every leaf, and that observations are within their space."""
     _require(isinstance(ts, tuple) and ts._fields == TimeStep._fields, env, "`step` does not return a TimeStep.")
     shape, floating = ts.last.shape, jnp.result_type(float)
     _check_obs(env, "step", ts.obs, time=True)
@@ -139,7 +138,7 @@ def check_types(env: Env, ts: TimeStep) -> None:
 
 
 def check_episodes(env: Env, ts: TimeStep) -> None:
-    """`next_obs`, `discount`, `last` and the running totals agree with one another."""
+    """Check that `next_obs`, `discount`, `last` and the episode totals agree with each other."""
     ts = jax.tree.map(np.asarray, ts)
     pairs = zip(jax.tree.leaves(ts.obs), jax.tree.leaves(ts.next_obs), strict=True)
     same = np.all([(x == y).reshape(*ts.last.shape, -1).all(-1) for x, y in pairs], axis=0)
@@ -148,7 +147,7 @@ def check_episodes(env: Env, ts: TimeStep) -> None:
     _require(bool(((ts.discount == 1) | ts.last).all()), env, "`discount` is 0 in a step that is not `last`.")
     total, length = np.zeros(env.num_envs, ts.reward.dtype), np.zeros(env.num_envs, np.int32)
     for t in range(len(ts.last)):
-        # A vector environment may pause between two episodes: an episode of no length (choreo.host.vector).
+        # A vector environment may need a step between two episodes: an episode of length 0 (choreo.host.vector).
         paused = ts.last[t] & (ts.info["episode_length"][t] == 0) & (ts.last[t - 1] if t else False)
         total, length = total + ts.reward[t], length + ~paused
         ok = np.allclose(ts.info["episode_return"][t], total, rtol=1e-4, atol=1e-4)
@@ -159,17 +158,19 @@ def check_episodes(env: Env, ts: TimeStep) -> None:
 
 
 def check_determinism(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> None:
-    """The same keys and actions give the same episode; other keys another one."""
+    """Check that equal keys and actions give equal episodes, and different keys different ones."""
     _require(_equal(ts, play(env, keys, actions)[1]), env, "the same keys and actions give two results.")
-    many = env.with_num_envs(16 if isinstance(env, HostEnv) else 64)  # enough to see another start, where there are two
+    many = env.with_num_envs(
+        16 if isinstance(env, HostEnv) else 64
+    )  # enough to see a difference, even if only two starts exist
     one, two = (first_obs(many, many.keys(jax.random.key(seed))) for seed in (1, 2))
     alike = all(len(np.unique(np.asarray(x).reshape(len(x), -1), axis=0)) == 1 for x in jax.tree.leaves(one))
     _require(not alike or _equal(one, two), env, "all environments begin alike although their keys differ.")
 
 
 def check_independence(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> None:
-    """What environment 0 sees does not depend on what the others are given, nor on how many there are."""
-    # Roll the others: environment 0 keeps its key and its actions, its neighbours get each other's.
+    """Check that an environment's steps depend neither on the other environments nor on their number."""
+    # Environment 0 keeps its key and its actions; the others exchange theirs.
     order = np.r_[0, np.roll(np.arange(1, env.num_envs), 1)]
     _, rolled = play(env, keys[order], jax.tree.map(lambda x: x[:, order], actions))
     ok = _close(rolled, jax.tree.map(lambda x: x[:, order], ts))
@@ -194,7 +195,7 @@ def _check_leaf(
 ) -> None:
     expected, at = (env.num_envs, *(space.shape or ())), f" at {path}" if path else ""
     _require(shape == expected, env, f"`{part}` gives observations{at} {list(shape)}, not {list(expected)}.")
-    # Under jax_enable_x64 a float32 space may be computed in float64.
+    # With jax_enable_x64, observations of a float32 space may be float64.
     wide = spaces.dtype_of(space, wide=jnp.result_type(float) == np.float64)
     ok = leaf.dtype in (space.dtype, wide)
     _require(ok, env, f"`{part}` gives observations{at} of type {leaf.dtype}, not {space.dtype}.")
@@ -219,7 +220,7 @@ def _equal(a: PyTree, b: PyTree) -> bool:
 
 
 def _close(a: TimeStep, b: TimeStep, *, steps: int = 50) -> bool:
-    """Equal but for rounding, in the first steps: other shapes round otherwise, and unstable dynamics let that grow."""
+    """Equal up to rounding in the first steps: other shapes round differently, and unstable dynamics amplify it."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.allclose(np.asarray(x[:steps]), np.asarray(y[:steps]), rtol=1e-3, atol=1e-3) for x, y in pairs)
 

@@ -1,7 +1,8 @@
-"""`check_independent`: do environments meet in a fragment for which the user vouches (`independent=True`)?
+"""`check_independent`: test fragments that the user marked `independent=True`, which Choreo trusts without a proof.
 
-A proof it is not: the fragment runs on a batch of random rows, and again with all rows but one replaced by noise, NaN and
-infinity. If a single bit of that one row's results changes, it has seen the others. Then one row runs alone.
+The test runs the fragment on a batch of random rows, and again with all rows but one replaced by other numbers, NaN and
+infinity. If a single bit in the results of the unchanged row differs, the row depends on the others. Then one row runs alone.
+This can find a counterexample; it cannot prove independence.
 """
 
 import contextlib
@@ -22,13 +23,13 @@ from choreo.partition.trace import trace
 from choreo.roles import Call
 
 OTHERS = {"large numbers": 7.5, "negative numbers": -7.5, "NaN": jnp.nan, "infinity": jnp.inf}
-"""What stands in the other rows."""
+"""The values that replace the other rows."""
 MOST_ROWS = 8
-"""So many rows are looked at, one after the other."""
+"""At most this many rows are tested, one after the other."""
 
 
 def check_independent(algo: Any, env: Any) -> list[str]:
-    """Try to catch out every fragment that is trusted and not proved; raises AlgorithmError. Returns their names."""
+    """Test every fragment that is trusted and not proved, and return their names; raises AlgorithmError."""
     traced = trace(algo, env)
     calls = [
         call for program in (traced.init, traced.iterate) for op in program.fragments() for call in trusted(op.eqn)
@@ -40,13 +41,13 @@ def check_independent(algo: Any, env: Any) -> list[str]:
 
 def _check_call(call: Call) -> None:
     (vmap, *_), closed = call.vmaps, call.jaxpr
-    assert closed is not None, "`trusted` looked"
+    assert closed is not None, "`trusted` returns only calls with a program"
     run = jax.jit(jax.vmap(lambda *row: _compat.eval_jaxpr(closed, row), vmap.in_axes))
     arguments = [
         _draw(aval, axis, vmap.size, seed)
         for seed, (aval, axis) in enumerate(zip(call.in_avals, vmap.in_axes, strict=True))
     ]
-    with _without_noise():
+    with _without_callback_log():
         try:
             results = run(*arguments)
         except (RuntimeError, ValueError) as error:
@@ -60,13 +61,13 @@ def _check_call(call: Call) -> None:
 
 
 def _try_other_rows(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
-    """Replace all rows but one."""
+    """Replace all rows but one; the results of that row must not change."""
     (vmap, *_), tried = call.vmaps, 0
     for row, (what, value) in itertools.product(range(min(vmap.size, MOST_ROWS)), OTHERS.items()):
         spoiled = [_spoil(x, axis, row, value) for x, axis in zip(arguments, vmap.in_axes, strict=True)]
         try:
             found = run(*spoiled)
-        except (RuntimeError, ValueError):  # the fragment itself refuses such rows, as `equinox.error_if` does
+        except (RuntimeError, ValueError):  # the fragment itself refuses such values, as `equinox.error_if` does
             continue
         tried += 1
         if _bits_of_row(found, row) != _bits_of_row(results, row):
@@ -80,7 +81,7 @@ def _try_other_rows(call: Call, run: Callable[..., Any], arguments: list[jax.Arr
 
 
 def _try_one_row(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
-    """A batch of one row must give what that row gives among others, up to the rounding of other shapes."""
+    """A row must give the same results alone as in a batch, up to the rounding of other shapes."""
     (vmap, *_) = call.vmaps
     row = vmap.size - 1
     one = [
@@ -101,8 +102,8 @@ def _meet(call: Call, how: str) -> AlgorithmError:
 
 
 @contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    """JAX logs the traceback of a callback that raises; here that is how a fragment refuses numbers that we made up."""
+def _without_callback_log() -> Iterator[None]:
+    """Suppress JAX's log of callbacks that raise: a fragment may refuse our random numbers this way."""
     logger = logging.getLogger("jax._src.callback")
     before, logger.disabled = logger.disabled, True
     try:
@@ -112,7 +113,7 @@ def _without_noise() -> Iterator[None]:
 
 
 def _draw(aval: Any, axis: int | None, size: int, seed: int) -> jax.Array:
-    """Random numbers of a type, for all rows."""
+    """Random numbers of the type `aval`, for all rows."""
     shape = aval.shape if axis is None else (*aval.shape[:axis], size, *aval.shape[axis:])
     key = jax.random.key(seed)
     if _compat.is_key(aval.dtype):
@@ -124,7 +125,7 @@ def _draw(aval: Any, axis: int | None, size: int, seed: int) -> jax.Array:
 
 
 def _spoil(x: jax.Array, axis: int | None, row: int, value: float) -> jax.Array:
-    """All rows but one replaced: by that number, or, of integers and keys, by the rows in another order."""
+    """Replace all rows but one: floats by `value`, integers and keys by the rows in reverse order."""
     if axis is None:
         return x
     others = jnp.full(x.shape, value, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.flip(x, axis)

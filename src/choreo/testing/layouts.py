@@ -1,9 +1,9 @@
-"""Does a layout change nothing but time? For an algorithm of your own, against `jax.jit(iterate)` without any marks.
+"""Test that a layout changes nothing but time: compare its results with those of `jax.jit(iterate)` without any marks.
 
-    deviations    every leaf of the carry and every metric: how far from the reference, and how far the law lets it be
-    check_layout  the same in one number, or a PartitionError that names the worst
+    deviations    for every leaf of the carry and every metric: its difference from the reference, and the allowed difference
+    check_layout  the largest difference, or a PartitionError that names the worst one
 
-Which reference, and how far (`docs/law.md`):
+The references, and the allowed differences (`docs/law.md`):
 
     same compiled shapes      jax.jit(iterate)       0
     replicas, shards          jax.jit(iterate)       1e-5
@@ -34,39 +34,41 @@ from choreo.runtime.inprocess import InProcess
 from choreo.testing.marks import unmarked
 
 ROUNDING = 1e-5
-"""What level 3 of the law allows: in float32, over three iterations."""
+"""The difference that level 3 of the law allows: in float32, over three iterations."""
 LAST_BIT = 1e-6
-"""What a compiler that rounds otherwise may do where the law says the same bits."""
+"""The difference that a compiler's other rounding may cause where the law promises equal bits."""
 
 Values = dict[str, np.ndarray]
-"""Every leaf of the final carry, and every metric of all iterations, by name."""
+"""Every leaf of the final carry, and every metric over all iterations, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """How far one leaf of the carry, or one metric of all iterations, is from the reference."""
+    """The difference of one leaf of the carry, or of one metric over all iterations, from the reference."""
 
     name: str
     """`carry.train.weights`, `metrics['loss']`"""
     difference: float
-    """The largest: relative to the value, or to 1 if that is more; of whole numbers, their distance. inf: not comparable."""
+    """The largest |a - b| / max(1, |b|) of floats, or |a - b| of integers; inf if shapes or types differ."""
     allowed: float
+    """The largest difference that is allowed."""
     reference: str
-    """What it was compared with."""
+    """The name of the reference."""
 
     @property
     def is_allowed(self) -> bool:
+        """Whether the difference is within the allowed one."""
         return self.difference <= self.allowed
 
 
 def check_layout(
     algo: Any, env: Any, layout: Layout, *, iterations: int = 3, tolerance: float | None = None, seed: int = 0
 ) -> float:
-    """Run a few iterations planned and plain; returns the largest difference in carry and metrics.
+    """Run a few iterations with the layout and without; returns the largest difference in carry and metrics.
 
-    The proof that a plan is right does not need this: it is a second look, with numbers. Raises PartitionError if some leaf
-    or metric differs by more than `tolerance`; without one, by more than the law allows. Where actions are sampled, rounding
-    can make that happen to a right plan after many iterations, when it flips one of them.
+    Raises PartitionError if a leaf or metric differs by more than `tolerance` (default: what the law allows). A plan is
+    proved when it is made; this test only confirms it with numbers. After many iterations a correct plan may fail the test:
+    rounding may have changed a sampled action.
     """
     found = deviations(algo, env, layout, iterations=iterations, tolerance=tolerance, seed=seed)
     worst = worst_of(found)
@@ -78,18 +80,18 @@ def check_layout(
 def deviations(
     algo: Any, env: Any, layout: Layout, *, iterations: int = 3, tolerance: float | None = None, seed: int = 0
 ) -> list[Deviation]:
-    """Every leaf of the carry and every metric, against each reference that the law names for this layout.
+    """The deviation of every leaf of the carry and every metric from each reference that the law names for this layout.
 
-    `tolerance`: what to allow in place of what the law does.
+    `tolerance`: the allowed difference, in place of the law's.
     """
     key, the_plan = jax.random.key(seed), plan(algo, env, layout)
     planned, log = _planned_run(the_plan, key, iterations)
     if layout.is_relaxed:
         again, _ = _planned_run(the_plan, key, iterations, replay=log)
         found = _compare(planned, again, reference="its log, replayed", allowed=tolerance or 0.0)
-        if layout.merge == "any":  # one update for each part: there is no such thing in lockstep
+        if layout.merge == "any":  # one update for each slice of environments, which lockstep has not
             return found
-        # What was out of date explains any difference from the plain program; nothing explains one without.
+        # Stale values may explain any difference from the plain program. So test the same layout in lockstep as well.
         waiting = deviations(algo, env, _in_lockstep(layout), iterations=iterations, tolerance=tolerance, seed=seed)
         return found + [replace(deviation, reference=f"{deviation.reference}, with max_lag=0") for deviation in waiting]
     found = []
@@ -103,7 +105,7 @@ def deviations(
 
 
 def worst_of(found: list[Deviation]) -> Deviation:
-    """That which is farthest beyond what is allowed, or nearest to it."""
+    """The largest deviation beyond what is allowed; if there is none, the largest of all."""
     return max(found, key=lambda deviation: (not deviation.is_allowed, deviation.difference))
 
 
@@ -112,13 +114,13 @@ def beyond(worst: Deviation, env: Any, iterations: int) -> PartitionError:
     fix = "Please report this program: a plan that is wrong should have been refused."
     if worst.allowed == 0 and worst.difference <= LAST_BIT:
         fix = (
-            "That is a last bit, which the compiler rounded otherwise (docs/law.md, where level 2 ends): "
+            "The compiler rounded a last bit differently (docs/law.md, where level 2 ends): "
             f"tolerance={LAST_BIT} (--tolerance {LAST_BIT}) allows for it."
         )
     elif isinstance(env, HostEnv):
         fix = (
-            f"Does `{env.name}` take the same steps again for the same seed and actions? choreo.testing.check_env tells. "
-            "If so, please report this program."
+            f"Does `{env.name}` take the same steps again for the same seed and actions? choreo.testing.check_env tests "
+            "that. If so, please report this program."
         )
     return PartitionError(
         f"In this layout, `{worst.name}` is off by {worst.difference:.1e} from {worst.reference} after {iterations} "
@@ -128,7 +130,7 @@ def beyond(worst: Deviation, env: Any, iterations: int) -> PartitionError:
 
 
 def _has_the_same_shapes(the_plan: Plan) -> bool:
-    """Level 2 of the law: no site computes a part of what the plain program computes at once."""
+    """Whether level 2 of the law applies: every site computes whole arrays, as the plain program does."""
     sites = the_plan.sites.replicas
     divided = any(group.devices > 1 for group in the_plan.layout.groups if group.name in sites)
     return not divided and the_plan.shards == 1 and all(the_plan.replicas(group) == 1 for group in sites)
@@ -156,7 +158,7 @@ def _planned_run(
 
 
 def _plain_run(algo: Any, env: Any, key: jax.Array, iterations: int, the_plan: Plan) -> Values:
-    """Without sites and without marks: `jit(iterate)`, or with several shards `jit(vmap(iterate))`."""
+    """A run without layout and marks: `jit(iterate)`; with several shards, `jit(vmap(iterate))`."""
     init_key, run_key = jax.random.split(key)
     with unmarked(), _new_host_objects():
         carry = eqx.filter_jit(lambda key: algo.init(env, key))(init_key)
@@ -196,19 +198,19 @@ def _plain_shards(algo: Any, env: Any, carry: Any, run_key: jax.Array, iteration
 
 
 def _is_array(form: Any) -> bool:
-    """Of a leaf of the carry that a plan has: what it does not take for an array, it never changes."""
+    """Whether a leaf of the plan's carry is an array; a plan never changes the other leaves."""
     return isinstance(form, jax.ShapeDtypeStruct) or eqx.is_array(form)
 
 
 @contextlib.contextmanager
 def _new_host_objects() -> Iterator[None]:
-    """Python environments that a compiled program calls back are made anew: they may remember more than `reset` resets."""
+    """Let compiled programs make new Python environments: old ones may keep state that `reset` does not reset."""
     kept = dict(roles._host_objects)
     roles._host_objects.clear()
     try:
         yield
     finally:
-        jax.effects_barrier()  # nobody steps them any more
+        jax.effects_barrier()  # wait until no callback uses them
         for objects in roles._host_objects.values():
             objects.close()
         roles._host_objects.clear()
@@ -221,7 +223,7 @@ def _stacked(rows: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 
 def _named(carry: Any, metrics: Mapping[str, np.ndarray]) -> Values:
     leaves = jax.tree_util.tree_leaves_with_path(carry)
-    # Also a Python number: it may have become another one.
+    # Python numbers too: a run may have changed them.
     named = {f"carry{jax.tree_util.keystr(path)}": _as_numpy(leaf) for path, leaf in leaves if eqx.is_array_like(leaf)}
     return named | {f"metrics[{name!r}]": np.asarray(values) for name, values in metrics.items()}
 
@@ -234,7 +236,7 @@ def _as_numpy(leaf: Any) -> np.ndarray:
 
 
 def _compare(run: Values, wanted: Values, *, reference: str, allowed: float) -> list[Deviation]:
-    """What is there on one side only, or of another type, is infinitely far."""
+    """The deviation of each value; infinite if only one side has the value, or in another type."""
     names = dict.fromkeys([*wanted, *run])
     return [
         Deviation(

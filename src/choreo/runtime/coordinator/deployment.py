@@ -14,7 +14,7 @@ from typing import Any
 
 from choreo.errors import RunError
 from choreo.host import HostMethod
-from choreo.host.batch import MakeBatch
+from choreo.host.make_batch import MakeBatch
 from choreo.host.packages import packages_of
 from choreo.partition.program import HostCall, Segment, walk
 from choreo.plans.plan import Plan

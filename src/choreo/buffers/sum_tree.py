@@ -1,0 +1,124 @@
+"""Sum trees with wide nodes, one for each environment, in one array [env, node, child].
+
+    first level     the leaves: the weight of each item; 0 where there is no item
+    next levels     each child is the sum over one node of the level below
+    last level      one node, the root
+
+To draw an item is to descend once from the root to a leaf: a handful of small vector operations, however many items there are.
+(Two levels for a million items would need nodes of a thousand children, and a CPU reads each child.) When a weight changes, the
+sums above it are computed anew, so rounding errors do not accumulate: a sum is 0 if and only if there is no item below. All
+levels are in one array, so that the number of arrays in a carry does not depend on the number of environments.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from choreo.types import Key
+
+
+def empty(num_envs: int, num_items: int, batch: int) -> jax.Array:
+    """Sum trees whose weights are all 0, for `num_items` items of each environment, drawn `batch` at a time."""
+    # With a small batch, the levels take the time; with a large batch, the children do. Measured: benchmarks/replay.py.
+    fan_out = 16 if batch <= 64 else 8
+    return jnp.zeros((num_envs, sum(_nodes_per_level(-(-num_items // fan_out), fan_out)), fan_out), jnp.float32)
+
+
+def set_consecutive(tree: jax.Array, item: jax.Array, weight: jax.Array) -> jax.Array:
+    """Set the weights [env, item] of consecutive items, the same in every environment; after the last item comes item 0."""
+    fan_out = tree.shape[-1]
+    for first, num_nodes in _levels(tree):
+        tree = tree.at[:, first + item // fan_out, item % fan_out].set(weight)
+        # The items lie in at most this many consecutive nodes, and in one more if they wrap around.
+        most = min(len(item) // fan_out + 3, num_nodes)
+        item = (item[0] // fan_out + jnp.arange(most, dtype=item.dtype)) % num_nodes
+        weight = jnp.sum(tree[:, first + item], axis=-1)
+    return tree
+
+
+def set_weights(tree: jax.Array, env: jax.Array, item: jax.Array, weight: jax.Array) -> jax.Array:
+    """Set the weights [n] of any items [n]; if an item is given twice, one of its two weights is set."""
+    fan_out = tree.shape[-1]
+    for first, _ in _levels(tree):
+        node = item // fan_out
+        tree = tree.at[env, first + node, item % fan_out].set(weight)
+        item, weight = node, jnp.sum(tree[env, first + node], axis=-1)
+    return tree
+
+
+def get_weights(tree: jax.Array, env: jax.Array, item: jax.Array) -> jax.Array:
+    """The weights [n] of items [n]."""
+    fan_out = tree.shape[-1]
+    return tree[env, item // fan_out, item % fan_out]
+
+
+def total(tree: jax.Array) -> jax.Array:
+    """The sum of all weights of all environments."""
+    return jnp.sum(tree[:, -1])
+
+
+def draw(tree: jax.Array, key: Key, num: int, *, systematic: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Stratified sampling: one item from each of `num` equal parts of the total weight, as (env, item, probability).
+
+    `systematic`: from the same position within every part, so that an item lighter than a part is drawn at most once.
+    """
+    position = jnp.broadcast_to(jax.random.uniform(key, () if systematic else (num,), jnp.float32), (num,))
+    return find(tree, position)
+
+
+def find(tree: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Divide the total weight into n equal parts; the item at `position` [n], from 0 to 1, within each part."""
+    num, whole = len(position), total(tree)
+    rest = (jnp.arange(num, dtype=jnp.float32) + position) / num * whole
+    env = item = jnp.zeros((num,), jnp.int32)
+    weight = rest
+    for level in reversed(_levels_over_envs(jnp.sum(tree[:, -1], axis=-1), tree.shape[-1])):
+        env, rest, weight = _descend(level[env], env, rest)
+    for first, _ in reversed(_levels(tree)):
+        item, rest, weight = _descend(tree[env, first + item], item, rest)
+    return env, item, weight / jnp.maximum(whole, 1e-30)
+
+
+def _nodes_per_level(num_leaf_nodes: int, fan_out: int) -> list[int]:
+    """The number of nodes of each level, from the leaves to the root."""
+    found = [num_leaf_nodes]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // fan_out))
+    return found
+
+
+def _levels(tree: jax.Array) -> list[tuple[int, int]]:
+    """For each level, from the leaves to the root: its first node, and how many nodes it has."""
+    _, num_nodes, fan_out = tree.shape
+    # The number of leaf nodes follows from the number of all nodes. Search for it, from slightly below its estimate.
+    least = max(num_nodes * (fan_out - 1) // fan_out - num_nodes.bit_length(), 1)
+    sizes = next(found for n in range(least, num_nodes + 1) if sum(found := _nodes_per_level(n, fan_out)) == num_nodes)
+    return [(sum(sizes[:i]), num) for i, num in enumerate(sizes)]
+
+
+def _levels_over_envs(sums: jax.Array, fan_out: int) -> list[jax.Array]:
+    """A sum tree over the totals of the environments: its levels, each [node, child]."""
+    levels = []
+    while len(sums) > 1:
+        nodes = jnp.pad(sums, (0, -len(sums) % fan_out)).reshape(-1, fan_out)
+        levels.append(nodes)
+        sums = jnp.sum(nodes, axis=-1)
+    return levels
+
+
+def _descend(children: jax.Array, node: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """From nodes [n] with `children` [n, child] to the child whose interval of cumulative weight contains `rest` [n].
+
+    Returns the child's number in its level, the rest within the child, and the child's weight. Never chooses a child of
+    weight 0, unless all are 0.
+    """
+    # Not cumsum, which is slow on a CPU; nor a second reduction, because reading one number of each row is enough.
+    fan_out = children.shape[-1]
+    before = jnp.dot(children, jnp.triu(jnp.ones((fan_out, fan_out), children.dtype), k=1), precision="highest")
+    number = jnp.broadcast_to(jnp.arange(fan_out, dtype=node.dtype), children.shape)
+    # By rounding, the rest may exceed the sum of the children: then the last child is chosen.
+    chosen = jnp.max(jnp.where((before <= rest[:, None]) & (children > 0), number, 0), axis=-1)
+
+    def of_chosen(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, chosen[:, None], axis=1, mode="promise_in_bounds")[:, 0]
+
+    return node * fan_out + chosen, jnp.maximum(rest - of_chosen(before), 0), of_chosen(children)
