@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from choreo.graph.printer import count, format_bytes, wrap
-from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
+from choreo.graph.svg import Arrow, Box, Item, Lane, LoopFrame, draw_lanes
 from choreo.partition.program import Loop, Step, Transfer
 from choreo.plans.plan import Plan
 from choreo.plans.printer import (
@@ -48,7 +48,7 @@ def _items(plan: Plan, steps: Sequence[Step], lanes: Sequence[Lane], found: Iter
     for step in steps:
         if isinstance(step, Loop):
             times = f"× {step.length}" + (" backwards" if step.reverse else "")
-            yield Frame(times, "", tuple(_items(plan, step.body, lanes, found)))
+            yield LoopFrame(times, "", tuple(_items(plan, step.body, lanes, found)))
         elif isinstance(step, Transfer):
             crossing = next(found)
             size = _size(crossing) + age(step)
