@@ -120,7 +120,7 @@ it with `jax.jit(iterate)`. Each algorithm, and each layout but `per_agent`, als
 {table}
 
 - `1e-5`: equal to the reference after three iterations, in float32 with the real optimiser ([law.md](law.md), level 3).
-- `replays`: a relaxed layout. No version that was read is older than allowed, and the run replays bit for bit from its log (level 4).
+- `replays`: a relaxed layout. No version that was read is older than allowed, and its log replays bit for bit (level 4).
 - `refused`: the layout cannot run this algorithm, and the error gives the reason.
 
 The two reasons:
