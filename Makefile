@@ -1,10 +1,10 @@
-# make setup          .venv with the `choreo` command, versions pinned in constraints.txt
+# make setup          creates .venv with the `choreo` command, in the versions of constraints.txt
 # make demo           trains PPO on CartPole in seconds; look into runs/demo
 # make test           every check of CI: ruff, pyright, imports, tests, and the graph tests on the newest JAX
-# make test-long      what `make test` proves once, in all combinations: more layouts, kills, environments, benchmarks
+# make test-long      the promises of `make test` in all combinations: more layouts, kills, environments, benchmarks
 # make test-learning  trains to the stated returns, over several seeds
-# make bench          one question per script in benchmarks/; writes benchmarks/results/*.json
-# make constraints    takes the newest versions that fit pyproject.toml; commit the result
+# make bench          runs every script in benchmarks/, one question each; writes benchmarks/results/*.json
+# make constraints    pins the newest versions that fit pyproject.toml; commit the result
 
 .PHONY: setup demo test lint test-main test-next test-long test-learning bench constraints clean
 .DELETE_ON_ERROR:
@@ -26,7 +26,7 @@ demo: setup
 	rm -rf runs/demo
 	$(BIN)/choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/demo
 
-# Two at a time where a second core would wait: each of these sets up an environment, and then works alone.
+# `lint` and `test-next` run at the same time: each of them uses one core, so that two cores are busy.
 test:
 	$(MAKE) --no-print-directory --jobs 2 lint test-next
 	$(MAKE) --no-print-directory test-main
@@ -37,12 +37,13 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-# Compiled in haste; then some of the laws, compiled as users' programs are.
+# First all tests, with programs compiled without optimisations (tests/conftest.py); then some of the laws with optimisations, as
+# users' programs are compiled.
 test-main: setup
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 25
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m optimised tests/laws
 
-# What we use of JAX beyond its documented API, and the graph code that stands on it, against the newest release.
+# Tests our use of undocumented parts of JAX, and the graph code that depends on it, with the newest release.
 test-next:
 	@python=$$(bash .ci/find-python $(NEXT)); \
 	if [ -z "$$python" ]; then \

@@ -1,7 +1,7 @@
-"""A Flax network in place of the default one: `python examples/flax_network.py`.
+"""Train PPO with a Flax network: `python examples/flax_network.py`.
 
-PPO asks for a factory `(observation_space, action_space, key) -> module`; the module is a pytree with
-`module(obs) -> (pi, value)`. Flax keeps a module and its parameters apart, so a small class puts the two together.
+PPO takes a factory `(observation_space, action_space, key) -> module`. The module must be a pytree that can be called as
+`module(obs) -> (pi, value)`. Flax keeps a module and its parameters apart, so a small class holds both.
 """
 
 import functools
@@ -19,7 +19,7 @@ from choreo.ops import Categorical
 
 
 class Torso(nn.Module):
-    """Shared by actor and critic."""
+    """Hidden layers shared by actor and critic, with one output layer for each."""
 
     num_actions: int
 

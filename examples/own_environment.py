@@ -1,4 +1,6 @@
-"""Your own environment, wrapped, with two workers: as a script (no `__main__` guard needed) or, cell by cell, a notebook.
+"""Train in your own Gymnasium environment with two workers. Run it as a script, or cell by cell in a notebook.
+
+A script needs no `__main__` guard, because workers never import it.
 
 python examples/own_environment.py
 """
@@ -10,7 +12,7 @@ import choreo
 
 
 class MyEnv(gymnasium.Env):
-    """A safe: in each of ten steps one of `difficulty + 1` lights is on, and its button opens a compartment."""
+    """A safe with `difficulty + 1` lights. In each of ten steps one light is on; pressing its button gives a reward."""
 
     def __init__(self, difficulty: int):
         self.lights = difficulty + 1
@@ -33,7 +35,7 @@ class MyEnv(gymnasium.Env):
 
 
 class MyWrapper(gymnasium.RewardWrapper):
-    """What is in the safe sums to 1."""
+    """Scales rewards, so that the largest possible return is 1."""
 
     def reward(self, reward):
         return float(reward) / 10

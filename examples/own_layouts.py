@@ -1,4 +1,4 @@
-"""Layouts of your own: a value, or a function whose arguments are options of the command.
+"""Your own layouts: a function, whose parameters become options of the command, or a value.
 
 choreo graph ppo jax:CartPole-v1 --layout examples/own_layouts.py:two_stage --workers 4
 choreo train ppo jax:CartPole-v1 --layout examples/own_layouts.py:two_stage --workers 4
@@ -8,7 +8,7 @@ import choreo
 
 
 def two_stage(workers: int = 2, *, max_lag: int = 0) -> choreo.Layout:
-    """Environments on many sites, inference on two, learning on one; parameters may be `max_lag` updates old."""
+    """Environments at many sites, inference at two, learning at one; parameters may be `max_lag` updates old."""
     return choreo.Layout(
         choreo.Group("env", replicas=workers),
         choreo.Group("actor", replicas=2),
@@ -18,4 +18,4 @@ def two_stage(workers: int = 2, *, max_lag: int = 0) -> choreo.Layout:
 
 
 SPLIT_ACTOR = choreo.Layout(choreo.Group("env"), choreo.Group("actor"), choreo.Group("buffer", "learner"))
-"""Three programs, one for each role: the plan shows all that they say to each other."""
+"""Three sites, one for each role: the plan shows every value that crosses between them."""

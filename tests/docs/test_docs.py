@@ -1,15 +1,15 @@
-"""Every code block in README.md and docs/ runs: what does not run is wrong.
+"""Run every code block in README.md and docs/.
 
-A document is one test. Its blocks run from top to bottom in an empty folder and share their names:
+Each document is one test. Its blocks run from top to bottom in an empty folder and share their variables:
 
     ```python                      is executed
     ```python title="my_ppo.py"    is also written to that file, for the commands below it
-    ```console                     each `$ choreo ...` is run; below it stands what it prints, `...` for anything;
-                                   in this process, which has JAX already; but `evaluate` of the README in one of its
-                                   own, as a user's, which finds what another has left
-    ```text, ```sh                 are only read
+    ```console                     each `$ choreo ...` is run, and its output compared with the lines below it (`...` matches
+                                   anything). Commands run in this process, where JAX is loaded already. Only `evaluate`
+                                   in the README runs in a new process, to show that it finds the files of the run before
+    ```text, ```sh                 are not run
 
-Not sybil: it knows neither titles nor commands, and what is left of its work is the twenty lines of `blocks_in`.
+We do not use sybil: it supports neither titles nor commands, and the rest of its work is the twenty lines of `blocks_in`.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ import pytest
 from choreo.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = [*(ROOT / page for page in PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
 TERMINAL = {"COLUMNS": "120", "NO_COLOR": "1"}
 FENCE = re.compile(
     r"^```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -42,11 +43,11 @@ class Block:
     title: str | None
     text: str
     line: int
-    """Of its first line of text, counted from 1."""
+    """Number of its first line of text in the document, counted from 1."""
 
 
 def blocks_in(document: str) -> list[Block]:
-    """The fenced blocks, in order."""
+    """The fenced code blocks of a document, in order."""
     if document.count("\n```") % 2:
         raise ValueError("a fence is not closed")
     return [
@@ -56,7 +57,7 @@ def blocks_in(document: str) -> list[Block]:
 
 
 def commands_in(block: Block) -> list[tuple[str, str]]:
-    """(command, what it prints) of a console block; a command goes on after a backslash."""
+    """(command, expected output) pairs of a console block; a backslash continues a command on the next line."""
     found: list[tuple[str, str]] = []
     for line in block.text.replace("\\\n", " ").splitlines():
         if line.startswith("$ "):
@@ -73,7 +74,7 @@ def test_document(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in TERMINAL.items():
         monkeypatch.setenv(name, value)
-    # A user's world is not the strict one of our own tests.
+    # Users have JAX's default promotion rules, not the strict ones of our own tests.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         run_blocks(path)
 
@@ -84,7 +85,7 @@ def run_blocks(path: Path) -> None:
         if block.language == "python":
             if block.title:
                 Path(block.title).write_text(block.text)
-            # Padded, so that a traceback shows the line in the document.
+            # Empty lines in front, so that a traceback shows the line number in the document.
             exec(compile("\n" * (block.line - 1) + block.text, path, "exec"), names)
         elif block.language == "console":
             for command, expected in commands_in(block):
@@ -93,12 +94,12 @@ def run_blocks(path: Path) -> None:
 
 
 def run_command(command: str, expected: str, place: str, run: Callable[[list[str]], tuple[int, str]]) -> None:
-    """Run `choreo ...`; other commands (make, pip) are for people."""
+    """Run `choreo ...` and compare its output; other commands (make, pip) are not run."""
     program, *args = shlex.split(command, comments=True)
     if program != "choreo":
         return
     code, printed = run(args)
-    # A document may show a mistake; then it must also show what is said about it.
+    # A document may show a command that fails; then it must also show the error message.
     assert code == 0 or expected, f"{place}: `{command}` failed:\n{printed}"
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert not expected or doctest.OutputChecker().check_output(expected, printed, options), (
@@ -107,13 +108,13 @@ def run_command(command: str, expected: str, place: str, run: Callable[[list[str
 
 
 def as_user(args: list[str]) -> tuple[int, str]:
-    """Exit code and all that is printed."""
+    """Run a command in a new process; returns its exit code and its output."""
     done = subprocess.run([sys.executable, "-m", "choreo", *args], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 
 def in_process(args: list[str]) -> tuple[int, str]:
-    """The same command, without Python and JAX being started for it."""
+    """Run a command in this process, which is faster; returns its exit code and its output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(args)
@@ -136,7 +137,7 @@ def test_links_lead_somewhere():
 
 
 class TestCollector:
-    """It must not skip in silence."""
+    """The collector of this file must not skip blocks silently."""
 
     def test_blocks(self):
         text = 'a\n```python title="x.py"\nassert 1\n```\n```console\n$ choreo list \\\n  algos\nppo\n```\n'

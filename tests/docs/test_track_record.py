@@ -1,4 +1,4 @@
-"""Every test that the track record and the page on security name exists."""
+"""Every test that the track record and the page on security name exists, and every row names one."""
 
 import re
 from pathlib import Path

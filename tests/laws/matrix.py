@@ -1,4 +1,4 @@
-"""Every algorithm x every layout, from the registries: what joins them joins the law. `docs/matrix.md` is made of this."""
+"""The law matrix: a cell for every algorithm and every layout in the registries. `docs/matrix.md` is written from it."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def kind(algo: str, layout: str) -> str:
     """What is promised for a cell."""
     if refused(algo, layout):
         return "refused"
-    return "by its log" if layouts()[layout].is_relaxed else "1e-5"
+    return "replays" if layouts()[layout].is_relaxed else "1e-5"
 
 
 CELLS = [(algo, layout) for algo in ALGOS for layout in layouts()]
@@ -114,14 +114,16 @@ def page(passed: set[tuple[str, str]]) -> str:
 TEXT = """\
 # The law, cell by cell
 
-Written by the tests (`tests/laws/test_matrix.py`), from the registries of algorithms and layouts: every algorithm in every
-layout, run in one process and compared with `jax.jit(iterate)`; each algorithm and each layout also with worker processes.
+The tests (`tests/laws/test_matrix.py`) write this page. They run every algorithm in every layout, in one process, and compare
+it with `jax.jit(iterate)`. Each algorithm, and each layout but `per_agent`, also runs at least once with worker processes.
 
 {table}
 
 - `1e-5`: equal to the reference after three iterations, in float32 with the real optimiser ([law.md](law.md), level 3).
-- `by its log`: a relaxed layout. Nothing it read was older than allowed, and its log, replayed, gives the same bits (level 4).
-- `refused`: the cell cannot exist, and is refused with a reason.
+- `replays`: a relaxed layout. No version that was read is older than allowed, and its log replays bit for bit (level 4).
+- `refused`: the layout cannot run this algorithm, and the error gives the reason.
+
+The two reasons:
 
 - `per_agent`: {agents}
 - replay under `merge="any"`: {one_by_one}`, which it keeps, has the environments of all of them.

@@ -1,0 +1,1 @@
+"""The command `choreo`: parses arguments, runs one command and prints the result."""

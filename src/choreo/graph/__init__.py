@@ -1,0 +1,1 @@
+"""The fragmented dataflow graph: a traced algorithm as data, with its printer and its drawing. Knows no layout."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from choreo.graph.edges import CARRY, METRICS, Edge, End, find_edges
 from choreo.graph.ir import Body, Op
 from choreo.graph.printer import end_names, user_line, vmapped
-from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
+from choreo.graph.svg import Arrow, Box, Item, Lane, LoopFrame, draw_lanes
 from choreo.graph.text import count, describe, format_bytes
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ class _Drawer:
                 items.append(self.fragment(op))
         return items
 
-    def loop(self, op: Op, body: Body) -> Frame:
+    def loop(self, op: Op, body: Body) -> LoopFrame:
         inside = self.body(body)
         inside += [self.arrow(edge) for edge in self.edges if edge.next_of is op and edge.src is not edge.dst]
-        return Frame(f"× {body.length}" + (" backwards" if body.reverse else ""), user_line(op), tuple(inside))
+        return LoopFrame(f"× {body.length}" + (" backwards" if body.reverse else ""), user_line(op), tuple(inside))
 
     def fragment(self, op: Op) -> Box:
         kept = [edge for edge in self.into(op) if edge.src is op]

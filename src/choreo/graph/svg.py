@@ -64,7 +64,7 @@ class Arrow:
 
 
 @dataclass(frozen=True)
-class Frame:
+class LoopFrame:
     """A loop, drawn around its items."""
 
     title: str
@@ -74,7 +74,7 @@ class Frame:
     items: "tuple[Item, ...]"
 
 
-Item: TypeAlias = Box | Arrow | Frame
+Item: TypeAlias = Box | Arrow | LoopFrame
 
 
 def role_colour(role: str) -> str:
@@ -212,7 +212,7 @@ class _Painter:
         self.text(x + 34 * side, y + 29, arrow.size, size=11.5, colour=QUIET, room=room, halo=True, anchor=anchor)
         return y + 46
 
-    def frame(self, frame: Frame, y: Pixels, depth: int) -> Pixels:
+    def frame(self, frame: LoopFrame, y: Pixels, depth: int) -> Pixels:
         inset = FRAME_INSET * depth
         left, width = MARGIN - 14 + inset, WIDTH - 2 * (MARGIN - 14 + inset)
         behind = len(self.parts)

@@ -109,10 +109,10 @@ class TracedOnce:
     """The positions of static leaves that it changes: see `changed_leaves`."""
 
 
-Program = TypeVar("Program", bound=TracedOnce)
+TracedT = TypeVar("TracedT", bound=TracedOnce)
 
 
-def settle(name: str, first: PyTree, trace: Callable[[PyTree], Program]) -> tuple[PyTree, Program]:
+def settle(name: str, first: PyTree, trace: Callable[[PyTree], TracedT]) -> tuple[PyTree, TracedT]:
     """Make arrays of the leaves that change from one iteration to the next: the form that fits each, and the program.
 
     `first` is the form of what `init` returns; `trace` traces `iterate` for a carry of a given form; `name` is the
@@ -200,14 +200,14 @@ def _example(given: Any) -> str:
     return f"jnp.zeros({given.shape}, jnp.{given.dtype})" if is_type(given) else "an array"
 
 
-def _settle_weak(name: str, first: PyTree, form: PyTree, program: Program,
-                 trace: Callable[[PyTree], Program]) -> tuple[PyTree, Program]:  # fmt: skip
+def _settle_weak(name: str, first: PyTree, form: PyTree, program: TracedT,
+                 trace: Callable[[PyTree], TracedT]) -> tuple[PyTree, TracedT]:  # fmt: skip
     """Weak types, which decide what a leaf is promoted to, must not make one iteration another program than the next.
 
     In `jax.jit(iterate)` a leaf may go in weak and come back strong, so that the second iteration is traced again with
     other types. All types that occur are tried, and the strong ones, which we keep: each must give the same program.
     """
-    seen: dict[tuple[bool, ...], Program] = {_weak(form): program}
+    seen: dict[tuple[bool, ...], TracedT] = {_weak(form): program}
     weak = after = _returned_weak(form, program.after)
     if after in seen:
         return form, program

@@ -1,0 +1,1 @@
+"""A plan: the programs of all sites as plain data, with its printer, its drawing and its form for other processes."""

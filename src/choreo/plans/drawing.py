@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from choreo.graph.svg import Arrow, Box, Frame, Item, Lane, draw_lanes
+from choreo.graph.svg import Arrow, Box, Item, Lane, LoopFrame, draw_lanes
 from choreo.graph.text import count, describe, format_bytes, wrap
 from choreo.partition.program import Loop, Step, Transfer
 from choreo.plans.costs import Communication, Crossing
@@ -51,7 +51,7 @@ def _items(plan: Plan, steps: Sequence[Step], lanes: Sequence[Lane], crossings: 
     for step in steps:
         if isinstance(step, Loop):
             times = f"× {step.length}" + (" backwards" if step.reverse else "")
-            yield Frame(times, "", tuple(_items(plan, step.body, lanes, crossings)))
+            yield LoopFrame(times, "", tuple(_items(plan, step.body, lanes, crossings)))
         elif isinstance(step, Transfer):
             crossing = next(crossings)
             size = _size(crossing) + age(step)

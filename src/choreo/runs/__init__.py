@@ -1,0 +1,1 @@
+"""A training run: its configuration, folder, checkpoints, evaluation, loggers and figures, and the loop that drives it."""

@@ -1,0 +1,1 @@
+"""Messages between two sites: shared memory on one machine, encrypted TCP between machines."""

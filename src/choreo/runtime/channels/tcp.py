@@ -24,7 +24,7 @@ from choreo.runtime.channels.sockets import LINGER_S, Connections, bind, context
 from choreo.runtime.channels.sockets import connect as connect_socket
 from choreo.runtime.channels.tcp_ends import (
     END_OF,
-    End,
+    ChannelEnd,
     TcpConnection,
     TcpOptions,
     TcpReceiver,
@@ -77,7 +77,7 @@ class TcpListener:
         self, name: str, *, peer: str, end: Literal["sender"], **options: Unpack[TcpOptions]
     ) -> TcpSender: ...
     def accept_channel(
-        self, name: str, *, peer: str, end: End = "receiver", **options: Unpack[TcpOptions]
+        self, name: str, *, peer: str, end: ChannelEnd = "receiver", **options: Unpack[TcpOptions]
     ) -> TcpSender | TcpReceiver:
         """Wait for the site `peer` to connect to the channel of this name, and become its `end`.
 
@@ -199,7 +199,7 @@ def connect(
     keys: KeyPair,
     peer: str,
     peer_key: bytes,
-    end: End = "sender",
+    end: ChannelEnd = "sender",
     **options: Unpack[TcpOptions],
 ) -> TcpSender | TcpReceiver:
     """Become the `end` of the channel of this name at the listener of `peer`; waits until it is accepted there."""
@@ -218,7 +218,7 @@ def connect(
 
 
 def _say_hello(
-    address: str, name: str, keys: KeyPair, peer: str, peer_key: bytes, end: End, deadline: float
+    address: str, name: str, keys: KeyPair, peer: str, peer_key: bytes, end: ChannelEnd, deadline: float
 ) -> tuple[int, bytes, bytes, bytes]:
     """Port and ticket of the channel's own socket, and the keys for frames to the peer and from it."""
     host, _, port = address.rpartition(":")

@@ -44,7 +44,7 @@ from choreo.runtime.channels.base import (
 )
 from choreo.runtime.channels.sockets import LINGER_S, Connections, context_of_process, fd_of
 
-End: TypeAlias = Literal["sender", "receiver"]
+ChannelEnd: TypeAlias = Literal["sender", "receiver"]
 """Which end of a channel one wants to be."""
 
 SILENCE_S = 5.0
@@ -345,7 +345,7 @@ class TcpReceiver(_TcpEnd):
         self._link.close()
 
 
-END_OF: dict[End, type[TcpSender] | type[TcpReceiver]] = {"sender": TcpSender, "receiver": TcpReceiver}
+END_OF: dict[ChannelEnd, type[TcpSender] | type[TcpReceiver]] = {"sender": TcpSender, "receiver": TcpReceiver}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Executes the programs of a plan at the sites of one process."""

@@ -18,7 +18,7 @@ import numpy as np
 from choreo.partition.program import Ref, Transfer
 from choreo.runtime.engine.backend import Backend, Site, Watch
 from choreo.runtime.engine.messages import Neighbourhood, Piece, piece_type, taken_type
-from choreo.runtime.engine.schedule import VersionRead, Versions
+from choreo.runtime.engine.schedule import ChooseVersion, VersionRead
 
 BUNDLE = " (bundle)"
 """After the name of a peer: the link for what may be out of date."""
@@ -34,7 +34,7 @@ class Updates:
     """The update that a run of a program goes into, and what has been read for it."""
 
     one_by_one: bool = False
-    versions: Versions | None = None
+    versions: ChooseVersion | None = None
     """Says which version is read, where sender and reader are both here."""
     number: int = 0
     log: list[VersionRead] = field(default_factory=list)

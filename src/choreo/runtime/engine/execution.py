@@ -12,7 +12,7 @@ from choreo.runtime.engine.backend import Backend, Site, Watch
 from choreo.runtime.engine.machine import Machine
 from choreo.runtime.engine.messages import Neighbourhood
 from choreo.runtime.engine.profile import kind_of
-from choreo.runtime.engine.schedule import Replayed, Seeded, VersionRead, Versions
+from choreo.runtime.engine.schedule import ChooseVersion, Replayed, Seeded, VersionRead
 from choreo.types import GroupName
 
 
@@ -38,7 +38,7 @@ class Orders:
     """The one segment of an iteration, if everything is compiled into one."""
 
 
-Pieces = dict[Site, list[Any]]
+SiteLeaves = dict[Site, list[Any]]
 """For each site here, what it holds of a list of values; None where it holds nothing."""
 
 
@@ -54,10 +54,10 @@ class Execution:
     ):
         self.orders, self.hood, self.backend = orders, hood, backend
         self.hosts = {site: HostObjects(site[1], hood.replicas(site[0])) for site in hood.sites}
-        self.leaves: Pieces = {}
+        self.leaves: SiteLeaves = {}
         self.key: dict[Site, Any] = {}
         self.init = Machine(orders.init, hood, backend, self.hosts, watch)
-        self.versions: Versions | None = None
+        self.versions: ChooseVersion | None = None
         """Who reads which version, where that is decided here."""
         self.log: list[VersionRead] = []
         """What was read in the last call of `run`."""
@@ -80,7 +80,7 @@ class Execution:
                        self._owned(self.orders.init, self.init.run(given)).items()}  # fmt: skip
         self._set_keys(run_key)
 
-    def restore(self, leaves: Pieces, run_key: np.ndarray) -> None:
+    def restore(self, leaves: SiteLeaves, run_key: np.ndarray) -> None:
         """Take a carry in place of running `init`."""
         self.leaves = leaves
         self._set_keys(run_key)
@@ -157,7 +157,7 @@ class Execution:
         self.leaves = self._owned(self.orders.iterate, results)
         return self._metrics(results, self.leaves)
 
-    def _metrics(self, results: Mapping[Site, list[Any]], owned: "Pieces") -> dict[Site, dict[str, Any]]:
+    def _metrics(self, results: Mapping[Site, list[Any]], owned: "SiteLeaves") -> dict[Site, dict[str, Any]]:
         num_carry = self.orders.num_carry
         metrics: dict[Site, dict[str, Any]] = {site: {} for site in results}
         for site, values in results.items():
@@ -177,7 +177,7 @@ class Execution:
         names = [port.name for port in self.orders.iterate.outs[self.orders.num_carry :]]
         return {site: dict(zip(names, rows, strict=True)) for site, (_, rows) in zip(sites, results, strict=True)}
 
-    def _owned(self, program: Program, results: Mapping[Site, list[Any]]) -> Pieces:
+    def _owned(self, program: Program, results: Mapping[Site, list[Any]]) -> SiteLeaves:
         ports = program.outs[: self.orders.num_carry]
         owned = {}
         for site, values in results.items():

@@ -37,7 +37,7 @@ from choreo.runtime.engine.backend import Backend, Loaded, Site, Watch
 from choreo.runtime.engine.bundles import BundleHere, BundleReceiver, BundleSender, Updates
 from choreo.runtime.engine.messages import Neighbourhood, Piece, messages, piece_type
 from choreo.runtime.engine.profile import kind_of
-from choreo.runtime.engine.schedule import Versions
+from choreo.runtime.engine.schedule import ChooseVersion
 
 Store = dict[Ref, Any]
 """What one site holds, by slot."""
@@ -58,7 +58,7 @@ class Machine:
         hosts: Mapping[Site, HostObjects],
         watch: "Watch | None" = None,
         *,
-        versions: Versions | None = None,
+        versions: ChooseVersion | None = None,
         one_by_one: bool = False,
     ):
         """`versions` says which version of a bundle is read, where sender and reader are both here. `one_by_one`: bundles

@@ -30,7 +30,7 @@ class VersionRead(NamedTuple):
         return self.update - self.version
 
 
-Versions = Callable[[str, int, int], int]
+ChooseVersion = Callable[[str, int, int], int]
 """From a reader, the number of the update, and the oldest version there is, to the version it reads."""
 
 
