@@ -79,7 +79,7 @@ class OpByOp(InProcess):
 def refuse_or_equal(
     algo: Any,
     env: Any,
-    file: str,
+    source: str,
     layouts: dict[str, Layout] = LAYOUTS,
     *,
     tolerance: float = 1e-5,
@@ -103,7 +103,7 @@ def refuse_or_equal(
             continue
         except (PartitionError, LayoutError) as refusal:
             if not (layout.is_relaxed and "merge" in str(refusal) and layout.merge == "any"):  # the user's own option
-                names_the_users_line(refusal, file)
+                assert_names_a_line(refusal, source)
             refusals[name] = refusal
             continue
         runtime = InProcess if compiled else OpByOp
@@ -168,6 +168,7 @@ def run_merged(algo: Any, env: Any, planned: Plan, runtime: type[InProcess]) -> 
     return run, merged_reference(algo, env, planned.num_workers, log, jax.random.key(KEY), jit=lambda fn: fn)
 
 
-def names_the_users_line(refusal: Exception, file: str) -> None:
-    line = re.search(rf"{re.escape(Path(file).name)}:\d+", str(refusal))
-    assert line, f"the refusal does not name a line of {Path(file).name}: {refusal}"
+def assert_names_a_line(refusal: Exception, source: str) -> None:
+    """`source`: the user's file, or the folder of the user's files."""
+    files = re.escape(source) + (r"/\w+\.py" if Path(source).is_dir() else "")
+    assert re.search(rf"{files}:\d+", str(refusal)), f"the refusal does not name a line of {source}: {refusal}"

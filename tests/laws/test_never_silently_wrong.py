@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 import choreo
 from laws import odd_programs
 from laws.odd_programs import PROGRAMS, Program
+from laws.odd_programs.fragments import centre_under_vmap
 from laws.reference import Run
 from laws.refuse_or_equal import (
     EVERYTHING_REPLICATED,
@@ -215,19 +216,9 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
         jnp.linalg.svd(squares(x), compute_uv=False) + jnp.abs(jnp.linalg.qr(squares(x))[1][:, 2])
     ),
     "singular values of all": lambda x: x * every(jnp.linalg.svd(x, compute_uv=False)),
-    "custom rule of vmap": lambda x: jax.vmap(meet)(x),
+    "custom rule of vmap": lambda x: jax.vmap(centre_under_vmap)(x),
     "unrolled by jit": jax.jit(lambda x: x - jnp.mean(x, axis=0, keepdims=True)),
 }
-
-
-@jax.custom_batching.custom_vmap
-def meet(row):
-    return row
-
-
-@meet.def_vmap
-def _meet_all(axis_size, in_batched, x):
-    return x - jnp.mean(x, axis=0, keepdims=True), True
 
 
 def in_scan(mix):
@@ -381,7 +372,7 @@ def test_mixing_what_is_carried(mixer, where):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_odd_programs(name, capfd):
-    refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN | {"everything x2": EVERYTHING_REPLICATED})
+    refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN | {"everything x2": EVERYTHING_REPLICATED})
 
 
 @pytest.mark.parametrize(
@@ -389,7 +380,7 @@ def test_odd_programs(name, capfd):
     ["a metric that is carried", "donated and read again", "same value twice", "carry swapped", "carry unchanged"],
 )
 def test_compiled_with_donation(name):
-    refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN, compiled=True)
+    refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN, compiled=True)
 
 
 @pytest.fixture
@@ -401,5 +392,5 @@ def arrays_as_literals():
 
 @pytest.mark.parametrize("name", ["constant arrays given to fragments", "a scan with constant arrays"])
 def test_arrays_as_literals(name, arrays_as_literals):
-    refusals = refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN)
+    refusals = refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN)
     assert not any(refusals.values()), refusals
