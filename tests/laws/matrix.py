@@ -1,7 +1,7 @@
 """The cells of the law matrix: every algorithm of the registry in every layout of the registry.
 
 A new algorithm or layout gets its cells by being registered. `test_matrix.py` runs the cells, and `page` writes the table of
-`docs/matrix.md`. For each cell `kind` says what is promised: a refusal, law level 3 (1e-5), or law level 4 (replay).
+`docs/matrix.md`. For each cell `kind` says what is promised: a refusal, law level 3 (1e-5), or law level 4 (a replay of the log).
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def kind(algo: str, layout: str) -> str:
     """What is promised for a cell, as the table shows it."""
     if refused(algo, layout):
         return "refused"
-    return "replayed" if layouts()[layout].is_relaxed else "1e-5"
+    return "replays" if layouts()[layout].is_relaxed else "1e-5"
 
 
 CELLS = [(algo, layout) for algo in ALGOS for layout in layouts()]
@@ -123,16 +123,17 @@ def page(passed: set[tuple[str, str]]) -> str:
 TEXT = """\
 # The law, cell by cell
 
-`tests/laws/test_matrix.py` writes this page from the registries of algorithms and layouts. Every algorithm runs in every
-layout in one process, and is compared with `jax.jit(iterate)`. Each algorithm and each layout also runs with worker processes.
+The tests (`tests/laws/test_matrix.py`) write this page. They run every algorithm in every layout, in one process, and compare
+it with `jax.jit(iterate)`. Each algorithm, and each layout but `per_agent`, also runs at least once with worker processes.
 
 {table}
 
-- `1e-5`: equal to the reference up to 1e-5 after three iterations, in float32 with the real optimiser
-  ([law.md](law.md), level 3).
-- `replayed`: a relaxed layout (level 4). No worker reads parameters older than `max_lag` updates, and a replay of the run's
-  log gives the same bits.
-- `refused`: this combination cannot run, and is refused with one of these reasons:
-  - `per_agent`: {agents}
-  - Algorithms with replay under `merge="any"`: {one_by_one}`, which the learner keeps, has the environments of all workers.
+- `1e-5`: equal to the reference after three iterations, in float32 with the real optimiser ([law.md](law.md), level 3).
+- `replays`: a relaxed layout. No version that was read is older than allowed, and its log replays bit for bit (level 4).
+- `refused`: the layout cannot run this algorithm, and the error gives the reason.
+
+The two reasons:
+
+- `per_agent`: {agents}
+- replay under `merge="any"`: {one_by_one}`, which it keeps, has the environments of all of them.
 """

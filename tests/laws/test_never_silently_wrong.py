@@ -1,8 +1,12 @@
-"""Programs that mix environments, each in every disguise: refused with the user's line, or the reference result.
+"""Law level 3 for programs that mix environments: refused with the user's line, or the reference result up to 1e-5.
 
-    mixer  x  around it (nothing, scan, cond, while, custom_vjp, remat)  x  what it is (glue, fragment, mapped fragment)
+A mixer is a function [env, 3] -> [env, 3] whose result for one environment depends, or seems to depend, on the others. On a
+block of environments a mixer gives another result than on all of them, without any error. Each mixer is tried
 
-A mixer takes what each environment holds, `[env, 3]`, and gives the same shape back.
+    inside   nothing, scan, cond, while, custom_vjp, remat
+    as       glue, a fragment of the whole batch, a mapped fragment
+
+The reference is the program without marks, op by op. `odd_programs/` has whole programs for the same law.
 """
 
 import functools
@@ -33,30 +37,31 @@ from laws.refuse_or_equal import (
 
 E = 6
 UNEVEN = {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}
-"""Where blocks of two sizes meet: the layout that asks most, where there is time for one."""
+"""The layout in which blocks of two sizes meet. It is the hardest one, for tests that have time for one layout only."""
 
 
 def rows(values):
-    """One number per environment, beside each of its three."""
+    """[E] -> [E, 3]: the number of each environment, three times."""
     return jnp.broadcast_to(values[:, None], (len(values), 3))
 
 
 def every(values):
-    """The same three numbers for every environment."""
+    """[3] -> [E, 3]: the same three numbers for every environment."""
     return jnp.broadcast_to(values, (E, 3))
 
 
 def squares(x):
-    """A matrix for each environment, far from singular."""
+    """[E, 3] -> [E, 3, 3]: a regular matrix for each environment."""
     return x[:, :, None] * x[:, None, :] + jnp.broadcast_to(jnp.diag(jnp.arange(1.0, 4.0)), (E, 3, 3))
 
 
 def merged(x):
-    """Time x env in one axis, as minibatches are made."""
+    """[E, 3] -> [2 E, 3]: time and environments merged to one axis, as for minibatches."""
     return jnp.stack([x, 2.0 * x]).reshape(2 * E, 3)
 
 
 def structure(x):
+    """A program whose number of equations depends on the number of environments: on a block it is another program."""
     for i in range(len(x)):
         x = x.at[i].set(jnp.sin(x[i] + i))
     return x if len(x) > 4 else -x
@@ -74,7 +79,7 @@ MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "literal of E": lambda x: x + rows(jnp.arange(E, dtype=x.dtype) * (2.0 * len(x))),
     "structure": structure,
 }
-"""The ten of the issue."""
+"""The ten basic ways in which environments mix, or in which a program depends on their number."""
 
 ROTATION = jnp.roll(jnp.eye(E), 1, axis=0)
 LINE = jnp.linspace(-1.0, 1.0, E)
@@ -218,6 +223,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "custom rule of vmap": lambda x: jax.vmap(centre_under_vmap)(x),
     "unrolled by jit": jax.jit(lambda x: x - jnp.mean(x, axis=0, keepdims=True)),
 }
+"""One or more for each primitive with a rule of its own: where the rule must say no, and near it, where it may say yes."""
 
 
 @jax.custom_batching.custom_vmap
@@ -244,7 +250,7 @@ def in_while(mix):
 
 
 def in_custom_vjp(mix):
-    """Its derivative mixes as well."""
+    """The mixer in a function whose derivative mixes as well."""
 
     @jax.custom_vjp
     def f(x):
@@ -277,7 +283,7 @@ def batched(role):
 
 
 def mapped(role):
-    """Called once per environment, with all of them in hand."""
+    """The mixer in a fragment under `vmap` over the number of the environment, which gets all environments each time."""
     return lambda mix: lambda x: jax.vmap(choreo.fragment(role)(lambda x, i: mix(x)[i]), (None, 0))(x, jnp.arange(E))
 
 
@@ -296,10 +302,12 @@ def learn(weights, action):
 
 @dataclass(frozen=True)
 class Algo:
-    """Acts, mixes, steps, learns. Where: "action" (between act and step), "state" (what is carried) or "step" (in a scan)."""
+    """Acts, mixes, steps and learns."""
 
     mix: Callable[[jax.Array], jax.Array]
+    """The mixer."""
     where: str = "action"
+    """What is mixed: "action" (before the step), "state" (after the step), or "step" (the action of each step of a scan)."""
 
     def init(self, env, key):
         return {"state": env.reset(env.keys(key)), "weights": jnp.linspace(0.5, 1.5, env.width)}
@@ -322,17 +330,18 @@ class Algo:
 
 @functools.cache
 def meaning(mixer: str, around: str) -> Run:
-    """Of a program in which nothing is marked: a mark changes nothing."""
+    """The reference result. It is the same for glue and all kinds of fragments, because marks change nothing."""
     algo = Algo(AROUND[around]((MIXERS | MORE_MIXERS)[mixer]))
     return reference_op_by_op(algo, Pond(E), jax.random.key(KEY))
 
 
 def case(*parts: str, ci: bool) -> Any:
+    """One parameter; only `make test-long` runs it if `ci` is False."""
     return pytest.param(*parts, id=" - ".join(parts), marks=[] if ci else [pytest.mark.long])
 
 
 def ten_ways() -> list[Any]:
-    """In CI every mixer as every kind, around it one thing after the other; all combinations in the long run."""
+    """All combinations. `make test` runs every mixer as every kind, inside one of the constructs in turn."""
     cells = itertools.product(enumerate(MIXERS), enumerate(AROUND), enumerate(KINDS))
     return [case(mixer, around, kind, ci=(m + k) % len(AROUND) == a) for (m, mixer), (a, around), (k, kind) in cells]
 
@@ -342,12 +351,12 @@ def test_the_ten_ways_to_mix(mixer, around, kind):
     algo = Algo(KINDS[kind](AROUND[around](MIXERS[mixer])))
     layouts = LAYOUTS if around in ("alone", "scan") else UNEVEN
     refusals = refuse_or_equal(algo, Pond(E), __file__, layouts, meaning=lambda: meaning(mixer, around))
-    if kind == "glue":  # the learner's site sees every environment
+    if kind == "glue":  # glue can run at the site of the learner, which has all environments
         assert not any(refusals.values()), refusals
 
 
 def more_ways() -> list[Any]:
-    """In CI each in a fragment of all environments, where it must not pass; the other two kinds in turn."""
+    """All combinations. `make test` runs every mixer in a replicated actor fragment, and as glue or env fragment in turn."""
     cells = itertools.product(enumerate(MORE_MIXERS), enumerate(["glue", "batched env", "batched"]))
     return [case(mixer, kind, ci=kind == "batched" or m % 3 == k) for (m, mixer), (k, kind) in cells]
 
@@ -363,20 +372,20 @@ def test_more_ways_to_mix(mixer, kind):
     ["own row, by arange", "own row, out of range", "own row, written", "own row of a square", "gamma by env key",
      "tiled by features", "checkpoint name", "fft of features", "matrices of each", "map over environments", "solve of each"],
 )  # fmt: skip
-def test_what_runs_on_blocks(mixer):
-    """These run on blocks of environments; a rule that is lost would be seen by nobody else."""
+def test_functions_that_do_not_mix_run_on_blocks(mixer):
+    """These only look like mixers, and run on blocks. If a rule were lost, they would be refused, and no other test would fail."""
     algo = Algo(batched("actor")(MORE_MIXERS[mixer]))
     assert not any(refuse_or_equal(algo, Pond(E), __file__, UNEVEN, meaning=lambda: meaning(mixer, "alone")).values())
 
 
-def carried() -> list[Any]:
-    """In CI every mixer, in one place or the other."""
+def places() -> list[Any]:
+    """Every mixer in both places; `make test` runs every mixer in one of them."""
     cells = itertools.product(enumerate(MIXERS), enumerate(["state", "step"]))
     return [case(mixer, where, ci=m % 2 == w) for (m, mixer), (w, where) in cells]
 
 
-@pytest.mark.parametrize(("mixer", "where"), carried())
-def test_mixing_what_is_carried(mixer, where):
+@pytest.mark.parametrize(("mixer", "where"), places())
+def test_mixing_in_the_carry_and_in_a_scan(mixer, where):
     refuse_or_equal(Algo(MIXERS[mixer], where), Pond(E), __file__, MORE_LAYOUTS)
 
 
@@ -390,11 +399,13 @@ def test_odd_programs(name, capfd):
     ["a metric that is carried", "donated and read again", "same value twice", "carry swapped", "carry unchanged"],
 )
 def test_compiled_with_donation(name):
+    """Compiled as in a run: donating memory that another value still uses would show."""
     refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN, compiled=True)
 
 
 @pytest.fixture
 def arrays_as_literals():
+    """Array constants of a program are literals of its jaxpr in this test."""
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     yield
     jax.config.update("jax_use_simplified_jaxpr_constants", False)
