@@ -52,9 +52,20 @@ class Acts:
         return {"state": env.reset(env.keys(key)), "weights": jnp.linspace(0.5, 1.5, env.width)}
 
     def iterate(self, env, carry, key):
-        action = jax.vmap(self.act, (None, 0, 0))(carry["weights"], carry["state"], env.keys(key))
+        action = self.actions(env, carry, key)
         state = env.step(carry["state"], action)
         return {"state": state, "weights": learn(carry["weights"], action)}, {"action": jnp.mean(action)}
+
+    def actions(self, env, carry, key):
+        return jax.vmap(self.act, (None, 0, 0))(carry["weights"], carry["state"], env.keys(key))
+
+
+@dataclass(frozen=True)
+class ActsOnTheBatch(Acts):
+    """The same with one call of the actor for all environments, without `vmap` and without a key."""
+
+    def actions(self, env, carry, key):
+        return self.act(carry["weights"], carry["state"], None)
 
 
 def mixing_primitive(name: str) -> jec.Primitive:
@@ -157,16 +168,9 @@ def test_a_primitive_that_is_named_add_has_no_rule_of_add(mark):
     flip.def_impl(lambda x, y: x[::-1] + y)
     flip.def_abstract_eval(lambda x, y: x)
     mlir.register_lowering(flip, mlir.lower_fun(lambda x, y: x[::-1] + y, multiple_results=False))
-    act = mark(lambda w, s: flip.bind(s, s) * jnp.broadcast_to(w, s.shape))
+    act = mark(lambda w, s, key: flip.bind(s, s) * jnp.broadcast_to(w, s.shape))
 
-    @dataclass(frozen=True)
-    class Batched(Acts):
-        def iterate(self, env, carry, key):
-            action = self.act(carry["weights"], carry["state"])
-            state = env.step(carry["state"], action)
-            return {"state": state, "weights": learn(carry["weights"], action)}, {"action": jnp.mean(action)}
-
-    refuse_or_equal(Batched(act), Pond(E), __file__, COARSE)
+    refuse_or_equal(ActsOnTheBatch(act), Pond(E), __file__, COARSE)
 
 
 @pytest.mark.parametrize("disguised", ["", "as what it wraps", "as JAX's rule for another"])
@@ -238,16 +242,9 @@ def test_an_impure_call_is_not_made_by_each_replica(what, where):
 
     draw = jax.jit(draw) if where == "in a jit" else draw
 
-    @dataclass(frozen=True)
-    class Batched(Acts):
-        def iterate(self, env, carry, key):
-            action = self.act(carry["weights"], carry["state"], None)
-            state = env.step(carry["state"], action)
-            return {"state": state, "weights": learn(carry["weights"], action)}, {}
-
     act = choreo.fragment("actor")(lambda w, s, key: jnp.broadcast_to(w, s.shape) * s + draw())
     with pytest.raises(PartitionError, match=f"`{what}` need not give the same result again"):
-        plan_traced(trace((Acts if where == "mapped" else Batched)(act), Pond(E)), coarse(2), title="")
+        plan_traced(trace((Acts if where == "mapped" else ActsOnTheBatch)(act), Pond(E)), coarse(2), title="")
 
 
 def test_an_impure_value_is_computed_once_and_sent():

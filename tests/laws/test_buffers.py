@@ -34,7 +34,7 @@ def reference(algo: DQN):
     return reference_run(algo, CARTPOLE, KEY, iterations=5)
 
 
-@pytest.mark.long  # in CI with Python environments, below, and on two sites in the matrix
+@pytest.mark.long  # `make test` has one buffer site with Python environments, below, and two in the matrix
 @pytest.mark.parametrize("algo", [SMALL(), SMALL(head="c51", prioritized=True)], ids=["uniform", "prioritized c51"])
 def test_a_buffer_at_its_own_site(algo):
     assert_close(run_of(InProcess(plan(algo, CARTPOLE, OWN_SITE)), KEY, iterations=5), reference(algo), 1e-5)

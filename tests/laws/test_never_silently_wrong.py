@@ -87,6 +87,7 @@ TABLE = jnp.linspace(-1.0, 1.0, E * 3).reshape(E, 3)
 SQUARE = jnp.linspace(-1.0, 1.0, E * E).reshape(E, E)
 
 MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    # Reductions, selection and order along environments.
     "max": lambda x: x - jnp.max(x, axis=0, keepdims=True),
     "norm of all": lambda x: x / (1.0 + jnp.linalg.norm(x)),
     "flip": lambda x: x[::-1],
@@ -98,15 +99,19 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "order": lambda x: x[jnp.argsort(x[:, 0])],
     "rank": lambda x: rows(jnp.argsort(jnp.argsort(x[:, 0])).astype(x.dtype)),
     "top": lambda x: every(lax.top_k(x.T, 2)[0][:, 0]),
+    # Constant arrays with axes of length E.
     "constant rotation": lambda x: ROTATION @ x,
     "constant line": lambda x: x * rows(LINE),
     "constant square, contracted": lambda x: jnp.tanh(x @ x.T @ SQUARE @ x),
     "constant square, taken by row": lambda x: SQUARE[:, :3] * x,
     "constant square, taken by column": lambda x: SQUARE[:3].T * x,
+    # All pairs of environments.
     "all pairs": lambda x: jnp.sum(x[:, None, :] - x[None, :, :], axis=1),
     "diagonal of all pairs": lambda x: rows(jnp.diagonal(x @ x.T)),
+    # Normalisation over environments.
     "softmax over environments": lambda x: jax.nn.softmax(x, axis=0),
     "whitened": lambda x: (x - every(jnp.mean(x, axis=0))) / every(jnp.std(x, axis=0) + 1e-3),
+    # Transposes, reshapes and merged axes.
     "transposed twice": lambda x: jnp.cumsum(x.T, axis=1).T,
     "transposed, harmless": lambda x: jnp.cumsum(x.T, axis=0).T,
     "flattened": lambda x: jnp.cumsum(x.reshape(-1)).reshape(E, 3),
@@ -114,6 +119,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "halved by reshape": lambda x: x.reshape(2, E // 2, 3)[::-1].reshape(E, 3),
     "merged, harmless": lambda x: jnp.cos(merged(x)).reshape(2, E, 3).sum(axis=0),
     "merged the other way": lambda x: jnp.roll(jnp.stack([x, -x], axis=1).reshape(2 * E, 3), 1, axis=0)[::2],
+    # Scans and maps along environments, and linear solves.
     "scan over environments": lambda x: lax.scan(lambda c, row: (c + row, c), x[0], x)[1],
     "map over environments": lambda x: lax.map(jnp.sin, x),
     "map that looks at another": lambda x: lax.map(lambda row: row - x[0], x),
@@ -125,18 +131,21 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "solve for all": lambda x: jnp.linalg.solve(x @ x.T + jnp.eye(E), x),
     "scan with a table": lambda x: lax.scan(lambda c, i: (c.at[i].set(c[i - 1] + 1.0), ()), x, jnp.arange(1, E))[0],
     "associative scan": lambda x: lax.associative_scan(jnp.multiply, x),
+    # Collectives over the named axis of a vmap.
     "named mean": lambda x: jax.vmap(lambda row: row - lax.pmean(row, "envs"), axis_name="envs")(x),
     "named index": lambda x: jax.vmap(lambda row: row * lax.axis_index("envs").astype(row.dtype), axis_name="envs")(x),
     "named permutation": lambda x: jax.vmap(
         lambda row: lax.ppermute(row, "envs", [(i, (i + 1) % E) for i in range(E)]), axis_name="envs"
     )(x),
     "named size": lambda x: jax.vmap(lambda row: row / lax.psum(1, "envs"), axis_name="envs")(x),
+    # Branches and loops, on all environments together or on each.
     "branch on any": lambda x: lax.cond(jnp.any(x > 0.5), lambda x: -x, jnp.sin, x),
     "branch on each": lambda x: jax.vmap(lambda row: lax.cond(row[0] > 0, jnp.sin, jnp.negative, row))(x),
     "loop until all": lambda x: lax.while_loop(lambda x: jnp.any(jnp.abs(x) > 0.1), lambda x: 0.7 * x, x),
     "loop until each": lambda x: jax.vmap(
         lambda r: lax.while_loop(lambda r: jnp.abs(r[0]) > 0.1, lambda r: 0.7 * r, r)
     )(x),
+    # Gather and scatter: rows by number and rows by data.
     "own row, by arange": lambda x: rows(x[jnp.arange(E), jnp.argmax(x, axis=1)]),
     "own row, out of range": lambda x: rows(
         x.at[jnp.arange(E), jnp.argmax(x, axis=1) * 2].get(mode="fill", fill_value=9.0)
@@ -152,6 +161,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "scatter to one": lambda x: x.at[0].add(jnp.sum(x, axis=0)),
     "histogram": lambda x: x + every(jnp.zeros(3).at[jnp.abs(x[:, 0] * 10).astype(jnp.int32) % 3].add(1.0)),
     "segment sum": lambda x: jax.ops.segment_sum(x, jnp.array([0, 0, 1, 1, 5, 5]), E),
+    # Windows, convolutions, dynamic slices, FFT and matrix products.
     "window over environments": lambda x: lax.reduce_window(x, 0.0, lax.add, (3, 1), (1, 1), "SAME"),
     "window over features": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME"),
     "convolution over environments": lambda x: (
@@ -173,9 +183,11 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "dynamic update by data": lambda x: lax.dynamic_update_slice(x, x[:1], (jnp.argmax(x[:, 0]).astype(jnp.int32), 0)),
     "fft": lambda x: jnp.real(jnp.fft.fft(x, axis=0)),
     "covariance inverse": lambda x: x @ jnp.linalg.inv(x.T @ x + jnp.eye(3)),
+    # Tiling, clipping and selection.
     "tiled": lambda x: jnp.tile(x, (2, 1))[1 : E + 1],
     "clipped by the mean": lambda x: jnp.clip(x, -jnp.mean(jnp.abs(x)), jnp.mean(jnp.abs(x))),
     "where all": lambda x: jnp.where(jnp.all(x > 0, axis=1, keepdims=True), x, -x),
+    # Random numbers.
     "permutation": lambda x: jax.random.permutation(jax.random.key(3), x),
     "permuted index": lambda x: x[jax.random.permutation(jax.random.key(3), E)],
     "random per environment": lambda x: x + jax.random.normal(jax.random.key(1), (E, 3)),
@@ -193,14 +205,17 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "keys rolled": lambda x: (
         x + jax.vmap(lambda k: jax.random.normal(k, (3,)))(jnp.roll(jax.random.split(jax.random.key(1), E), 1))
     ),
+    # Types and bits.
     "dtype": lambda x: (jnp.round(8 * x).astype(jnp.bfloat16) * E).astype(x.dtype),
     "bits": lambda x: lax.bitcast_convert_type(
         lax.bitcast_convert_type(x, jnp.uint8).reshape(-1, 4), jnp.float32
     ).reshape(E, 3),
+    # Derivatives.
     "gradient of a sum": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 2))(x),
     "gradient of a mean": lambda x: jax.grad(lambda x: jnp.mean(x) ** 2)(x),
     "gradient, sorted": lambda x: jax.grad(lambda x: jnp.sum(jnp.sort(x, axis=0) * rows(LINE)))(x),
     "jacobian": lambda x: jax.jacfwd(lambda x: jnp.sum(x**2, axis=1))(x).sum(axis=1),
+    # Further pairs of functions that look alike, of which one mixes environments and the other does not.
     "tiled by features": lambda x: jnp.tile(x, (1, 2))[:, 1:4] + jnp.tile(x, (2, 1, 1))[1],
     "tiled, then cut": lambda x: jnp.tile(x, (2, 1))[E:],
     "gamma by env key": lambda x: (
@@ -223,7 +238,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "custom rule of vmap": lambda x: jax.vmap(centre_under_vmap)(x),
     "unrolled by jit": jax.jit(lambda x: x - jnp.mean(x, axis=0, keepdims=True)),
 }
-"""One or more for each primitive with a rule of its own: where the rule must say no, and near it, where it may say yes."""
+"""Functions that mix environments, and functions that look alike and do not: a rule must tell them apart."""
 
 
 @jax.custom_batching.custom_vmap

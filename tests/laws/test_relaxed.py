@@ -52,12 +52,12 @@ def test_a_run_in_one_process_replays_and_keeps_its_bounds(cell):
     check_replay(InProcess(planned(cell)))
 
 
-@pytest.mark.long  # in CI with two workers, in the matrix
+@pytest.mark.long  # `make test` has two workers, in the matrix
 def test_a_run_with_workers_replays_in_one_process():
     check_replay(Local(planned("central, any")))
 
 
-@pytest.mark.long  # in CI TCP is in test_runtimes.py, and relaxed workers in the matrix
+@pytest.mark.long  # `make test` has TCP in test_runtimes.py, and relaxed workers in the matrix
 def test_a_run_with_python_environments_over_tcp_replays_in_one_process():
     the_plan = plan(ALGO, envs.make("CartPole-v1", 8), choreo.coarse(2, max_lag=3, merge="any"))
     check_replay(Local(the_plan, carrier="tcp"))

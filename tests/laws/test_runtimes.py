@@ -86,7 +86,7 @@ def test_workers_over_tcp(env, layout):
     assert_same_bits(run_of(Local(planned(env, layout), carrier="tcp"), KEY), serial(env, layout))
 
 
-@pytest.mark.long  # in CI in one process, in test_layouts.py
+@pytest.mark.long  # `make test` has exact blocks in one process, in test_layouts.py
 def test_workers_in_exact_blocks():
     """With `exact=True` the size of a block does not depend on the number of workers: four give the bits of two."""
     run = run_of(Local(planned("jax", coarse(4, exact=True))), KEY)

@@ -103,7 +103,7 @@ def test_on_two_processes():
         assert_same_bits(run, run_of(InProcess(the_plan), KEY))
 
 
-@pytest.mark.long  # in CI among the sites and devices above
+@pytest.mark.long  # `make test` has other numbers of sites and devices, above
 def test_more_replicas_than_devices():
     """Eight replicas on four devices: several replicas take turns on one device."""
     run = run_of(InProcess(plan(a2c(), ENV, choreo.multi_learner(8))), KEY)
@@ -144,12 +144,16 @@ def test_python_environments():
     assert_same_bits(run_of(Local(plan(algo, env, LAYOUTS["2 sites"])), KEY), two)
 
 
-def test_a_carry_that_differs_between_shards_is_refused():
-    class Carry(NamedTuple):
-        train: jax.Array
-        env_state: jax.Array
-        obs: jax.Array
+class Carry(NamedTuple):
+    train: jax.Array
+    """What the learner keeps: no env axis, so it must be equal on all shards."""
+    env_state: jax.Array
+    """State of each environment."""
+    obs: jax.Array
+    """Observation of each environment."""
 
+
+def test_a_carry_that_differs_between_shards_is_refused():
     class Selfish:
         def init(self, env, key):
             return Carry(jnp.zeros(()), *env.reset(env.keys(key)))
@@ -167,11 +171,6 @@ def test_a_carry_that_differs_between_shards_is_refused():
 
 @pytest.mark.parametrize("layout", [choreo.multi_learner(2), choreo.fused(shards=2)])
 def test_a_gradient_through_all_reduce_is_refused_or_right(layout):
-    class Carry(NamedTuple):
-        train: jax.Array
-        env_state: jax.Array
-        obs: jax.Array
-
     class Coupled:
         def init(self, env, key):
             return Carry(jnp.ones(4), *env.reset(env.keys(key)))
