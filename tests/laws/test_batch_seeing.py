@@ -348,6 +348,6 @@ class TestCheckIndependent:
         ):
             choreo.testing.check_independent(Acts(choreo.fragment("actor", independent=True)(act)), Pond(E))
 
-    def test_what_is_proved_is_not_tried(self):
+    def test_a_proved_fragment_is_not_tried(self):
         algo = Acts(choreo.fragment("actor", independent=True)(lambda w, s, key: w * s))
         assert choreo.testing.check_independent(algo, Pond(E)) == []

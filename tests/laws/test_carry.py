@@ -309,7 +309,7 @@ class TestWeakTypes:
 
         equals_the_loop(program(start, lambda w, x, grad: (w - x * grad, x * w, jnp.sum(w))), fused())
 
-    def test_a_literal_beside_it_is_the_same_number_in_either_type(self):
+    def test_a_literal_beside_a_weak_number_has_the_same_value_in_either_type(self):
         def learn(w, x, grad):
             return w - jnp.float32(x + 1) * grad, x + jnp.int32(2), jnp.sum(w)
 
@@ -339,7 +339,7 @@ class TestWeakTypes:
         assert "computes in other types from its second iteration on: `carry.train.more` (" in text
         assert "Give it a dtype in `init`" in text
 
-    def test_refused_where_only_one_of_them_can_be_promoted(self):
+    def test_refused_where_strict_promotion_refuses_the_second_iteration(self):
         def learn(w, x, grad):
             return w - (x * jnp.ones((), jnp.bfloat16)).astype(jnp.float32), x * jnp.float32(0.5), jnp.sum(w)
 
@@ -375,7 +375,7 @@ class TestArrivingParts:
         ).carry
         assert form["s"].shape == (6, 3) and form["more"]["empty"].shape == (0, 2)
 
-    def test_shards_cannot_divide_such_a_shape_either(self):
+    def test_shards_refuse_a_shape_without_an_axis_of_exactly_E(self):
         with pytest.raises(AlgorithmError) as error:
             plan(
                 keeper(lambda env: jnp.zeros(4 * env.num_envs)),

@@ -89,7 +89,7 @@ def never(*_: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_of_every_kind_is_carried_swapped_aliased_and_handed_over(name):
+def test_an_array_of_every_kind_is_carried_swapped_aliased_and_sent(name):
     runs(with_leaf(*ARRAYS[name]), COARSE)
 
 

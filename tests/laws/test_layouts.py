@@ -193,7 +193,7 @@ def test_exact_with_four_workers():
 
 
 @pytest.mark.parametrize("layout", [pytest.param(fused(), marks=pytest.mark.long), fine(2)], ids=["fused", "fine"])
-def test_a_plan_back_from_a_pickle_gives_the_same_bits(layout):
+def test_an_unpickled_plan_gives_the_same_bits(layout):
     algo, env = Tiny(unroll=4), make("jax:CartPole-v1", 4)
     here = plan(algo, env, layout)
     there = pickle.loads(pickle.dumps(here))

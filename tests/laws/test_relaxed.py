@@ -129,7 +129,7 @@ def test_traffic_never_stops_and_never_exceeds_the_lag(workers, max_lag, total, 
          "needs one group of workers"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_relaxed_is_refused(layout, what):
+def test_layouts_that_cannot_be_relaxed_are_refused(layout, what):
     with pytest.raises(LayoutError) as refusal:
         plan(ALGO, ENV, layout)
     assert str(refusal.value).startswith(what)

@@ -120,7 +120,7 @@ def test_one_shard_on_several_devices_is_divided_by_the_compiler():
     assert_close(run_of(runtime, KEY), reference_run(a2c(), ENV, KEY), 1e-5)
 
 
-def test_devices_that_are_not_there_are_refused():
+def test_more_devices_than_jax_sees_are_refused():
     with pytest.raises(LayoutError) as refusal:
         InProcess(plan(a2c(), ENV, choreo.fused(devices=8)))
     assert str(refusal.value).startswith(
@@ -201,7 +201,7 @@ def test_a_gradient_through_all_reduce_is_refused_or_right(layout):
         (choreo.coarse(2, shards=2, exact=True), "exact=True and 2 learner shards do not go together"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(layout, what):
+def test_layouts_that_do_not_fit_the_shards_are_refused(layout, what):
     with pytest.raises(LayoutError) as refusal:
         plan(ppo(), ENV, layout)
     assert str(refusal.value).startswith(what)

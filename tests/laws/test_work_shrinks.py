@@ -46,7 +46,7 @@ def _flops(segment: Segment) -> float:
     return cost["flops"]
 
 
-def test_the_count_is_of_the_whole_work():
+def test_the_flops_include_the_network():
     """One step of 16 environments through a 64 x 64 network takes about 150,000 FLOPs. Fewer would mean that XLA did not
     count the network."""
     assert flops(coarse(1)) > NUM_ENVS * 2 * (4 * 64 + 64 * 64 + 64 * 2)

@@ -18,7 +18,7 @@ from partition.ponds import Functions
 
 
 @choreo.fragment("actor")
-def act_and_hand_over(w, s, x):
+def act_and_return(w, s, x):
     """Act for one environment, and return the leaf `x` as it is, so that it crosses to the site of the next reader."""
     return w * jnp.tanh(s), x
 
@@ -126,7 +126,7 @@ def with_leaf(leaf: Any, change: Callable[[Any], Any]) -> Functions:
     def iterate(env, c, key):
         after = dict(c)
         if is_array:
-            a, x = jax.vmap(act_and_hand_over, (None, 0, 0))(c["w"], c["s"], c["rows"])
+            a, x = jax.vmap(act_and_return, (None, 0, 0))(c["w"], c["s"], c["rows"])
             after["rows"] = jax.vmap(change)(x)
         else:
             a = acts(c["w"], c["s"])

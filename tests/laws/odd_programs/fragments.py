@@ -114,9 +114,9 @@ def every_pair_transposed(env, c, key):
 def fragment_with_vmap_on_states_and_without_on_weights(env, c, key):
     """One fragment, under `vmap` on states and without it on weights. What was recorded for one call must not be used
     for the other."""
-    double = choreo.fragment("actor")(lambda x: x - jnp.max(x, axis=0, keepdims=True))
-    s = env.step(c["s"], jax.vmap(double)(c["s"]))
-    return {"s": s, "w": learn(double(c["w"]), s)}, {"m": jnp.mean(s)}
+    top = choreo.fragment("actor")(lambda x: x - jnp.max(x, axis=0, keepdims=True))
+    s = env.step(c["s"], jax.vmap(top)(c["s"]))
+    return {"s": s, "w": learn(top(c["w"]), s)}, {"m": jnp.mean(s)}
 
 
 @program()
@@ -209,7 +209,7 @@ def fragments_without_environments_as_input(env, c, key):
 
 @program()
 def statics_that_compare_equal(env, c, key):
-    """The fragment is called with True and with 1, which are equal to Python but mean different factors. A cache by
+    """The fragment is called with True and with 1, which compare equal in Python but stand for different factors. A cache by
     equality would use one for both."""
     scaled = choreo.fragment("actor")(lambda s, n: s * jnp.float32(2.0 if isinstance(n, bool) else 3.0))
     s = env.step(c["s"], scaled(c["s"], True) + scaled(c["s"], 1))
