@@ -1,4 +1,8 @@
-"""The law matrix: a cell for every algorithm and every layout in the registries. `docs/matrix.md` is written from it."""
+"""The cells of the law matrix: every algorithm of the registry in every layout of the registry.
+
+A new algorithm or layout gets its cells by being registered. `test_matrix.py` runs the cells, and `page` writes the table of
+`docs/matrix.md`. For each cell `kind` says what is promised: a refusal, law level 3 (1e-5), or law level 4 (a replay of the log).
+"""
 
 import dataclasses
 import functools
@@ -15,17 +19,22 @@ SMALL = {
     "unroll": 4, "epochs": 2, "minibatch_size": 4,
     "updates": 2, "batch_size": 8, "capacity": 128, "min_size": 32, "buffer_shards": 2, "prioritized": True, "policy_delay": 2,
 }  # fmt: skip
-"""What makes an algorithm small and whole, where it has such a field; its network gets one layer of eight units."""
+"""Fields that make an algorithm small, and that switch on its optional parts. Fields that an algorithm lacks are left out."""
 CONTINUOUS = ("ddpg", "td3", "sac")
+"""Algorithms for continuous actions, which run on Pendulum."""
 USUAL = {"workers": 2, "learners": 2, "buffers": 2}
+"""Arguments of presets, where a preset takes them."""
 RELAXED = {"max_lag": {"max_lag": 2}, "merge": {"max_lag": 3, "merge": "any"}}
+"""A preset that takes the option named here is also run with these arguments."""
 NO_AGENTS = "The layout divides an axis 'agent', and no fragment is called under a vmap of that name."
 ONE_BY_ONE = 'With merge="any" the learner hears one worker at a time, and `carry.replay.'
+"""How the refusals of cells that cannot exist begin."""
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 
 
 @functools.cache
 def algorithm(name: str) -> Any:
+    """The algorithm with that name, made small; its network has one layer of eight units."""
     cls = ALGOS[name]
     fields = {field.name for field in dataclasses.fields(cls)}
     (network,) = [field.default for field in dataclasses.fields(cls) if field.name == "network"]
@@ -38,7 +47,7 @@ def environment(algo: str) -> envs.Env:
 
 
 def layouts() -> dict[str, Layout]:
-    """Each preset with its usual arguments, on devices, and with each relaxation that it takes."""
+    """Each preset with its usual arguments, on two devices if it takes devices, and with each relaxation that it takes."""
     return {title: PRESETS[name](**arguments) for name in PRESETS for title, arguments in _variants(name)}
 
 
@@ -54,7 +63,7 @@ def _variants(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def refused(algo: str, layout: str) -> str | None:
-    """How a cell that cannot exist is refused."""
+    """How the refusal of a cell begins; None for a cell that runs."""
     if layout == "per_agent":
         return NO_AGENTS
     return ONE_BY_ONE if has_replay(algo) and layouts()[layout].merge == "any" else None
@@ -65,7 +74,7 @@ def has_replay(algo: str) -> bool:
 
 
 def kind(algo: str, layout: str) -> str:
-    """What is promised for a cell."""
+    """What is promised for a cell, as the table shows it."""
     if refused(algo, layout):
         return "refused"
     return "replays" if layouts()[layout].is_relaxed else "1e-5"
@@ -75,22 +84,22 @@ CELLS = [(algo, layout) for algo in ALGOS for layout in layouts()]
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Each algorithm and each layout that exists at least once.
+    """The cells that `make test` also runs with worker processes: each algorithm and each layout at least once.
 
-    Each algorithm with replay is met once, where replay has sites of its own or where there are fewest processes: it takes
-    longest to compile. The others share the rest, the simplest where there are most.
+    Algorithms with replay take longest to compile. Each of them gets one layout: one whose buffer has its own sites, or one
+    with few processes. The other algorithms take turns in the remaining layouts, those with fewest fields first.
     """
     wanted = layouts()
     names = sorted(ALGOS, key=lambda algo: 0 if has_replay(algo) else len(dataclasses.fields(ALGOS[algo])))
-    found = []
+    chosen = []
     for layout in sorted(wanted, key=lambda name: (not _own_buffers(wanted[name]), _processes(wanted[name]))):
         algo = next((algo for algo in names if not refused(algo, layout)), None)
         if algo:
             names.remove(algo)
             if not has_replay(algo):
-                names.append(algo)  # after the others have had their turn
-            found.append((algo, layout))
-    return found
+                names.append(algo)  # back to the end of the queue
+            chosen.append((algo, layout))
+    return chosen
 
 
 def _own_buffers(layout: Layout) -> bool:
@@ -102,7 +111,7 @@ def _processes(layout: Layout) -> int:
 
 
 def page(passed: set[tuple[str, str]]) -> str:
-    """The matrix as a page of the docs; a cell that did not pass is left out."""
+    """The text of `docs/matrix.md`; a cell that did not pass is shown as "failed"."""
     names = list(layouts())
     rows = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for algo in ALGOS:

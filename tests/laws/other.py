@@ -1,8 +1,12 @@
-"""A program as unlike PPO as we can make it, for the laws: everything an algorithm may do, and PPO does not.
+"""A program that does what an algorithm may do and PPO does not, for law levels 2 and 3 (`test_layouts.py`).
 
-Nested scans; a role of its own ("critic"); a Flax network; glue that averages over environments inside and outside of loops;
-a gradient that flows through fragments of two roles; keys made by `split` and by `fold_in`; a carry that counts, one that
-never changes, and one that is swapped with another.
+Each of these would be computed wrongly by a compiler that was made for PPO:
+
+- nested scans, and keys made by `fold_in` of the step and the number of the environment, as well as by `split`;
+- glue that takes a mean over all environments, inside both scans and outside;
+- a role of its own ("critic"), and a gradient that flows through fragments of two roles;
+- a Flax network, which is a dict of parameters and no module;
+- carried values of which one counts, one never changes, and two change places.
 """
 
 import functools
@@ -26,20 +30,33 @@ class Net(nn.Module):
 
 class Carry(NamedTuple):
     train: Any
+    """Parameters and the state of the optimiser."""
     env_state: Any
+    """State of all environments."""
     obs: jax.Array
+    """Observation of each environment."""
     ping: jax.Array
+    """A number per environment; changes places with `pong` in each iteration."""
     pong: jax.Array
+    """A number per environment; changes places with `ping` in each iteration."""
     never: jax.Array
+    """Never changes."""
     count: jax.Array
+    """Grows by the number of environments in each iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Other:
+    """The program that this file describes."""
+
     learning_rate: float = 0.05
+    """Step size of the optimiser."""
     rounds: int = 2
+    """Length of the outer scan."""
     steps: int = 3
+    """Length of the inner scan: steps per environment and round."""
     optimizer: Any = None
+    """Makes the optimiser from the learning rate; None: SGD with momentum."""
 
     @property
     def unroll(self):
@@ -68,7 +85,7 @@ class Other:
 
     @fragment("critic")
     def error(self, critic, obs, judged, target):
-        value = jnp.tanh(obs @ critic) + judged  # a batch of environments, not under vmap
+        value = jnp.tanh(obs @ critic) + judged  # a batch of environments without vmap
         return jnp.mean((value - target) ** 2)
 
     @fragment("learner")
@@ -87,7 +104,7 @@ class Other:
         def step(position, i):
             env_state, obs = position
             keys = jax.vmap(lambda e: jax.random.fold_in(jax.random.fold_in(key, i), e))(jnp.arange(env.num_envs))
-            centred = obs - 0.01 * jnp.mean(obs, axis=0, keepdims=True)  # environments meet, inside two loops
+            centred = obs - 0.01 * jnp.mean(obs, axis=0, keepdims=True)  # mixes environments, inside two loops
             action, _ = jax.vmap(self.act, (None, 0, 0))(params, centred, keys)
             env_state, ts = env.step(env_state, action)
             return (env_state, ts.obs), (centred, ts.reward, ts.last)

@@ -1,4 +1,12 @@
-"""The reference meaning of an algorithm, `jax.jit(iterate)` without its marks, and a planned run to compare with it."""
+"""The references of the law, planned runs to compare with them, and the comparisons.
+
+level 2, 3   `reference_run`       `jax.jit(iterate)` of the algorithm without marks
+             `sharded_reference`   the same for S learner shards: `vmap` of `iterate` on E/S environments
+             `merged_reference`    the same for merge="any": `iterate` on one worker's environments after the other
+level 2      `assert_same_bits`    types and bits of every leaf and every metric
+level 3      `assert_close`        types, and numbers up to a tolerance
+level 4      `check_bounds`        what a log of a relaxed run may contain
+"""
 
 import collections
 from collections.abc import Callable
@@ -20,13 +28,13 @@ from choreo.runtime.inprocess import InProcess
 from choreo.testing import unmarked
 
 Run = dict[str, Any]
-"""All that a user can see: the carry's structure, each of its leaves (arrays as NumPy's, whatever else as it is), and every
-metric of every iteration, by name."""
+"""All results that a user can see, by name: the structure of the carry, its leaves (arrays as NumPy arrays, other leaves as
+they are), and every metric of every iteration."""
 STRUCTURE = "the carry's structure"
 
 
 def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> Run:
-    """Without any of Choreo's machinery: `jax.jit` of the algorithm's own functions, as if nothing were marked."""
+    """The result of `jax.jit` of the algorithm's own functions without marks; uses nothing else of Choreo."""
     init_key, run_key = jax.random.split(key)
     iterate = eqx.filter_jit(lambda carry, key: algo.iterate(env, carry, key))
     with unmarked():
@@ -40,7 +48,10 @@ def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> R
 def sharded_reference(
     algo: Any, env: Any, shards: int, key: jax.Array, iterations: int = 3, *, jit: Callable[..., Any] = jax.jit
 ) -> Run:
-    """The meaning of shards, without any of Choreo's machinery but the way a carry is divided."""
+    """The result that S shards must give: `vmap` of `iterate` over shards, each with its own key.
+
+    Uses nothing of Choreo but the functions that divide a carry into shards.
+    """
     init_key, run_key = jax.random.split(key)
     with unmarked():
         carry = init_of(algo, env, jit)(init_key)
@@ -78,10 +89,13 @@ def merged_reference(
     *,
     jit: Callable[..., Any] = eqx.filter_jit,
 ) -> Run:
-    """The meaning of merge="any" without lag: `iterate` on the environments of one worker after the other, as logged."""
+    """The result that merge="any" must give without lag: `iterate` on the environments of one worker after the other.
+
+    The order of the workers is that of the log.
+    """
     init_key, run_key = jax.random.split(key)
-    few = env.with_num_envs(env.num_envs // workers)
-    iterate = jit(lambda carry, key: algo.iterate(few, carry, key))
+    env_of_worker = env.with_num_envs(env.num_envs // workers)
+    iterate = jit(lambda carry, key: algo.iterate(env_of_worker, carry, key))
     with unmarked():
         carry = init_of(algo, env, jit)(init_key)
         axes = env_axes(algo, env, carry)
@@ -111,7 +125,10 @@ def merged_reference(
 
 
 def env_axes(algo: Any, env: Any, carry: Any) -> list[int | None]:
-    """Where each array of the carry has its environments: the one axis that is as long as they are many, also for twice as many."""
+    """The env axis of each array of the carry, or None.
+
+    It is the one axis with length E for E environments, and 2E for 2E environments.
+    """
     with unmarked():
         twice = eqx.filter_eval_shape(
             lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key), jax.eval_shape(lambda: jax.random.key(0))
@@ -120,9 +137,9 @@ def env_axes(algo: Any, env: Any, carry: Any) -> list[int | None]:
         jax.tree.leaves(eqx.filter(tree, lambda x: isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)))
         for tree in (carry, twice)
     )
-    as_many, axes = (env.num_envs, 2 * env.num_envs), []
+    num_envs, axes = (env.num_envs, 2 * env.num_envs), []
     for one, two in zip(small, large, strict=True):
-        found = [d for d, lengths in enumerate(zip(one.shape, two.shape, strict=True)) if lengths == as_many]
+        found = [d for d, lengths in enumerate(zip(one.shape, two.shape, strict=True)) if lengths == num_envs]
         axes.append(found[0] if len(found) == 1 else None)
     return axes
 
@@ -131,24 +148,28 @@ _inits: collections.OrderedDict[tuple[int, ...], tuple[Any, ...]] = collections.
 
 
 def init_of(algo: Any, env: Any, jit: Callable[..., Any] = eqx.filter_jit) -> Callable[[jax.Array], Any]:
-    """Compiled once, with shards or without. By identity: A(1) == A(1.0), but they may mean something else."""
-    of = id(algo), id(env), id(jit)
-    if of not in _inits:
+    """The compiled `init` of `algo`, from a cache of eight.
+
+    The cache compares by identity: A(1) == A(1.0), but the two may compute different things.
+    """
+    identity = id(algo), id(env), id(jit)
+    if identity not in _inits:
         filtered = jit if jit is not jax.jit else eqx.filter_jit
-        _inits[of] = filtered(lambda key: algo.init(env, key)), algo, env, jit  # kept alive, lest an id be used again
+        # The entry keeps the objects alive, so that their ids are not used again.
+        _inits[identity] = filtered(lambda key: algo.init(env, key)), algo, env, jit
         while len(_inits) > 8:
             _inits.popitem(last=False)
-    return _inits[of][0]
+    return _inits[identity][0]
 
 
 def planned_run(algo: Any, env: Any, layout: Layout | Plan, key: jax.Array, iterations: int = 3) -> Run:
-    """Through graph, plan and the serial runtime."""
+    """The result of `algo` under a layout, or of a plan, in one process."""
     planned = layout if isinstance(layout, Plan) else plan(algo, env, layout)
     return run_of(InProcess(planned), key, iterations)
 
 
 def run_of(runtime: Any, key: jax.Array, iterations: int = 3) -> Run:
-    """Through one runtime, which is closed afterwards."""
+    """The result of a run in `runtime`, which is closed afterwards."""
     try:
         runtime.start(key)
         metrics = runtime.run(0, iterations)
@@ -158,26 +179,29 @@ def run_of(runtime: Any, key: jax.Array, iterations: int = 3) -> Run:
 
 
 def assert_same_bits(run: Run, reference: Run) -> None:
-    """Law level 2."""
+    """Law level 2: every leaf and every metric has the same type and the same bits."""
     assert run.keys() == reference.keys()
     for name, value in reference.items():
         assert_same_leaf(name, run[name], value, None)
 
 
 def assert_close(run: Run, reference: Run, tolerance: float) -> None:
-    """Law level 3: other shapes, other rounding."""
+    """Law level 3: every leaf and every metric has the same type, and floats agree up to `tolerance`.
+
+    Replicas compute in other shapes, which round differently.
+    """
     assert run.keys() == reference.keys()
     for name, value in reference.items():
         assert_same_leaf(name, run[name], value, tolerance)
 
 
 def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None) -> None:
-    """`tolerance`: of numbers that are rounded; None: not at all, and -0.0 is not 0.0."""
+    """The same shape, type and values. `tolerance` is for floats; None wants equal bits, and then -0.0 is not 0.0."""
     if not isinstance(found, np.ndarray) or not isinstance(wanted, np.ndarray):
-        assert_same_static(name, found, wanted, tolerance)
+        _assert_same_static(name, found, wanted, tolerance)
         return
     assert found.shape == wanted.shape, f"{name}: {found.shape}, not {wanted.shape}"
-    if name.startswith("metrics/"):  # a row of a table: float64 says the same as float32
+    if name.startswith("metrics/"):  # metrics become rows of a table, where float64 may stand for float32
         assert kind(found) == kind(wanted), f"{name}: {found.dtype}, not {wanted.dtype}"
     else:
         assert found.dtype == wanted.dtype, f"{name}: {found.dtype}, not {wanted.dtype}"
@@ -185,8 +209,8 @@ def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None
     precision = float(jnp.finfo(wanted.dtype).eps) if rounded and kind(wanted) == "floating" else 0.0
     found, wanted = plain(found), plain(wanted)
     if rounded:
-        least = max(tolerance or 0.0, 2 * precision)
-        np.testing.assert_allclose(found, wanted, rtol=least, atol=least, err_msg=name)
+        allowed = max(tolerance or 0.0, 2 * precision)  # bfloat16 and float8 cannot be as close as 1e-5
+        np.testing.assert_allclose(found, wanted, rtol=allowed, atol=allowed, err_msg=name)
     else:
         np.testing.assert_array_equal(found, wanted, err_msg=name)
         if wanted.dtype.kind == "f":
@@ -194,8 +218,11 @@ def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None
             np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(wanted)[numbers], err_msg=name)
 
 
-def assert_same_static(name: str, found: Any, wanted: Any, tolerance: float | None) -> None:
-    """A leaf that is no array, the same in type and bits. A Python number that changes may have become an array of its type."""
+def _assert_same_static(name: str, found: Any, wanted: Any, tolerance: float | None) -> None:
+    """The same type and bits, for leaves of which one at least is no array.
+
+    Where the reference has a Python number, the run may have an array of that number's type: numbers that change become arrays.
+    """
     if isinstance(found, np.ndarray) and isinstance(wanted, (bool, int, float, complex)):
         assert_same_leaf(name, found, np.asarray(jnp.asarray(wanted)), tolerance)
         return
@@ -204,20 +231,24 @@ def assert_same_static(name: str, found: Any, wanted: Any, tolerance: float | No
 
 
 def kind(array: np.ndarray) -> str:
-    """Also of the types that NumPy has not."""
+    """The kind of an array's type, also for types that NumPy does not know."""
     kinds = {"bool": jnp.bool_, "integer": jnp.integer, "floating": jnp.floating, "complex": jnp.complexfloating}
     return next(name for name, dtype in kinds.items() if jnp.issubdtype(array.dtype, dtype))
 
 
 def plain(array: np.ndarray) -> np.ndarray:
-    """The same numbers in a type that NumPy can compare: bfloat16, float8 and int4 are strangers to it."""
+    """The same numbers in a type that NumPy can compare. NumPy does not know bfloat16, float8 and int4."""
     if array.dtype.isbuiltin == 1:
         return array
     return array.astype(np.float32 if kind(array) == "floating" else np.int32)
 
 
 def check_bounds(log: list[VersionRead], run: Run, layout: Layout, iterations: int) -> None:
-    """Law level 4, beside the replay: never older than allowed, never backwards, every update from as many parts as stated."""
+    """Law level 4, apart from the replay: what the log of a relaxed run may contain.
+
+    No worker reads a version older than `max_lag`, or older than its previous one. Every update learns from one worker's
+    part (merge="any"), or from the parts of all workers.
+    """
     workers = next(group.replicas for group in layout.groups if group.replicas)
     assert all(0 <= read.lag <= layout.max_lag for read in log)
     assert run["metrics/lag_max"].max() == max(read.lag for read in log)
@@ -232,6 +263,7 @@ def check_bounds(log: list[VersionRead], run: Run, layout: Layout, iterations: i
 
 
 def named(carry: Any, metrics: dict[str, np.ndarray]) -> Run:
+    """The results of a run by name, as `Run` says."""
     run: Run = {STRUCTURE: jax.tree.structure(carry)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
         name = jax.tree_util.keystr(path)
@@ -245,7 +277,7 @@ def named(carry: Any, metrics: dict[str, np.ndarray]) -> Run:
 
 
 def stacked(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Each metric over the iterations."""
+    """Each metric as an array over the iterations."""
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}
 
 

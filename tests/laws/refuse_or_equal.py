@@ -1,7 +1,10 @@
-"""Never silently wrong: a program under a layout is refused with the user's line, or equals the reference.
+"""`refuse_or_equal`: a program under a layout is either refused with the user's line, or gives the reference result.
 
-Segments are evaluated op by op: what is under test is which program a site is given, not XLA, and equations of the same
-shape compile once for all tests. `compiled=True` runs segments as they run in earnest, with donation.
+This is law level 3 for programs that nobody has foreseen: an accepted program is never silently wrong. The reference is the
+program without marks; the tolerance is 1e-5 unless a test says otherwise.
+
+Segments are evaluated op by op. The tests ask which program each site is given, and not how XLA compiles it; and ops of the
+same shape are compiled once for all tests. With `compiled=True` segments are compiled as in a run, with donation.
 """
 
 import functools
@@ -32,7 +35,7 @@ LAYOUTS = {
     "fine x2": fine(2),
     "env x2, actor x3": Layout(Group("env", replicas=2), Group("actor", replicas=3), Group("buffer", "learner")),
 }
-"""Those of the issue."""
+"""Two presets, and a layout in which blocks of two sizes meet."""
 EVERYTHING_REPLICATED = Layout(Group("env", "actor", "buffer", "learner", replicas=2))
 ACTOR_DIVIDED = Layout(Group("actor", replicas=3), Group("env", "buffer", "learner"))
 EXACT = coarse(3, exact=True)
@@ -43,11 +46,12 @@ MORE_LAYOUTS = LAYOUTS | {
     "three sites": Layout(Group("env"), Group("actor"), Group("learner")),
 }
 KEY = 7
+"""The seed of all runs."""
 
 
 @dataclass(frozen=True)
 class Pond:
-    """The smallest environment: a state of `width` numbers each, moved by an action of the same shape."""
+    """The smallest environment: its state is `width` numbers, and an action of the same shape moves it."""
 
     num_envs: int = 6
     width: int = 3
@@ -64,11 +68,11 @@ class Pond:
 
     @choreo.fragment("env")
     def step(self, state, action):
-        return 0.6 * state + 0.4 * jnp.tanh(0.2 * action)  # contracts: rounding must not grow into a difference
+        return 0.6 * state + 0.4 * jnp.tanh(0.2 * action)  # a contraction: rounding errors shrink
 
 
 class OpByOp(InProcess):
-    """The serial runtime, without compiling segments."""
+    """The in-process runtime, which evaluates segments op by op in place of compiling them."""
 
     def __init__(self, plan: Plan, **options: Any):
         super().__init__(plan, **options)
@@ -80,15 +84,18 @@ class OpByOp(InProcess):
 def refuse_or_equal(
     algo: Any,
     env: Any,
-    file: str,
+    source: str,
     layouts: dict[str, Layout] = LAYOUTS,
     *,
     tolerance: float = 1e-5,
     compiled: bool = False,
     meaning: Callable[[], Run] | None = None,
 ) -> dict[str, ChoreoError | None]:
-    """Run under each layout; return the refusals. `file`: the user's file, whose line a refusal must name.
-    `meaning`: the reference result, where several programs have the same."""
+    """Run `algo` for three iterations under each layout; return the refusal, or None, by the name of the layout.
+
+    Fails if a refusal names no line of `source` (the user's file, or folder of files), or if a result differs from the
+    reference. `meaning` computes the reference result, for tests in which several programs have the same one.
+    """
     traced = functools.cache(lambda: trace(algo, env))
     reference = meaning or functools.cache(
         lambda: (reference_run if compiled else reference_op_by_op)(algo, env, jax.random.key(KEY))
@@ -96,15 +103,16 @@ def refuse_or_equal(
     refusals: dict[str, ChoreoError | None] = {}
     for name, layout in layouts.items():
         try:
-            usual = layout.shards == 1 and layout.merge == "all"
-            planned = plan_traced(traced() if usual else trace_for(algo, env, layout), layout, title=name)
+            one_trace_serves = layout.shards == 1 and layout.merge == "all"
+            planned = plan_traced(traced() if one_trace_serves else trace_for(algo, env, layout), layout, title=name)
         except AlgorithmError as refusal:
             assert re.search(r"`carry|metric", str(refusal)), f"the refusal does not name a leaf or a metric: {refusal}"
             refusals[name] = refusal
             continue
         except (PartitionError, LayoutError) as refusal:
-            if not (layout.is_relaxed and "merge" in str(refusal) and layout.merge == "any"):  # the user's own option
-                names_the_users_line(refusal, file)
+            if not (layout.is_relaxed and "merge" in str(refusal) and layout.merge == "any"):
+                # A refusal of merge="any" is about the layout, and has no line.
+                assert_names_a_line(refusal, source)
             refusals[name] = refusal
             continue
         runtime = InProcess if compiled else OpByOp
@@ -124,7 +132,7 @@ def refuse_or_equal(
 
 
 def reference_op_by_op(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> Run:
-    """The reference meaning without compiling it as one: what a user gets who calls `iterate` of unmarked functions."""
+    """The result of calling `init` and `iterate` of the program without marks, op by op: no `jax.jit` around them."""
     init_key, run_key = jax.random.split(key)
     with unmarked():
         carry, rows = as_jax(algo.init(env, init_key)), []
@@ -136,39 +144,42 @@ def reference_op_by_op(algo: Any, env: Any, key: jax.Array, iterations: int = 3)
 
 
 def as_jax(tree: Any) -> Any:
-    """NumPy's arrays as JAX's, as they come out of a `jit`."""
+    """The same tree with JAX arrays in place of NumPy arrays and scalars, as `jax.jit` would return it."""
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else x, tree)
 
 
 def planned_run(planned: Plan, runtime: type[InProcess], replay: list[VersionRead] | None = None) -> Run:
+    """The result of three iterations of a plan, without the metrics of lag."""
     return run_and_log(planned, runtime, replay)[0]
 
 
 def run_and_log(
     planned: Plan, runtime: type[InProcess], replay: list[VersionRead] | None = None
 ) -> tuple[Run, list[VersionRead]]:
+    """The result of three iterations of a plan, and the log of which version each worker read."""
     running = runtime(planned, replay=replay)
     running.start(jax.random.key(KEY))
     metrics = running.run(0, 3)
-    metrics = {name: value for name, value in metrics.items() if name not in LAGS}
+    metrics = {name: value for name, value in metrics.items() if name not in ("lag_mean", "lag_max")}
     return named(running.carry(), metrics), list(running.log)
 
 
-LAGS = ("lag_mean", "lag_max")
-
-
 def run_without_lag(planned: Plan, runtime: type[InProcess]) -> Run:
-    """A relaxed layout in which every reader happens to read the newest version: the law of one that is not relaxed."""
+    """Replay a relaxed plan with a log in which every read is of the newest version.
+
+    Without any lag, a relaxed layout must give the result of a layout that is not relaxed.
+    """
     _, log = run_and_log(planned, runtime)
     return planned_run(planned, runtime, [read._replace(version=read.update) for read in log])
 
 
 def run_merged(algo: Any, env: Any, planned: Plan, runtime: type[InProcess]) -> tuple[Run, Run]:
-    """With merge="any" and no lag: what it gives, and what it means."""
+    """The result of a plan with merge="any" and no lag, and its reference result for the same order of arrival."""
     run, log = run_and_log(planned, runtime)
     return run, merged_reference(algo, env, planned.num_workers, log, jax.random.key(KEY), jit=lambda fn: fn)
 
 
-def names_the_users_line(refusal: Exception, file: str) -> None:
-    line = re.search(rf"{re.escape(Path(file).name)}:\d+", str(refusal))
-    assert line, f"the refusal does not name a line of {Path(file).name}: {refusal}"
+def assert_names_a_line(refusal: Exception, source: str) -> None:
+    """`source`: the user's file, or the folder of the user's files."""
+    files = re.escape(source) + (r"/\w+\.py" if Path(source).is_dir() else "")
+    assert re.search(rf"{files}:\d+", str(refusal)), f"the refusal does not name a line of {source}: {refusal}"

@@ -1,4 +1,9 @@
-"""Fragments under `vmap` whose primitives see the whole batch: refused with the user's line, or equal to the reference."""
+"""Law level 3 for fragments under `vmap` whose primitives see the whole batch, such as a callback or `unvmap_any`.
+
+Such a fragment on a block of environments would give another result than on all of them, without any error. It is refused
+with the user's line and the way out (`independent=True`), or it is proved harmless and equals the program without marks up
+to 1e-5.
+"""
 
 import dataclasses
 import functools
@@ -39,7 +44,7 @@ def learn(w, action):
 
 @dataclass(frozen=True)
 class Acts:
-    """Acts by one function per environment, steps, learns."""
+    """An algorithm with a given function as its actor: called per environment, under `vmap`."""
 
     act: Any
 
@@ -47,13 +52,24 @@ class Acts:
         return {"state": env.reset(env.keys(key)), "weights": jnp.linspace(0.5, 1.5, env.width)}
 
     def iterate(self, env, carry, key):
-        action = jax.vmap(self.act, (None, 0, 0))(carry["weights"], carry["state"], env.keys(key))
+        action = self.actions(env, carry, key)
         state = env.step(carry["state"], action)
         return {"state": state, "weights": learn(carry["weights"], action)}, {"action": jnp.mean(action)}
 
+    def actions(self, env, carry, key):
+        return jax.vmap(self.act, (None, 0, 0))(carry["weights"], carry["state"], env.keys(key))
+
+
+@dataclass(frozen=True)
+class ActsOnTheBatch(Acts):
+    """The same with one call of the actor for all environments, without `vmap` and without a key."""
+
+    def actions(self, env, carry, key):
+        return self.act(carry["weights"], carry["state"], None)
+
 
 def mixing_primitive(name: str) -> jec.Primitive:
-    """Adds two numbers; on a batch, it subtracts the mean of all rows."""
+    """A user's primitive that adds two numbers; under `vmap` it also subtracts the mean of all rows."""
     add = jec.Primitive(name)
     add.def_impl(lambda x, y: x + y)
     add.def_abstract_eval(lambda x, y: x)
@@ -67,11 +83,13 @@ def mixing_primitive(name: str) -> jec.Primitive:
     return add
 
 
-ADD = mixing_primitive("add")
-NAMED_ADD = mixing_primitive("mixes")
+NAMED_ADD = mixing_primitive("add")
+NAMED_MIXES = mixing_primitive("mixes")
 
 
 def by_unvmap(fold):
+    """`fold` sees all environments: if one state is large, the actions of all change their sign."""
+
     def act(w, s, key):
         return jnp.where(fold(s > 0.3), w * s, -w * s)
 
@@ -79,6 +97,7 @@ def by_unvmap(fold):
 
 
 def by_max(w, s, key):
+    """Divides by the maximum over all environments."""
     return w * s / (1.0 + eqxi.unvmap_max((10 * s[0]).astype(jnp.int32)).astype(s.dtype))
 
 
@@ -90,10 +109,12 @@ def by_primitive(primitive):
 
 
 def by_error_if(w, s, key):
+    """Equinox's check looks at all environments, although each environment gets its own value back."""
     return eqx.error_if(w * s, jnp.any(s > 1e6), "the state is too large")
 
 
 def by_diffrax(w, s, key):
+    """A solver of diffrax, which sees the whole batch inside."""
     import diffrax
 
     return diffrax.diffeqsolve(
@@ -109,7 +130,7 @@ def by_diffrax(w, s, key):
 
 
 def by_callback(w, s, key):
-    """Python on the whole batch, each row by itself: which no compiler can see."""
+    """A Python callback on the whole batch. It treats each row by itself, but no compiler can see that."""
     return w * jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
 
 
@@ -117,15 +138,15 @@ REFUSED = {
     "unvmap_any": by_unvmap(eqxi.unvmap_any),
     "unvmap_all": by_unvmap(lambda x: eqxi.unvmap_all(x[0])),
     "unvmap_max": by_max,
-    "a user's primitive named add": by_primitive(ADD),
-    "a user's primitive": by_primitive(NAMED_ADD),
+    "a user's primitive named add": by_primitive(NAMED_ADD),
+    "a user's primitive": by_primitive(NAMED_MIXES),
     "error_if": by_error_if,
     "a callback": by_callback,
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_sees_the_batch_is_refused_with_the_way_out(name):
+def test_a_fragment_that_sees_the_batch_is_refused_with_the_way_out(name):
     algo = Acts(choreo.fragment("actor")(REFUSED[name]))
     refusals = refuse_or_equal(algo, Pond(E), __file__, COARSE)
     assert refusals["coarse x2"] is not None
@@ -142,21 +163,14 @@ def test_diffrax_is_refused_with_the_way_out():
 
 @pytest.mark.parametrize("mark", [choreo.fragment("actor"), lambda fn: fn], ids=["fragment", "glue"])
 def test_a_primitive_that_is_named_add_has_no_rule_of_add(mark):
-    """On the whole batch, without vmap: another primitive of that name might do anything to it."""
+    """Called on the whole batch, without `vmap`: a primitive that is merely named "add" may mix environments."""
     flip = jec.Primitive("add")
     flip.def_impl(lambda x, y: x[::-1] + y)
     flip.def_abstract_eval(lambda x, y: x)
     mlir.register_lowering(flip, mlir.lower_fun(lambda x, y: x[::-1] + y, multiple_results=False))
-    act = mark(lambda w, s: flip.bind(s, s) * jnp.broadcast_to(w, s.shape))
+    act = mark(lambda w, s, key: flip.bind(s, s) * jnp.broadcast_to(w, s.shape))
 
-    @dataclass(frozen=True)
-    class Batched(Acts):
-        def iterate(self, env, carry, key):
-            action = self.act(carry["weights"], carry["state"])
-            state = env.step(carry["state"], action)
-            return {"state": state, "weights": learn(carry["weights"], action)}, {"action": jnp.mean(action)}
-
-    refuse_or_equal(Batched(act), Pond(E), __file__, COARSE)
+    refuse_or_equal(ActsOnTheBatch(act), Pond(E), __file__, COARSE)
 
 
 @pytest.mark.parametrize("disguised", ["", "as what it wraps", "as JAX's rule for another"])
@@ -181,9 +195,9 @@ def test_a_rule_that_a_user_registered_for_a_primitive_of_jax_is_not_trusted(dis
 
 
 @pytest.mark.parametrize(
-    "as_threefry", [{"name": "mine", "tag": "fry"}, {"name": "threefry2x32", "tag": "mine"}], ids=str
+    "named_like_threefry", [{"name": "mine", "tag": "fry"}, {"name": "threefry2x32", "tag": "mine"}], ids=str
 )
-def test_a_generator_that_is_merely_named_threefry_is_not_trusted(as_threefry):
+def test_a_generator_that_is_merely_named_threefry_is_not_trusted(named_like_threefry):
     from jax.extend import random
 
     ours = random.threefry_prng_impl
@@ -200,7 +214,7 @@ def test_a_generator_that_is_merely_named_threefry_is_not_trusted(as_threefry):
         return draw(key)
 
     mine = random.define_prng_impl(
-        key_shape=(2,), seed=ours.seed, split=ours.split, random_bits=bits, fold_in=ours.fold_in, **as_threefry
+        key_shape=(2,), seed=ours.seed, split=ours.split, random_bits=bits, fold_in=ours.fold_in, **named_like_threefry
     )
 
     def act(w, s, key):
@@ -209,16 +223,17 @@ def test_a_generator_that_is_merely_named_threefry_is_not_trusted(as_threefry):
     refuse_or_equal(Acts(choreo.fragment("actor")(act)), Pond(E), __file__, COARSE)
 
 
-def counting():
+def counter():
+    """A function that returns another number in each call."""
     calls = itertools.count(1)
     return lambda: np.float32(next(calls))
 
 
 @pytest.mark.parametrize("what", ["io_callback", "rng_uniform"])
 @pytest.mark.parametrize("where", ["mapped", "batched", "in a jit"])
-def test_what_gives_another_result_each_time_is_not_called_by_each_replica(what, where):
-    """Its operands are the same on every replica; what it gives is not."""
-    count = counting()
+def test_an_impure_call_is_not_made_by_each_replica(what, where):
+    """The operands are the same on every replica; the results of two calls are not."""
+    count = counter()
 
     def draw():
         if what == "rng_uniform":
@@ -227,20 +242,13 @@ def test_what_gives_another_result_each_time_is_not_called_by_each_replica(what,
 
     draw = jax.jit(draw) if where == "in a jit" else draw
 
-    @dataclass(frozen=True)
-    class Batched(Acts):
-        def iterate(self, env, carry, key):
-            action = self.act(carry["weights"], carry["state"], None)
-            state = env.step(carry["state"], action)
-            return {"state": state, "weights": learn(carry["weights"], action)}, {}
-
     act = choreo.fragment("actor")(lambda w, s, key: jnp.broadcast_to(w, s.shape) * s + draw())
     with pytest.raises(PartitionError, match=f"`{what}` need not give the same result again"):
-        plan_traced(trace((Acts if where == "mapped" else Batched)(act), Pond(E)), coarse(2), title="")
+        plan_traced(trace((Acts if where == "mapped" else ActsOnTheBatch)(act), Pond(E)), coarse(2), title="")
 
 
-def test_what_gives_another_result_each_time_is_computed_once_and_sent():
-    """In glue that needs nothing, which every site would otherwise compute for itself."""
+def test_an_impure_value_is_computed_once_and_sent():
+    """Glue without operands is usually computed by each site for itself. A random draw must be made once and sent."""
 
     @dataclass(frozen=True)
     class Drawn(Acts):
@@ -267,7 +275,7 @@ def test_a_fragment_that_the_user_vouches_for_is_replicated_and_the_plan_says_so
     assert "trusted, not proved: `by_callback`" in str(plan)
 
 
-def test_nothing_is_trusted_that_is_proved():
+def test_the_plan_names_no_trusted_fragment_where_proof_succeeds_or_nothing_is_divided():
     algo = Acts(choreo.fragment("actor", independent=True)(lambda w, s, key: w * s))
     assert "trusted" not in str(plan_traced(trace(algo, Pond(E)), coarse(2), title=""))
     algo = Acts(choreo.fragment("actor", independent=True)(by_callback))
@@ -286,7 +294,7 @@ def test_mctx_is_proved_and_equal():
         ), nxt
 
     def act(w, s, key):
-        """A search for one environment: a batch of one."""
+        """A search for one environment, as a batch of one."""
         value = jnp.tanh(s @ w)[None]
         logits = jnp.stack([value, -value, 0.0 * value], axis=-1)
         root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=s[None])
@@ -302,19 +310,19 @@ def test_mctx_is_proved_and_equal():
 
 
 class TestCheckIndependent:
-    """`choreo check` tries to catch out what the user vouches for."""
+    """`choreo check` tries to disprove what the user vouches for with `independent=True`."""
 
     def test_an_honest_fragment_passes(self):
         algo = Acts(choreo.fragment("actor", independent=True)(by_callback))
         assert choreo.testing.check_independent(algo, Pond(E)) == ["by_callback"]
 
     @pytest.mark.parametrize("name", ["unvmap_any", "unvmap_max", "a user's primitive"])
-    def test_a_fragment_in_which_environments_meet_is_caught(self, name):
+    def test_a_fragment_that_mixes_environments_is_caught(self, name):
         algo = Acts(choreo.fragment("actor", independent=True)(REFUSED[name]))
         with pytest.raises(AlgorithmError, match="is marked independent=True, but environments meet in it: with"):
             choreo.testing.check_independent(algo, Pond(E))
 
-    def test_so_is_one_that_counts_the_rows(self):
+    def test_a_fragment_that_counts_the_rows_is_caught(self):
         def act(w, s, key):
             share = lambda x: x / np.float32(x.shape[0] if x.ndim > 1 else 1)  # noqa: E731
             return w * jax.pure_callback(share, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
@@ -326,7 +334,7 @@ class TestCheckIndependent:
         algo = Acts(choreo.fragment("actor", independent=True)(by_error_if))
         assert choreo.testing.check_independent(algo, Pond(E)) == ["by_error_if"]
 
-    def test_a_fragment_that_refuses_all_other_rows_is_not_passed(self):
+    def test_a_fragment_that_refuses_all_other_rows_does_not_pass(self):
         def small(x):
             if np.abs(x).max() > 5 or not np.isfinite(x).all():
                 raise ValueError("too large")
@@ -340,6 +348,6 @@ class TestCheckIndependent:
         ):
             choreo.testing.check_independent(Acts(choreo.fragment("actor", independent=True)(act)), Pond(E))
 
-    def test_what_is_proved_is_not_tried(self):
+    def test_a_proved_fragment_is_not_tried(self):
         algo = Acts(choreo.fragment("actor", independent=True)(lambda w, s, key: w * s))
         assert choreo.testing.check_independent(algo, Pond(E)) == []

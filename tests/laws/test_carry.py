@@ -1,6 +1,7 @@
-"""What may stand in a carry beside arrays of one type: every kind of leaf equals the reference, or is refused by its path.
+"""Law level 3 for what a carry may hold besides arrays: Python numbers, modules, strings, functions, weak types.
 
-The reference is a plain Python loop of `iterate`, without marks: there a number is a number in the first iteration.
+The reference is a plain Python loop over `iterate` without marks, where a Python number is a Python number in the first
+iteration; floats agree up to 1e-6. A leaf that cannot be carried is refused, and the refusal names its path.
 """
 
 from collections import OrderedDict, defaultdict
@@ -28,12 +29,16 @@ ITERATIONS = 4
 
 class Train(NamedTuple):
     w: Any
+    """Weights."""
     more: Any
+    """The leaf under test."""
 
 
 class Carry(NamedTuple):
     train: Train
+    """What the learner keeps."""
     s: Any
+    """State of each environment."""
 
 
 @choreo.fragment("actor")
@@ -42,7 +47,10 @@ def push(w, s):
 
 
 def program(more: Callable[[], Any], learn: Callable[..., Any]) -> Functions:
-    """An algorithm whose train state holds `more()`; `learn(w, more, grad)` is its learner."""
+    """An algorithm whose train state holds the leaf `more()`.
+
+    `learn(w, more, grad)` is its learner, and returns the new weights, the new leaf and the loss.
+    """
     learner = choreo.fragment("learner")(learn)
 
     def start(env, key):
@@ -69,16 +77,16 @@ def decay(w, rate, grad):
     return w - rate * grad, rate * 0.9, jnp.sum(w)
 
 
-def one_then_the_other(w, pair, grad):
-    """`b` is changed by `a`, which is 0 in the first iteration: only the second trace shows it."""
+def change_one_by_the_other(w, pair, grad):
+    """`a` changes `b`, but `a` is 0 in the first iteration: only the second trace shows that `b` changes."""
     return w - 0.1 * pair["b"] * grad, {"a": pair["a"] + 1, "b": pair["b"] + pair["a"]}, jnp.sum(w)
 
 
-def into_an_array(w, best, grad):
+def become_an_array(w, best, grad):
     return w - 0.1 * grad, jnp.maximum(best, jnp.max(w)), jnp.sum(w)
 
 
-def minus(w, zero, grad):
+def change_sign(w, zero, grad):
     return w - 0.01 * jnp.copysign(1.0, zero) * grad, -zero, jnp.sum(w)
 
 
@@ -95,13 +103,14 @@ CHANGING = {
     "a flag that flips": program(lambda: False, flip),
     "a flag that is set": program(lambda: False, set_once),
     "a rate that decays": program(lambda: 0.5, decay),
-    "a leaf that changes because another did": program(lambda: {"a": 0, "b": 5}, one_then_the_other),
-    "a number that becomes an array": program(lambda: 0.0, into_an_array),
-    "a zero that changes its sign": program(lambda: 0.0, minus),
+    "a leaf that changes because another did": program(lambda: {"a": 0, "b": 5}, change_one_by_the_other),
+    "a number that becomes an array": program(lambda: 0.0, become_an_array),
+    "a zero that changes its sign": program(lambda: 0.0, change_sign),
     "numpy's numbers and arrays": program(
         lambda: {"rate": np.float32(0.5), "row": np.zeros(3, np.float32)}, numpy_leaves
     ),
 }
+"""Programs with a leaf that changes. A leaf frozen at its first value gives wrong weights."""
 MERGED = Layout(Group("env", "actor", replicas=2), Group("learner"), max_lag=1, merge="any")
 
 
@@ -111,8 +120,8 @@ def test_leaves_that_change_from_one_iteration_to_the_next(name, layout):
     equals_the_loop(CHANGING[name], layout)
 
 
-def test_learner_shards_share_them():
-    """The mean over shards of the gradient is that over all environments, so one shard is the reference."""
+def test_learner_shards_share_a_counter():
+    """The mean of the gradient over shards is the mean over all environments, so the loop with one shard is the reference."""
 
     def learn(w, updates, grad):
         return w - 0.1 * jnp.float32(updates) * choreo.all_reduce(grad), updates + 1, jnp.sum(w)
@@ -120,7 +129,7 @@ def test_learner_shards_share_them():
     equals_the_loop(program(lambda: 0, learn), Layout(Group("env", "actor", "learner", replicas=2), shards=2))
 
 
-def test_the_learner_of_arriving_parts_counts_them():
+def test_with_merge_any_the_learner_counts_every_part():
     running = InProcess(plan(program(lambda: 0, count), Pond(), MERGED))
     running.start(jax.random.key(KEY))
     running.run(0, ITERATIONS)
@@ -129,16 +138,19 @@ def test_the_learner_of_arriving_parts_counts_them():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CHANGING)
-def test_compiled_as_in_earnest(name):
+def test_changing_leaves_in_compiled_iterations(name):
     equals_the_loop(CHANGING[name], fused(), runtime=InProcess)
 
 
 class Boxed(eqx.Module):
+    """A value with a static unit."""
+
     value: Any
     unit: str = eqx.field(static=True)
 
 
 def odd_leaves(env, key):
+    """A carry with every kind of leaf and container: aliases, empty arrays, None, keys, small types, NumPy values."""
     shared = jnp.arange(3.0)
     return {
         "s": jnp.linspace(-1.0, 1.0, 18).reshape(6, 3),
@@ -158,7 +170,7 @@ def odd_leaves(env, key):
 
 
 @choreo.fragment("learner")
-def odd_learn(w, alias, nested, grad, numpy):
+def learn_odd_leaves(w, alias, nested, grad, numpy):
     one, (two, box) = nested["z"]
     counted = defaultdict(int, n=nested["a"]["n"] + 1)
     nested = OrderedDict(
@@ -167,9 +179,10 @@ def odd_learn(w, alias, nested, grad, numpy):
     return w - 0.1 * grad + 0.01 * alias, nested, [numpy[0] * jnp.float32(0.5), numpy[1] + jnp.int32(1)]
 
 
-def odd_go(env, carry, key):
+def iterate_odd_leaves(env, carry, key):
+    """Changes some of the leaves, swaps two, returns one value twice, and passes the others on."""
     s = env.step(carry["s"], jax.vmap(push, (None, 0))(carry["w"], carry["s"]))
-    w, nested, numpy = odd_learn(carry["w"], carry["alias"], carry["nested"], jnp.mean(s, 0), carry["numpy"])
+    w, nested, numpy = learn_odd_leaves(carry["w"], carry["alias"], carry["nested"], jnp.mean(s, 0), carry["numpy"])
     a, b = carry["swapped"]
     after = carry | {
         "s": s,
@@ -187,11 +200,11 @@ def odd_go(env, carry, key):
 @pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse x2"])
 @pytest.mark.parametrize("runtime", [OpByOp, InProcess], ids=["op by op", "compiled"])
 def test_every_kind_of_leaf_and_container(layout, runtime):
-    equals_the_loop(Functions(odd_leaves, odd_go), layout, runtime=runtime)
+    equals_the_loop(Functions(odd_leaves, iterate_odd_leaves), layout, runtime=runtime)
 
 
 class TestUnchanged:
-    """What comes back with the same type and bits stays Python: Equinox looks at these leaves with `if`."""
+    """A Python leaf that `iterate` returns with the same type and bits stays a Python value: Equinox branches on such leaves."""
 
     def test_dropout_and_attention(self):
         def more():
@@ -230,6 +243,8 @@ class TestUnchanged:
 
 
 class TestRefused:
+    """Leaves that change in a way in which no array can: the refusal names the path of the leaf and both values."""
+
     def test_a_string(self):
         text = refusal(lambda: {"name": "warm"}, lambda w, more, grad: (w, {"name": "cold"}, jnp.sum(w)))
         assert text == (
@@ -259,7 +274,7 @@ class TestRefused:
         text = refusal(lambda: value, lambda w, n, grad: (w, back, jnp.sum(w)))
         assert f"goes in as the {type(value).__name__} {value}" in text and f"back as the {type(back).__name__}" in text
 
-    def test_a_number_that_is_used_as_one(self):
+    def test_a_changing_number_that_is_used_as_a_python_number(self):
         text = refusal(lambda: False, lambda w, flag, grad: (w, not flag, jnp.sum(w)))
         assert text == (
             "`Functions.iterate` changes a number of the carry (`carry.train.more` goes in as the bool False and comes back "
@@ -284,17 +299,17 @@ class TestRefused:
 
 
 class TestWeakTypes:
-    """A Python number has a weak type: what it is promoted to depends on the other operand."""
+    """A Python number has a weak type: the type of a result depends on the other operand."""
 
     def test_weak_at_first_only(self):
-        """As `lax.scan` does: strong from the beginning, if that is the same program."""
+        """The leaf gets a strong type from the beginning if that is the same program, as in `lax.scan`."""
 
         def start():
             return jnp.full((3,), 0.5)  # weak
 
         equals_the_loop(program(start, lambda w, x, grad: (w - x * grad, x * w, jnp.sum(w))), fused())
 
-    def test_a_literal_beside_it_is_the_same_number_in_either_type(self):
+    def test_a_literal_beside_a_weak_number_has_the_same_value_in_either_type(self):
         def learn(w, x, grad):
             return w - jnp.float32(x + 1) * grad, x + jnp.int32(2), jnp.sum(w)
 
@@ -324,7 +339,7 @@ class TestWeakTypes:
         assert "computes in other types from its second iteration on: `carry.train.more` (" in text
         assert "Give it a dtype in `init`" in text
 
-    def test_refused_where_only_one_of_them_can_be_promoted(self):
+    def test_refused_where_strict_promotion_refuses_the_second_iteration(self):
         def learn(w, x, grad):
             return w - (x * jnp.ones((), jnp.bfloat16)).astype(jnp.float32), x * jnp.float32(0.5), jnp.sum(w)
 
@@ -332,14 +347,14 @@ class TestWeakTypes:
 
 
 class TestArrivingParts:
-    """merge="any": `init` is run for all environments, `iterate` for those of one worker."""
+    """With merge="any" `init` runs for all environments, and `iterate` for the environments of one worker."""
 
     @pytest.mark.parametrize(
         "shape", [lambda n: (4 * n,), lambda n: (n + 1,), lambda n: (n // 2,), lambda n: (n, n), lambda n: (n,) * (1 + (n > 4))],
         ids=["4E", "E+1", "E/2", "ExE", "rank"],
     )  # fmt: skip
     def test_a_shape_without_an_axis_of_exactly_E_is_refused(self, shape):
-        """A mean over a ring of 4E came out as a mean over a quarter of it, times four."""
+        """Once, a leaf of 4E rows was cut as if it had E, and a mean of numbers below 1 came out as 2.4."""
         text = merged_refusal(lambda env: {"ring": jnp.zeros(shape(env.num_envs))})
         assert text.startswith(
             f"`carry['more']['ring']` of `Functions` is float32{_list(shape(6))} for 6 environments and "
@@ -354,13 +369,13 @@ class TestArrivingParts:
         text = merged_refusal(lambda env: jnp.zeros(2, jnp.float32 if env.num_envs > 4 else jnp.int32))
         assert "is float32[2] for 6 environments and int32[2] for 3" in text
 
-    def test_blocks_and_what_all_share_are_taken(self):
+    def test_blocks_and_shared_leaves_are_accepted(self):
         form = plan(
             keeper(lambda env: {"none": None, "w": jnp.zeros(4), "empty": jnp.zeros((0, 2))}), Pond(), MERGED
         ).carry
         assert form["s"].shape == (6, 3) and form["more"]["empty"].shape == (0, 2)
 
-    def test_shards_cannot_divide_such_a_shape_either(self):
+    def test_shards_refuse_a_shape_without_an_axis_of_exactly_E(self):
         with pytest.raises(AlgorithmError) as error:
             plan(
                 keeper(lambda env: jnp.zeros(4 * env.num_envs)),
@@ -374,7 +389,7 @@ class TestArrivingParts:
 
 
 def keeper(more: Callable[[Any], Any]) -> Functions:
-    """An algorithm whose carry holds `more(env)`, and keeps it as it is."""
+    """An algorithm that carries `more(env)` and never changes it."""
 
     @choreo.fragment("learner")
     def learn(w, grad):
@@ -392,6 +407,7 @@ def keeper(more: Callable[[Any], Any]) -> Functions:
 
 
 def merged_refusal(more: Callable[[Any], Any]) -> str:
+    """The refusal of that carry with merge="any"."""
     with pytest.raises(AlgorithmError) as error:
         plan(keeper(more), Pond(), MERGED)
     return str(error.value)
@@ -415,6 +431,7 @@ def test_metrics_keep_their_names_in_any_mapping(kind):
 
 
 def equals_the_loop(algo: Any, layout: Layout, *, runtime: type[InProcess] = OpByOp) -> None:
+    """A run under the layout gives the carry and the metrics of a Python loop over `iterate` without marks."""
     env = Pond()
     running = runtime(plan(algo, env, layout))
     running.start(jax.random.key(KEY))
@@ -442,6 +459,7 @@ def equals_the_loop(algo: Any, layout: Layout, *, runtime: type[InProcess] = OpB
 
 
 def refusal(more: Callable[[], Any], learn: Callable[..., Any]) -> str:
+    """The refusal of `program(more, learn)`."""
     with pytest.raises((AlgorithmError, PartitionError)) as error:
         plan(program(more, learn), Pond(), fused())
     return str(error.value)

@@ -1,8 +1,10 @@
-"""The battery at the edges: odd leaves, containers, statics, configurations and sizes, against functions without marks.
+"""Law level 3 for the edge cases of `edge_cases/`: odd leaves, containers, statics, configurations and sizes.
 
-What a user can see is compared: structure, types and bits of the carry, every metric of every row under its own name,
-summary and evaluation. A program is refused, naming the leaf, the metric or the line; or it equals the reference. Most of
-these are plain programs that must run.
+The reference is the program without marks. All that a user can see is compared: structure and types of the carry, every
+metric of every row under its own name, summary and evaluation; floats up to 1e-5, everything else bit for bit.
+
+`runs` wants the program to run under the layouts; most edge cases are plain programs that must. `refused_or_equal` also
+allows a refusal that names the leaf, the metric or the user's line.
 """
 
 import contextlib
@@ -25,25 +27,23 @@ from choreo.runs.config import RunConfig
 from choreo.runs.evaluation import evaluate
 from choreo.runs.run import Run, Timing
 from choreo.testing import unmarked
-from laws import edges
-from laws.edges import (
-    ARRAYS,
+from laws.edge_cases import FOLDER
+from laws.edge_cases.containers import (
     CONTAINERS,
-    COUNTERS,
-    EQUALS,
-    HOLDERS,
     METRICS,
     METRICS_THAT_RUN,
-    MODULES,
-    NUMBERS,
-    ONE_AXIS,
-    PYTHON,
-    SHAPES,
-    SIZED,
-    Edge,
+    in_container,
+    through_fragments,
+    with_metrics,
 )
+from laws.edge_cases.leaves import ARRAYS, COUNTERS, MODULES, PYTHON, with_leaf
+from laws.edge_cases.program import learn
+from laws.edge_cases.sizes import ONE_AXIS, SHAPES, SIZED, with_rows, with_shape
+from laws.edge_cases.statics import EQUALS, HOLDERS, NUMBERS, with_static
+from laws.edge_cases.whole_run import Learned, Learner
 from laws.reference import assert_same_leaf, named, reference_run
 from laws.refuse_or_equal import EVERYTHING_REPLICATED, LAYOUTS, Pond, refuse_or_equal
+from partition.ponds import Functions
 
 E = 6
 POND = Pond(E)
@@ -61,26 +61,28 @@ EVERY_LAYOUT = (
 )  # fmt: skip
 
 
-def runs(algo: Edge, layouts: dict[str, Layout], env: Pond = POND, *, compiled: bool = False) -> None:
-    """Under each of these layouts it is not refused, and equals the reference."""
-    refusals = refuse_or_equal(algo, env, edges.__file__, layouts, compiled=compiled)
+def runs(algo: Functions, layouts: dict[str, Layout], env: Pond = POND, *, compiled: bool = False) -> None:
+    """Under each layout, the program is not refused and gives the reference result."""
+    refusals = refuse_or_equal(algo, env, FOLDER, layouts, compiled=compiled)
     refused = {name: str(refusal) for name, refusal in refusals.items() if refusal}
     assert not refused, refused
 
 
-def refused_or_equal(algo: Edge, layouts: dict[str, Layout], env: Pond = POND) -> None:
-    refuse_or_equal(algo, env, edges.__file__, layouts)
+def refused_or_equal(algo: Functions, layouts: dict[str, Layout], env: Pond = POND) -> None:
+    """Under each layout, the program is refused or gives the reference result."""
+    refuse_or_equal(algo, env, FOLDER, layouts)
 
 
 def cases(*names: Collection[Any], ci: Callable[..., bool]) -> list[Any]:
-    """All combinations; those for which `ci` is False run in the long run only."""
+    """All combinations as parameters. Those for which `ci` is False are marked `long`: only `make test-long` runs them."""
     return [
         pytest.param(*cell, id=" - ".join(map(str, cell)), marks=[] if ci(*cell) else [pytest.mark.long])
         for cell in itertools.product(*names)
     ]
 
 
-def in_the_long_run(*_: Any) -> bool:
+def never(*_: Any) -> bool:
+    """For `cases`: every combination is long."""
     return False
 
 
@@ -88,26 +90,26 @@ def in_the_long_run(*_: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_of_every_kind_is_carried_swapped_aliased_and_handed_over(name):
-    runs(edges.with_leaf(*ARRAYS[name]), COARSE)
+def test_an_array_of_every_kind_is_carried_swapped_aliased_and_sent(name):
+    runs(with_leaf(*ARRAYS[name]), COARSE)
 
 
-@pytest.mark.parametrize(("name", "layout"), cases(ARRAYS, [*EVERY_LAYOUT], ci=in_the_long_run))
+@pytest.mark.parametrize(("name", "layout"), cases(ARRAYS, [*EVERY_LAYOUT], ci=never))
 def test_arrays_in_every_layout(name, layout):
-    refused_or_equal(edges.with_leaf(*ARRAYS[name]), {layout: EVERY_LAYOUT[layout]})
+    refused_or_equal(with_leaf(*ARRAYS[name]), {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize(
     "name", ["bfloat16", "float8_e4m3fn", "int4", "bool", "key", "key rbg", "old-style key", "zero-size"]
 )
 def test_compiled_with_donation(name):
-    """As in earnest: memory that is given away while the same array stands in another slot would show."""
-    runs(edges.with_leaf(*ARRAYS[name]), FUSED, compiled=True)
+    """Compiled as in a run: donating memory that another leaf still uses would show."""
+    runs(with_leaf(*ARRAYS[name]), FUSED, compiled=True)
 
 
 @pytest.mark.parametrize("name", PYTHON)
-def test_a_number_of_python_is_carried_swapped_and_changed(name):
-    runs(edges.with_leaf(*PYTHON[name]), FUSED)
+def test_a_python_number_is_carried_swapped_and_changed(name):
+    runs(with_leaf(*PYTHON[name]), FUSED)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +120,12 @@ def test_a_number_of_python_is_carried_swapped_and_changed(name):
         ci=lambda name, layout: layout == "fused" or name in ("int", "bool that flips", "in an actor"),
     ),
 )
-def test_a_number_of_python_that_is_learned_from(name, layout):
+def test_a_python_number_that_the_learner_reads(name, layout):
     runs(COUNTERS[name], {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize("name", ["int", "bool that flips", "a chain"])
-def test_a_number_of_python_compiled_in_a_chunk(name):
+def test_a_python_number_in_compiled_iterations(name):
     runs(COUNTERS[name], FUSED, compiled=True)
 
 
@@ -144,48 +146,49 @@ def test_a_module_keeps_its_python_leaves(name, layout):
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_a_carry_in_every_container(name):
-    runs(edges.in_container(name), COARSE)
+    runs(in_container(name), COARSE)
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_a_fragment_takes_and_gives_every_container(name):
-    runs(edges.through_fragments(name), COARSE)
+def test_a_fragment_takes_and_returns_every_container(name):
+    runs(through_fragments(name), COARSE)
 
 
-@pytest.mark.parametrize(("name", "layout"), cases(CONTAINERS, [*EVERY_LAYOUT], ci=in_the_long_run))
+@pytest.mark.parametrize(("name", "layout"), cases(CONTAINERS, [*EVERY_LAYOUT], ci=never))
 def test_containers_in_every_layout(name, layout):
-    refused_or_equal(edges.in_container(name), {layout: EVERY_LAYOUT[layout]})
+    refused_or_equal(in_container(name), {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_in_every_container_and_type(name):
     check = runs if name in METRICS_THAT_RUN else refused_or_equal
-    check(edges.with_metrics(name), FUSED | COARSE)
+    check(with_metrics(name), FUSED | COARSE)
 
 
 def test_a_key_is_no_metric():
-    with pytest.raises(AlgorithmError, match="The metric `.*` of `Edge` is a random key, which is no number"):
-        plan(edges.with_metrics("key"), POND, FUSED["fused"])
+    with pytest.raises(AlgorithmError, match="The metric `.*` of `Functions` is a random key, which is no number"):
+        plan(with_metrics("key"), POND, FUSED["fused"])
 
 
-@pytest.mark.parametrize(("name", "layout"), cases(METRICS, [*EVERY_LAYOUT], ci=in_the_long_run))
+@pytest.mark.parametrize(("name", "layout"), cases(METRICS, [*EVERY_LAYOUT], ci=never))
 def test_metrics_in_every_layout(name, layout):
-    refused_or_equal(edges.with_metrics(name), {layout: EVERY_LAYOUT[layout]})
+    refused_or_equal(with_metrics(name), {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize("layout", ["any", "shards", "lag"])
 def test_metrics_under_their_own_names(layout):
-    runs(edges.with_metrics("OrderedDict"), {layout: EVERY_LAYOUT[layout]})
+    runs(with_metrics("OrderedDict"), {layout: EVERY_LAYOUT[layout]})
 
 
 # Statics that compare equal
 
 
 MOST_USED = ("argument", "self", "static field")
+"""Places of a static that `make test` tries with all values."""
 
 
 def seen(result: Any) -> list[Any]:
-    """Types and bits of a result."""
+    """Types, shapes and bits of a result."""
     return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(result)]
 
 
@@ -194,7 +197,7 @@ def seen(result: Any) -> list[Any]:
     cases(HOLDERS, EQUALS, ci=lambda holder, values: values in ("one", "zero") or holder in MOST_USED),
 )
 def test_statics_that_compare_equal_are_told_apart(holder, values):
-    """One after the other, in both orders: the second must not be given the program of the first."""
+    """The values are used one after the other, in both orders: no value may get the program of the one before."""
     call, x = HOLDERS[holder], jnp.float32([0.5, -2.0])
     for value in (*EQUALS[values], *reversed(EQUALS[values])):
         with unmarked():
@@ -219,7 +222,7 @@ def test_statics_that_compare_equal_are_told_apart_under_jit_vmap_and_grad(holde
 )
 def test_programs_with_statics_that_compare_equal(holder, values):
     for value in EQUALS[values][:3]:
-        runs(edges.iterating(value, holder), COARSE)
+        runs(with_static(value, holder), COARSE)
 
 
 # Configurations changed between two traces
@@ -227,7 +230,7 @@ def test_programs_with_statics_that_compare_equal(holder, values):
 
 @choreo.fragment("actor")
 def under_configuration(w, s, key):
-    """What it computes depends on each of the configurations below."""
+    """A fragment whose result or program depends on each of the configurations below."""
     drawn = jax.random.normal(jax.random.split(key, 3)[1], (3,)) + jax.random.normal(jax.random.key(3), (3,))
     return jnp.tanh(w @ s) + jnp.asarray(drawn, s.dtype), jnp.zeros(2) + 0.1
 
@@ -257,19 +260,22 @@ def test_a_configuration_changed_between_two_calls(name, first):
 
 
 def program_of(fn: Any, *args: Any) -> str:
+    """The jaxpr of a call as text."""
     return str(jax.make_jaxpr(lambda *args: fn(*args))(*args))
 
 
-def configured() -> Edge:
+def configured() -> Functions:
+    """A program with that fragment as its actor."""
+
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)}
 
     def iterate(env, c, key):
         a, b = jax.vmap(under_configuration, (None, 0, 0))(c["w"], c["s"], env.keys(key))
         s = env.step(c["s"], a)
-        return {"s": s, "w": edges.learn(c["w"], s)}, {"m": jnp.mean(s), "b": jnp.mean(b)}
+        return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s), "b": jnp.mean(b)}
 
-    return Edge(init, iterate)
+    return Functions(init, iterate)
 
 
 @pytest.mark.parametrize("name", cases(CONFIGURATIONS, ci=lambda name: name == "threefry"))
@@ -281,7 +287,7 @@ def test_a_configuration_changed_between_two_plans(name):
 
 
 def test_the_precision_of_a_plan_is_that_of_its_own_trace():
-    """On a CPU every precision gives the same numbers; the program of a mapped fragment says which was asked for."""
+    """On a CPU every precision gives the same numbers, so this looks for the precision in the fragment's program."""
     algo = configured()
     for configuration, found in ((CONFIGURATIONS["matmul precision"], True), (contextlib.nullcontext, False)):
         with configuration():
@@ -290,7 +296,7 @@ def test_the_precision_of_a_plan_is_that_of_its_own_trace():
         assert [("HIGHEST" in str(call.jaxpr)) for call in calls] == [found]
 
 
-def test_promotion_that_is_strict_again_refuses_again():
+def test_strict_promotion_refuses_again_after_standard_promotion():
     mixed = choreo.fragment("actor")(lambda x, n: x * n)
     with jax.numpy_dtype_promotion("standard"):
         mixed(jnp.float32(2.0), jnp.int32(3))
@@ -303,32 +309,32 @@ def test_promotion_that_is_strict_again_refuses_again():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_that_depend_on_the_number_of_environments(name):
-    runs(edges.with_shape(name), FUSED | COARSE)
+    runs(with_shape(name), FUSED | COARSE)
 
 
 @pytest.mark.parametrize(
     ("name", "layout"), cases(SHAPES, ["any", "shards"], ci=lambda name, layout: layout == "any" or name in ONE_AXIS)
 )
-def test_such_shapes_in_parts(name, layout):
-    """Each worker, or shard, has fewer environments than the carry was made for."""
-    refused_or_equal(edges.with_shape(name), {layout: EVERY_LAYOUT[layout]})
+def test_shapes_for_workers_and_shards_with_fewer_environments(name, layout):
+    """`init` makes the carry for all environments; each worker (merge="any") or shard has a part of them."""
+    refused_or_equal(with_shape(name), {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     cases(ONE_AXIS, ["any", "shards", "lag", "env x2, actor x3"], ci=lambda name, layout: layout in ("any", "shards")),
 )
-def test_rows_of_environments_in_parts(name, layout):
-    refused_or_equal(edges.with_rows(name), {layout: EVERY_LAYOUT[layout]})
+def test_rows_for_workers_and_shards_with_fewer_environments(name, layout):
+    refused_or_equal(with_rows(name), {layout: EVERY_LAYOUT[layout]})
 
 
-@pytest.mark.parametrize(("name", "layout"), cases(SHAPES, [*EVERY_LAYOUT], ci=in_the_long_run))
-def test_such_shapes_in_every_layout(name, layout):
-    refused_or_equal(edges.with_shape(name), {layout: EVERY_LAYOUT[layout]})
+@pytest.mark.parametrize(("name", "layout"), cases(SHAPES, [*EVERY_LAYOUT], ci=never))
+def test_shapes_in_every_layout(name, layout):
+    refused_or_equal(with_shape(name), {layout: EVERY_LAYOUT[layout]})
 
 
 SIZES = [(3, 3), (2, 2), (2, 3), (1, 1), (1, 3), (4, 2), (6, 6)]
-"""Environments and width: equal to each other, to the number of replicas, or to 1."""
+"""Number of environments and width of the state: equal to each other, to the number of replicas, or to 1."""
 
 
 @pytest.mark.parametrize(
@@ -344,7 +350,7 @@ def test_as_many_environments_as_something_else(name, sizes):
     refused_or_equal(SIZED[name], FUSED | layouts, env)
 
 
-@pytest.mark.parametrize(("name", "sizes", "layout"), cases(SIZED, SIZES, [*EVERY_LAYOUT], ci=in_the_long_run))
+@pytest.mark.parametrize(("name", "sizes", "layout"), cases(SIZED, SIZES, [*EVERY_LAYOUT], ci=never))
 def test_sizes_in_every_layout(name, sizes, layout):
     if sizes[0] % 6 == 0 or layout in ("fused", "three sites"):
         refused_or_equal(SIZED[name], {layout: EVERY_LAYOUT[layout]}, Pond(*sizes))
@@ -357,13 +363,13 @@ def test_sizes_in_every_layout(name, sizes, layout):
     "layout", [fused(), pytest.param(coarse(2), marks=pytest.mark.long)], ids=["fused", "coarse x2"]
 )
 def test_a_run_shows_what_the_reference_computes(layout):
-    """As many environments as steps, and as numbers in an observation. Rows, what was learned, summary and evaluation."""
-    algo, env = edges.Learner(), choreo.envs.make("jax:CartPole-v1", 4)
+    """Rows, train state, summary and evaluation of `choreo.train`, with E equal to the steps and to the size of an observation."""
+    algo, env = Learner(), choreo.envs.make("jax:CartPole-v1", 4)
     run = choreo.train(algo, env, steps=48, layout=layout, runtime="inprocess", eval_every=3, eval_episodes=2)
     wanted = reference_run(algo, env, run.config.key)
     metrics = {name.removeprefix("metrics/"): value for name, value in wanted.items() if name.startswith("metrics/")}
-    ours = {"iteration", "env_steps", "seconds", "train_return", "eval_return"}
-    assert {name for row in run.rows for name in row} == ours | set(metrics)
+    added = {"iteration", "env_steps", "seconds", "train_return", "eval_return"}
+    assert {name for row in run.rows for name in row} == added | set(metrics)
     for name, values in metrics.items():
         np.testing.assert_allclose([row[name] for row in run.rows], values, rtol=1e-5, atol=1e-5, err_msg=name)
     assert [(row["iteration"], row["env_steps"]) for row in run.rows] == [(0, 16), (1, 32), (2, 48)]
@@ -382,29 +388,31 @@ def test_a_run_shows_what_the_reference_computes(layout):
 
 
 MARKS = pytest.mark.parametrize("marks", [contextlib.nullcontext, unmarked], ids=["marked", "unmarked"])
-"""Without marks, what tells algorithms apart is not a fragment's cache."""
+"""Without marks there is no cache of fragments, so that other caches must tell the algorithms apart."""
 
 
 @MARKS
 def test_evaluation_of_algorithms_that_compare_equal(marks):
+    """Evaluation of `Learner(sign=1.0)` must not play the policy of `Learner(sign=1)`, which is equal to Python."""
     env, params = choreo.envs.make("jax:CartPole-v1", 4), jnp.zeros((4, 2))
     play = functools.partial(evaluate, env=env, params=params, key=jax.random.key(1), episodes=2)
     with marks():
-        assert play(edges.Learner(sign=1)).mean > 50
-        assert play(edges.Learner(sign=1.0)).mean < 20
-        assert play(edges.Learner(sign=True)).mean > 50
+        assert play(Learner(sign=1)).mean > 50
+        assert play(Learner(sign=1.0)).mean < 20
+        assert play(Learner(sign=True)).mean > 50
 
 
 @MARKS
 def test_acting_with_algorithms_that_compare_equal(marks):
+    """`Run.act` of `Learner(sign=1.0)` must not use the policy of `Learner(sign=1)`."""
     env, obs = choreo.envs.make("jax:CartPole-v1", 4), np.array([0.0, 0.0, 0.1, 0.1], np.float32)
     actions = {}
     for sign in (1, 1.0):
         config = RunConfig(
-            algo=edges.Learner(sign=sign), env=env, layout=fused(), steps=16, seed=0, runtime=None, eval_every=None,
+            algo=Learner(sign=sign), env=env, layout=fused(), steps=16, seed=0, runtime=None, eval_every=None,
             eval_episodes=2, stop_at_return=None, checkpoint_every=None,
         )  # fmt: skip
-        train = edges.Learned(jnp.zeros((4, 2)), jnp.int32(0), None)
+        train = Learned(jnp.zeros((4, 2)), jnp.int32(0), None)
         run = Run(config=config, train_state=train, rows=[], timing=Timing(), path=None)
         with marks():
             actions[type(sign)] = int(run.act(obs))

@@ -1,12 +1,12 @@
-"""The law: layout and placement change nothing but time. Every algorithm, every layout, against `jax.jit(iterate)`.
+"""Law levels 2 and 3 for PPO and for the program of `other.py`, against `jax.jit(iterate)` after three iterations.
 
-Level 2: the same compiled shapes give the same bits. Level 3: replicas compute in other shapes, so they round differently;
-in float64 with plain SGD (Adam hides a wrong factor) to 1e-10, in float32 with the real optimiser to 1e-5.
+Level 2: the same compiled shapes give the same bits. Level 3: replicas compute in other shapes, which round differently. In
+float64 with plain SGD they agree to 1e-10 (Adam would hide a wrong factor), in float32 with the real optimiser to 1e-5.
 
-What level 2 cannot promise: XLA on CPU may turn `a * b + c` into one rounding or two, depending on what is compiled with it.
-Where a cut falls between a fragment and the arithmetic next to it, the last bit may differ. In this matrix it never does,
-in the carry and in all metrics; but in the other program with Adam, whose gradient crosses sites, it does in one leaf:
-`test_what_xla_fuses_across_a_cut`.
+Where level 2 ends: XLA on CPU may turn `a * b + c` into one rounding or two, depending on what else is compiled with it.
+Where a program is divided between a fragment and the arithmetic next to it, the last bit may differ. In the layouts of this
+file it differs in one case only, in one leaf: `Other` with Adam, whose gradient crosses sites. For that case
+`test_a_sum_that_xla_rounds_differently_when_it_is_divided` asks for 1e-6.
 """
 
 import contextlib
@@ -54,21 +54,23 @@ REPLICAS = {
     "env x6, actor x4": Layout(Group("env", replicas=6), Group("actor", replicas=4), Group("learner")),
 }
 FOUR_SITES = Layout(Group("env"), Group("actor"), Group("critic"), Group("learner"))
-"""For the other program: its gradient flows from the critic's site to the learner's."""
+"""For `Other`: its gradient flows from the site of the critic to the site of the learner."""
 MANY_SITES = Layout(Group("env", replicas=3), Group("actor", replicas=2), Group("critic"), Group("learner"))
 
 
 OPTIMISED = {("ppo", "fused"), ("ppo", "three sites")}
-"""Whole and cut, with XLA's optimisations; one with workers is in `test_runtimes.py`."""
+"""One layout with one site and one with three, with XLA's optimisations; `test_runtimes.py` has one with workers."""
 CI = {
     "other-fused", "ppo-gymnasium-three sites",
     "ppo-lstm-coarse x2", "ppo-continuous-coarse x4", "other-fine x2", "ppo-gymnasium-env x2, actor x3",
     "ppo-coarse x4", "ppo-env x6, actor x4",
 }  # fmt: skip
-"""Each algorithm once: whole or cut, in replicas, and in float64 those of one algorithm; coarse and fine are in the matrix."""
+"""Cells that `make test` runs: each algorithm with one site per group or with replicas, and PPO in float64. The matrix has
+coarse and fine with every algorithm."""
 
 
 def cells(layouts):
+    """Every algorithm in every layout, as parameters."""
     return [
         pytest.param(algorithm, layout, id=f"{algorithm}-{name}", marks=marks(algorithm, name))
         for algorithm in ALGORITHMS
@@ -84,6 +86,7 @@ def marks(algorithm, name):
 
 @functools.cache
 def reference_of(algorithm, x64=False):
+    """The algorithm, its environment and its reference result."""
     build, env_name = OTHER_WITH_ADAM if algorithm == "other-adam" else ALGORITHMS[algorithm]
     algo = build(optimizer=optax.sgd) if x64 else build()
     env = make(env_name, NUM_ENVS)
@@ -103,7 +106,7 @@ def run_in(layout, algorithm, x64=False):
 
 
 def without_repeats(cells):
-    """Python environments in one layout of a kind: at a host, other layouts of the same kind do the same."""
+    """Without further layouts of the same kind for Python environments: the host steps them in the same way."""
     return [c for c in cells if c.values[0] != "ppo-gymnasium" or c.id.endswith(("fused", "sites", "x2", "actor x3"))]
 
 
@@ -124,8 +127,8 @@ def test_same_shapes_give_the_same_bits(algorithm, layout):
     ],
     ids=["coarse", "fine", "four"],
 )
-def test_what_xla_fuses_across_a_cut(layout):
-    """A gradient that crosses sites, into Adam: two products in one sum, rounded as the compiler likes."""
+def test_a_sum_that_xla_rounds_differently_when_it_is_divided(layout):
+    """A gradient crosses sites and goes into Adam: a sum of two products, which XLA may round once or twice."""
     assert_close(run_in(layout, "other-adam"), reference_of("other-adam")[-1], 1e-6)
 
 
@@ -136,11 +139,11 @@ FLOAT64 = {
     "ppo-lstm-env x2, actor x3",
     "ppo-continuous-coarse x2",
 }
-"""Every kind of layout once, every algorithm once: a wrong factor would show in any."""
+"""Every kind of layout once, and every algorithm once: a wrong factor would show in any of them."""
 
 
 def float32_cells():
-    """Without those of float64, below, and the largest layout, which is one of them."""
+    """Cells for float32: those that float64 does not have, without the largest layout."""
     found = [cell for cell in without_repeats(cells(REPLICAS)) if cell.id not in FLOAT64 and "env x6" not in cell.id]
     return [cell for cell in found if cell.id != "ppo-gymnasium-fine x2"]
 
@@ -158,7 +161,7 @@ def float64_cells():
 
 @contextlib.contextmanager
 def x64_everywhere():
-    """In all threads: `jax.enable_x64` is for one, and a callback of the reference may run in another."""
+    """Enables float64 in all threads. `jax.enable_x64` is for one thread, and callbacks of the reference may run in another."""
     jax.config.update("jax_enable_x64", True)
     try:
         yield
@@ -178,9 +181,8 @@ def test_exact_gives_the_same_bits_for_any_number_of_workers(algorithm):
     one = run_in(coarse(1, exact=True), algorithm)
     for workers in (2, 6):
         assert_same_bits(run_in(coarse(workers, exact=True), algorithm), one)
-    assert_close(
-        one, reference_of(algorithm)[-1], 1e-5
-    )  # PPO with an MLP is equal to it bit for bit, an LSTM is not: see below
+    # With an LSTM the blocks round differently from the reference; with an MLP the bits are equal: see the next test.
+    assert_close(one, reference_of(algorithm)[-1], 1e-5)
 
 
 def test_exact_with_four_workers():
@@ -191,7 +193,7 @@ def test_exact_with_four_workers():
 
 
 @pytest.mark.parametrize("layout", [pytest.param(fused(), marks=pytest.mark.long), fine(2)], ids=["fused", "fine"])
-def test_a_plan_back_from_a_pickle_gives_the_same_bits(layout):
+def test_an_unpickled_plan_gives_the_same_bits(layout):
     algo, env = Tiny(unroll=4), make("jax:CartPole-v1", 4)
     here = plan(algo, env, layout)
     there = pickle.loads(pickle.dumps(here))
@@ -203,5 +205,5 @@ def test_a_plan_back_from_a_pickle_gives_the_same_bits(layout):
 
 
 def _with_carry(there, here):
-    object.__setattr__(there, "carry", here.carry)  # the coordinator keeps the form of the carry to itself
+    object.__setattr__(there, "carry", here.carry)  # a pickled plan has no carry: only the coordinator needs it
     return there

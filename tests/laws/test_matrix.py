@@ -1,4 +1,10 @@
-"""The law for every algorithm in every layout: see `matrix.py`, from which the cells come."""
+"""The law for every algorithm in every layout; the cells come from `matrix.py`.
+
+lockstep layouts, one process     the reference, `jax.jit(iterate)`, up to 1e-5 after three iterations (level 3)
+lockstep layouts, more processes  the bits of the same plan in one process (level 1)
+relaxed layouts                   a replay of the log gives the same bits, and the log keeps `max_lag` (level 4)
+cells that cannot exist           refused with the message that `matrix.py` states
+"""
 
 import functools
 
@@ -39,24 +45,28 @@ def planned(algo: str, layout: str):
 
 @functools.cache
 def traced(algo: str, shards: int, one_by_one: Layout | None):
-    """What `plan` traces: the same for all layouts with as many shards, but for those that hear workers one by one."""
+    """The trace of an algorithm. One trace serves all layouts with that number of shards.
+
+    A layout with merge="any" learns from workers one by one and needs its own trace: it is `one_by_one`.
+    """
     layout = one_by_one or Layout(Group("env", "actor", "buffer", "learner"), shards=shards)
     return trace_for(matrix.algorithm(algo), matrix.environment(algo), layout)
 
 
 PAIRS = matrix.pairs()
+"""Cells that `test_cell` also runs with worker processes."""
 OTHERS = [cell for cell in matrix.CELLS if cell not in PAIRS and not matrix.refused(*cell)]
 
 
 @pytest.mark.parametrize(("algo", "layout"), matrix.CELLS)
 def test_cell(algo, layout):
-    """In one process; a pair also with worker processes, here, where it is planned and compiled already."""
+    """One cell in one process. The cells of `PAIRS` also run with worker processes here, where their plan is compiled."""
     if refusal := matrix.refused(algo, layout):
         with pytest.raises((LayoutError, PartitionError)) as error:
             planned(algo, layout)
         assert str(error.value).startswith(refusal)
         return
-    run = check(InProcess(planned(algo, layout)), algo, layout)
+    run = check(InProcess(planned(algo, layout)), algo)
     if (algo, layout) in PAIRS:
         check_with_worker_processes(algo, layout, run)
 
@@ -67,24 +77,25 @@ def test_with_worker_processes(algo, layout):
     check_with_worker_processes(algo, layout, run_of(InProcess(planned(algo, layout)), KEY))
 
 
-def check(runtime, algo: str, layout: str):
-    the_plan = runtime.plan
+def check(runtime, algo: str):
+    """Run a cell, compare it with its reference or replay its log, and return its result."""
     run = run_of(runtime, KEY)
-    if the_plan.layout.is_relaxed:
+    if runtime.plan.layout.is_relaxed:
         check_log(runtime, run)
     else:
-        assert_close(run, reference(algo, the_plan.shards), 1e-5)
+        assert_close(run, reference(algo, runtime.plan.shards), 1e-5)
     return run
 
 
 def check_log(runtime, run):
+    """A replay of the run's log gives the same bits, and the log keeps the bounds of its layout."""
     log = list(runtime.log)
     assert_same_bits(run_of(InProcess(runtime.plan, replay=log), KEY), run)
     check_bounds(log, run, runtime.plan.layout, iterations=3)
 
 
 def check_with_worker_processes(algo: str, layout: str, in_one_process):
-    """By its own log, or the bits of one process, which are close to the reference."""
+    """A relaxed run is replayed from its own log; any other run has the bits of the run in one process."""
     runtime = Local(planned(algo, layout))
     run = run_of(runtime, KEY)
     if runtime.plan.layout.is_relaxed:
@@ -99,4 +110,6 @@ def test_every_algorithm_and_every_layout_has_cells():
 
 
 def test_the_docs_have_the_matrix():
-    assert matrix.PAGE.read_text() == matrix.page(set(matrix.CELLS)), "pytest tests/laws/test_matrix.py writes it"
+    assert matrix.PAGE.read_text() == matrix.page(set(matrix.CELLS)), (
+        "a run of tests/laws/test_matrix.py writes the page"
+    )

@@ -1,8 +1,12 @@
-"""Programs that mix environments, each in every disguise: refused with the user's line, or the reference result.
+"""Law level 3 for programs that mix environments: refused with the user's line, or the reference result up to 1e-5.
 
-    mixer  x  around it (nothing, scan, cond, while, custom_vjp, remat)  x  what it is (glue, fragment, mapped fragment)
+A mixer is a function [env, 3] -> [env, 3] whose result for one environment depends, or seems to depend, on the others. On a
+block of environments a mixer gives another result than on all of them, without any error. Each mixer is tried
 
-A mixer takes what each environment holds, `[env, 3]`, and gives the same shape back.
+    inside   nothing, scan, cond, while, custom_vjp, remat
+    as       glue, a fragment of the whole batch, a mapped fragment
+
+The reference is the program without marks, op by op. `odd_programs/` has whole programs for the same law.
 """
 
 import functools
@@ -33,30 +37,31 @@ from laws.refuse_or_equal import (
 
 E = 6
 UNEVEN = {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}
-"""Where blocks of two sizes meet: the layout that asks most, where there is time for one."""
+"""The layout in which blocks of two sizes meet. It is the hardest one, for tests that have time for one layout only."""
 
 
 def rows(values):
-    """One number per environment, beside each of its three."""
+    """[E] -> [E, 3]: the number of each environment, three times."""
     return jnp.broadcast_to(values[:, None], (len(values), 3))
 
 
 def every(values):
-    """The same three numbers for every environment."""
+    """[3] -> [E, 3]: the same three numbers for every environment."""
     return jnp.broadcast_to(values, (E, 3))
 
 
 def squares(x):
-    """A matrix for each environment, far from singular."""
+    """[E, 3] -> [E, 3, 3]: a regular matrix for each environment."""
     return x[:, :, None] * x[:, None, :] + jnp.broadcast_to(jnp.diag(jnp.arange(1.0, 4.0)), (E, 3, 3))
 
 
 def merged(x):
-    """Time x env in one axis, as minibatches are made."""
+    """[E, 3] -> [2 E, 3]: time and environments merged to one axis, as for minibatches."""
     return jnp.stack([x, 2.0 * x]).reshape(2 * E, 3)
 
 
 def structure(x):
+    """A program whose number of equations depends on the number of environments: on a block it is another program."""
     for i in range(len(x)):
         x = x.at[i].set(jnp.sin(x[i] + i))
     return x if len(x) > 4 else -x
@@ -74,7 +79,7 @@ MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "literal of E": lambda x: x + rows(jnp.arange(E, dtype=x.dtype) * (2.0 * len(x))),
     "structure": structure,
 }
-"""The ten of the issue."""
+"""The ten basic ways in which environments mix, or in which a program depends on their number."""
 
 ROTATION = jnp.roll(jnp.eye(E), 1, axis=0)
 LINE = jnp.linspace(-1.0, 1.0, E)
@@ -82,6 +87,7 @@ TABLE = jnp.linspace(-1.0, 1.0, E * 3).reshape(E, 3)
 SQUARE = jnp.linspace(-1.0, 1.0, E * E).reshape(E, E)
 
 MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    # Reductions, selection and order along environments.
     "max": lambda x: x - jnp.max(x, axis=0, keepdims=True),
     "norm of all": lambda x: x / (1.0 + jnp.linalg.norm(x)),
     "flip": lambda x: x[::-1],
@@ -93,15 +99,19 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "order": lambda x: x[jnp.argsort(x[:, 0])],
     "rank": lambda x: rows(jnp.argsort(jnp.argsort(x[:, 0])).astype(x.dtype)),
     "top": lambda x: every(lax.top_k(x.T, 2)[0][:, 0]),
+    # Constant arrays with axes of length E.
     "constant rotation": lambda x: ROTATION @ x,
     "constant line": lambda x: x * rows(LINE),
     "constant square, contracted": lambda x: jnp.tanh(x @ x.T @ SQUARE @ x),
     "constant square, taken by row": lambda x: SQUARE[:, :3] * x,
     "constant square, taken by column": lambda x: SQUARE[:3].T * x,
+    # All pairs of environments.
     "all pairs": lambda x: jnp.sum(x[:, None, :] - x[None, :, :], axis=1),
     "diagonal of all pairs": lambda x: rows(jnp.diagonal(x @ x.T)),
+    # Normalisation over environments.
     "softmax over environments": lambda x: jax.nn.softmax(x, axis=0),
     "whitened": lambda x: (x - every(jnp.mean(x, axis=0))) / every(jnp.std(x, axis=0) + 1e-3),
+    # Transposes, reshapes and merged axes.
     "transposed twice": lambda x: jnp.cumsum(x.T, axis=1).T,
     "transposed, harmless": lambda x: jnp.cumsum(x.T, axis=0).T,
     "flattened": lambda x: jnp.cumsum(x.reshape(-1)).reshape(E, 3),
@@ -109,6 +119,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "halved by reshape": lambda x: x.reshape(2, E // 2, 3)[::-1].reshape(E, 3),
     "merged, harmless": lambda x: jnp.cos(merged(x)).reshape(2, E, 3).sum(axis=0),
     "merged the other way": lambda x: jnp.roll(jnp.stack([x, -x], axis=1).reshape(2 * E, 3), 1, axis=0)[::2],
+    # Scans and maps along environments, and linear solves.
     "scan over environments": lambda x: lax.scan(lambda c, row: (c + row, c), x[0], x)[1],
     "map over environments": lambda x: lax.map(jnp.sin, x),
     "map that looks at another": lambda x: lax.map(lambda row: row - x[0], x),
@@ -120,18 +131,21 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "solve for all": lambda x: jnp.linalg.solve(x @ x.T + jnp.eye(E), x),
     "scan with a table": lambda x: lax.scan(lambda c, i: (c.at[i].set(c[i - 1] + 1.0), ()), x, jnp.arange(1, E))[0],
     "associative scan": lambda x: lax.associative_scan(jnp.multiply, x),
+    # Collectives over the named axis of a vmap.
     "named mean": lambda x: jax.vmap(lambda row: row - lax.pmean(row, "envs"), axis_name="envs")(x),
     "named index": lambda x: jax.vmap(lambda row: row * lax.axis_index("envs").astype(row.dtype), axis_name="envs")(x),
     "named permutation": lambda x: jax.vmap(
         lambda row: lax.ppermute(row, "envs", [(i, (i + 1) % E) for i in range(E)]), axis_name="envs"
     )(x),
     "named size": lambda x: jax.vmap(lambda row: row / lax.psum(1, "envs"), axis_name="envs")(x),
+    # Branches and loops, on all environments together or on each.
     "branch on any": lambda x: lax.cond(jnp.any(x > 0.5), lambda x: -x, jnp.sin, x),
     "branch on each": lambda x: jax.vmap(lambda row: lax.cond(row[0] > 0, jnp.sin, jnp.negative, row))(x),
     "loop until all": lambda x: lax.while_loop(lambda x: jnp.any(jnp.abs(x) > 0.1), lambda x: 0.7 * x, x),
     "loop until each": lambda x: jax.vmap(
         lambda r: lax.while_loop(lambda r: jnp.abs(r[0]) > 0.1, lambda r: 0.7 * r, r)
     )(x),
+    # Gather and scatter: rows by number and rows by data.
     "own row, by arange": lambda x: rows(x[jnp.arange(E), jnp.argmax(x, axis=1)]),
     "own row, out of range": lambda x: rows(
         x.at[jnp.arange(E), jnp.argmax(x, axis=1) * 2].get(mode="fill", fill_value=9.0)
@@ -147,6 +161,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "scatter to one": lambda x: x.at[0].add(jnp.sum(x, axis=0)),
     "histogram": lambda x: x + every(jnp.zeros(3).at[jnp.abs(x[:, 0] * 10).astype(jnp.int32) % 3].add(1.0)),
     "segment sum": lambda x: jax.ops.segment_sum(x, jnp.array([0, 0, 1, 1, 5, 5]), E),
+    # Windows, convolutions, dynamic slices, FFT and matrix products.
     "window over environments": lambda x: lax.reduce_window(x, 0.0, lax.add, (3, 1), (1, 1), "SAME"),
     "window over features": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME"),
     "convolution over environments": lambda x: (
@@ -168,9 +183,11 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "dynamic update by data": lambda x: lax.dynamic_update_slice(x, x[:1], (jnp.argmax(x[:, 0]).astype(jnp.int32), 0)),
     "fft": lambda x: jnp.real(jnp.fft.fft(x, axis=0)),
     "covariance inverse": lambda x: x @ jnp.linalg.inv(x.T @ x + jnp.eye(3)),
+    # Tiling, clipping and selection.
     "tiled": lambda x: jnp.tile(x, (2, 1))[1 : E + 1],
     "clipped by the mean": lambda x: jnp.clip(x, -jnp.mean(jnp.abs(x)), jnp.mean(jnp.abs(x))),
     "where all": lambda x: jnp.where(jnp.all(x > 0, axis=1, keepdims=True), x, -x),
+    # Random numbers.
     "permutation": lambda x: jax.random.permutation(jax.random.key(3), x),
     "permuted index": lambda x: x[jax.random.permutation(jax.random.key(3), E)],
     "random per environment": lambda x: x + jax.random.normal(jax.random.key(1), (E, 3)),
@@ -188,14 +205,17 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "keys rolled": lambda x: (
         x + jax.vmap(lambda k: jax.random.normal(k, (3,)))(jnp.roll(jax.random.split(jax.random.key(1), E), 1))
     ),
+    # Types and bits.
     "dtype": lambda x: (jnp.round(8 * x).astype(jnp.bfloat16) * E).astype(x.dtype),
     "bits": lambda x: lax.bitcast_convert_type(
         lax.bitcast_convert_type(x, jnp.uint8).reshape(-1, 4), jnp.float32
     ).reshape(E, 3),
+    # Derivatives.
     "gradient of a sum": lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 2))(x),
     "gradient of a mean": lambda x: jax.grad(lambda x: jnp.mean(x) ** 2)(x),
     "gradient, sorted": lambda x: jax.grad(lambda x: jnp.sum(jnp.sort(x, axis=0) * rows(LINE)))(x),
     "jacobian": lambda x: jax.jacfwd(lambda x: jnp.sum(x**2, axis=1))(x).sum(axis=1),
+    # Further pairs of functions that look alike, of which one mixes environments and the other does not.
     "tiled by features": lambda x: jnp.tile(x, (1, 2))[:, 1:4] + jnp.tile(x, (2, 1, 1))[1],
     "tiled, then cut": lambda x: jnp.tile(x, (2, 1))[E:],
     "gamma by env key": lambda x: (
@@ -215,18 +235,20 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
         jnp.linalg.svd(squares(x), compute_uv=False) + jnp.abs(jnp.linalg.qr(squares(x))[1][:, 2])
     ),
     "singular values of all": lambda x: x * every(jnp.linalg.svd(x, compute_uv=False)),
-    "custom rule of vmap": lambda x: jax.vmap(meet)(x),
+    "custom rule of vmap": lambda x: jax.vmap(centre_under_vmap)(x),
     "unrolled by jit": jax.jit(lambda x: x - jnp.mean(x, axis=0, keepdims=True)),
 }
+"""Functions that mix environments, and functions that look alike and do not: a rule must tell them apart."""
 
 
 @jax.custom_batching.custom_vmap
-def meet(row):
+def centre_under_vmap(row):
+    """One row as it is; under `vmap`, each row minus the mean of all rows. Here, because a refusal must name this file."""
     return row
 
 
-@meet.def_vmap
-def _meet_all(axis_size, in_batched, x):
+@centre_under_vmap.def_vmap
+def _centre_the_batch(axis_size, in_batched, x):
     return x - jnp.mean(x, axis=0, keepdims=True), True
 
 
@@ -243,7 +265,7 @@ def in_while(mix):
 
 
 def in_custom_vjp(mix):
-    """Its derivative mixes as well."""
+    """The mixer in a function whose derivative mixes as well."""
 
     @jax.custom_vjp
     def f(x):
@@ -276,7 +298,7 @@ def batched(role):
 
 
 def mapped(role):
-    """Called once per environment, with all of them in hand."""
+    """The mixer in a fragment under `vmap` over the number of the environment, which gets all environments each time."""
     return lambda mix: lambda x: jax.vmap(choreo.fragment(role)(lambda x, i: mix(x)[i]), (None, 0))(x, jnp.arange(E))
 
 
@@ -295,10 +317,12 @@ def learn(weights, action):
 
 @dataclass(frozen=True)
 class Algo:
-    """Acts, mixes, steps, learns. Where: "action" (between act and step), "state" (what is carried) or "step" (in a scan)."""
+    """Acts, mixes, steps and learns."""
 
     mix: Callable[[jax.Array], jax.Array]
+    """The mixer."""
     where: str = "action"
+    """What is mixed: "action" (before the step), "state" (after the step), or "step" (the action of each step of a scan)."""
 
     def init(self, env, key):
         return {"state": env.reset(env.keys(key)), "weights": jnp.linspace(0.5, 1.5, env.width)}
@@ -321,17 +345,18 @@ class Algo:
 
 @functools.cache
 def meaning(mixer: str, around: str) -> Run:
-    """Of a program in which nothing is marked: a mark changes nothing."""
+    """The reference result. It is the same for glue and all kinds of fragments, because marks change nothing."""
     algo = Algo(AROUND[around]((MIXERS | MORE_MIXERS)[mixer]))
     return reference_op_by_op(algo, Pond(E), jax.random.key(KEY))
 
 
 def case(*parts: str, ci: bool) -> Any:
+    """One parameter; only `make test-long` runs it if `ci` is False."""
     return pytest.param(*parts, id=" - ".join(parts), marks=[] if ci else [pytest.mark.long])
 
 
 def ten_ways() -> list[Any]:
-    """In CI every mixer as every kind, around it one thing after the other; all combinations in the long run."""
+    """All combinations. `make test` runs every mixer as every kind, inside one of the constructs in turn."""
     cells = itertools.product(enumerate(MIXERS), enumerate(AROUND), enumerate(KINDS))
     return [case(mixer, around, kind, ci=(m + k) % len(AROUND) == a) for (m, mixer), (a, around), (k, kind) in cells]
 
@@ -341,12 +366,12 @@ def test_the_ten_ways_to_mix(mixer, around, kind):
     algo = Algo(KINDS[kind](AROUND[around](MIXERS[mixer])))
     layouts = LAYOUTS if around in ("alone", "scan") else UNEVEN
     refusals = refuse_or_equal(algo, Pond(E), __file__, layouts, meaning=lambda: meaning(mixer, around))
-    if kind == "glue":  # the learner's site sees every environment
+    if kind == "glue":  # glue can run at the site of the learner, which has all environments
         assert not any(refusals.values()), refusals
 
 
 def more_ways() -> list[Any]:
-    """In CI each in a fragment of all environments, where it must not pass; the other two kinds in turn."""
+    """All combinations. `make test` runs every mixer in a replicated actor fragment, and as glue or env fragment in turn."""
     cells = itertools.product(enumerate(MORE_MIXERS), enumerate(["glue", "batched env", "batched"]))
     return [case(mixer, kind, ci=kind == "batched" or m % 3 == k) for (m, mixer), (k, kind) in cells]
 
@@ -362,26 +387,26 @@ def test_more_ways_to_mix(mixer, kind):
     ["own row, by arange", "own row, out of range", "own row, written", "own row of a square", "gamma by env key",
      "tiled by features", "checkpoint name", "fft of features", "matrices of each", "map over environments", "solve of each"],
 )  # fmt: skip
-def test_what_runs_on_blocks(mixer):
-    """These run on blocks of environments; a rule that is lost would be seen by nobody else."""
+def test_functions_that_do_not_mix_run_on_blocks(mixer):
+    """These only look like mixers, and run on blocks. If a rule were lost, they would be refused, and no other test would fail."""
     algo = Algo(batched("actor")(MORE_MIXERS[mixer]))
     assert not any(refuse_or_equal(algo, Pond(E), __file__, UNEVEN, meaning=lambda: meaning(mixer, "alone")).values())
 
 
-def carried() -> list[Any]:
-    """In CI every mixer, in one place or the other."""
+def places() -> list[Any]:
+    """Every mixer in both places; `make test` runs every mixer in one of them."""
     cells = itertools.product(enumerate(MIXERS), enumerate(["state", "step"]))
     return [case(mixer, where, ci=m % 2 == w) for (m, mixer), (w, where) in cells]
 
 
-@pytest.mark.parametrize(("mixer", "where"), carried())
-def test_mixing_what_is_carried(mixer, where):
+@pytest.mark.parametrize(("mixer", "where"), places())
+def test_mixing_in_the_carry_and_in_a_scan(mixer, where):
     refuse_or_equal(Algo(MIXERS[mixer], where), Pond(E), __file__, MORE_LAYOUTS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_odd_programs(name, capfd):
-    refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN | {"everything x2": EVERYTHING_REPLICATED})
+    refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN | {"everything x2": EVERYTHING_REPLICATED})
 
 
 @pytest.mark.parametrize(
@@ -389,11 +414,13 @@ def test_odd_programs(name, capfd):
     ["a metric that is carried", "donated and read again", "same value twice", "carry swapped", "carry unchanged"],
 )
 def test_compiled_with_donation(name):
-    refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN, compiled=True)
+    """Compiled as in a run: donating memory that another value still uses would show."""
+    refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN, compiled=True)
 
 
 @pytest.fixture
 def arrays_as_literals():
+    """Array constants of a program are literals of its jaxpr in this test."""
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     yield
     jax.config.update("jax_use_simplified_jaxpr_constants", False)
@@ -401,5 +428,5 @@ def arrays_as_literals():
 
 @pytest.mark.parametrize("name", ["constant arrays given to fragments", "a scan with constant arrays"])
 def test_arrays_as_literals(name, arrays_as_literals):
-    refusals = refuse_or_equal(Program(name), Pond(E), odd_programs.__file__, UNEVEN)
+    refusals = refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN)
     assert not any(refusals.values()), refusals

@@ -1,14 +1,15 @@
-"""Random small algorithms under several layouts: refused with the user's line, or equal to the reference.
+"""Law level 3 for random programs: each is refused with the user's line, or equals the program without marks up to 2e-5.
 
-A program is a list of instructions over four kinds of values; an instruction takes an op, what it is (glue, a fragment of some
-role, a mapped fragment, or any of these inside a scan, cond, while or jit) and operands among the values of the right kind.
+A program has three lists of instructions: one before a scan over `env.step`, one inside the scan, one after it. An
+instruction is an op on values of some kinds, and says how the op is called: as glue, in a fragment of some role or in a
+mapped fragment, and inside a scan, cond, while, jit or nothing. The kinds of values are
 
     env [E, 3]     shared [3]     time [T, E, 3]     count [E] of integers
 
-A wide program has odd leaves beside, its carry in some container, metrics out of order, other types on the way, and as many
-environments as there are numbers in a state, steps in a scan, or replicas.
+All values are squashed, so that rounding errors do not grow.
 
-Two lists run before and after a scan over `env.step`, one inside. Values are squashed, so that rounding does not grow.
+A wide program also has odd leaves in its carry, a container around the carry, metrics out of order and other types, and may
+have as many environments as there are numbers in a state, steps in the scan, or replicas.
 """
 
 import collections
@@ -28,19 +29,19 @@ from jax import lax
 
 import choreo
 from choreo.layouts import Group, Layout, coarse, fine, fused
-from laws.edges import ARRAYS, PYTHON
+from laws.edge_cases.leaves import ARRAYS, PYTHON
 from laws.refuse_or_equal import MORE_LAYOUTS, Pond, refuse_or_equal
 
 T = 3
 WEIGHTS = jnp.linspace(-0.5, 0.5, 9).reshape(3, 3)
 Ops = dict[str, tuple[tuple[str, ...], str, Any]]
-"""Kinds of the operands, kind of the result, and what it computes."""
+"""By name: kinds of the operands, kind of the result, and the function."""
 
 
 @functools.cache
 def ops(E: int) -> Ops:
-    """For that many environments."""
-    with jax.ensure_compile_time_eval():  # kept for other programs
+    """The ops for E environments."""
+    with jax.ensure_compile_time_eval():  # the cache keeps these arrays, so they must be no tracers
         square = jnp.linspace(-0.3, 0.3, E * E).reshape(E, E)
         columns = jnp.linspace(-0.3, 0.3, 3 * E).reshape(E, 3) if E < 3 else square[:, :3]
 
@@ -139,9 +140,9 @@ OTHER_TYPES: dict[str, Callable[[jax.Array], jax.Array]] = {
     ),
     "by nothing": lambda x: x + jnp.sum(x[..., :0], axis=-1, keepdims=True),
 }
-"""Each of these works on one environment, too."""
-OLD_OPS = sorted(set(ops(6)) - set(OTHER_TYPES))
-"""Those of the first generator: its programs stay the same."""
+"""Ops that compute in other types on the way. Each works on a batch and on one environment."""
+NARROW_OPS = sorted(set(ops(6)) - set(OTHER_TYPES))
+"""The ops of programs that are not wide."""
 
 
 ROWS: dict[str, Any] = {
@@ -156,7 +157,7 @@ ROWS: dict[str, Any] = {
     "time total": lambda x: jnp.sum(x, axis=0),
     **OTHER_TYPES,
 }
-"""The same for one environment: these can be mapped."""
+"""Ops as functions of one environment, which mapped fragments call."""
 ROLES = ("env", "actor", "buffer", "learner")
 
 
@@ -164,12 +165,15 @@ class Instruction(NamedTuple):
     """One step of a random program."""
 
     op: str
+    """Name of the op."""
     kind: str
-    """glue, fragment or mapped."""
+    """How the op is called: as "glue", or in a "fragment" or a "mapped" fragment."""
     role: str
+    """Role of the fragment."""
     around: str
-    """Nothing, scan, cond, while or jit."""
+    """Control flow around the op: "" (none), "scan", "cond", "while" or "jit"."""
     operands: tuple[int, int, int]
+    """Which of the values of each kind are the operands."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,11 @@ class RandomProgram:
     """An algorithm made of instructions."""
 
     before: tuple[Instruction, ...]
+    """Instructions before the scan."""
     inside: tuple[Instruction, ...]
+    """Instructions in each step of the scan."""
     after: tuple[Instruction, ...]
+    """Instructions after the scan."""
     picks: tuple[int, ...]
     """Which values become the carry and the metrics."""
 
@@ -244,6 +251,7 @@ def squash(x):
 
 
 def execute(instructions, pool, key):
+    """The pool of values by kind, with the result of each instruction appended."""
     table = ops(len(pool["env"][0]))
     pool = {kind: list(values) for kind, values in pool.items()}
     for i, (name, kind, role, around, operands) in enumerate(instructions):
@@ -256,7 +264,7 @@ def execute(instructions, pool, key):
             jax.random.fold_in(key, i) if take == "key" else pool[take][n % len(pool[take])]
             for take, n in zip(takes, operands, strict=False)
         ]
-        fn = surround(around, fn, gives, args)
+        fn = surround(around, fn, args)
         if kind == "fragment":
             fn = choreo.fragment(role)(fn)
         result = fn(*args)
@@ -264,7 +272,8 @@ def execute(instructions, pool, key):
     return pool
 
 
-def surround(around, fn, gives, args):
+def surround(around, fn, args):
+    """The function with the control flow `around` it."""
     if around == "jit":
         return jax.jit(fn)
     if around == "cond":
@@ -285,7 +294,7 @@ def surround(around, fn, gives, args):
 
 INSTRUCTIONS = st.builds(
     Instruction,
-    op=st.sampled_from(OLD_OPS),
+    op=st.sampled_from(NARROW_OPS),
     kind=st.sampled_from(["glue", "glue", "fragment", "mapped"]),
     role=st.sampled_from(ROLES),
     around=st.sampled_from(["", "", "", "scan", "cond", "while", "jit"]),
@@ -301,6 +310,8 @@ PROGRAMS = st.builds(RandomProgram, **PARTS)
 
 
 class Six(NamedTuple):
+    """The carry of a random program as a NamedTuple."""
+
     state: Any
     memory: Any
     weights: Any
@@ -310,6 +321,8 @@ class Six(NamedTuple):
 
 
 class Module(eqx.Module):
+    """The carry of a random program as a module, with its fields in another order."""
+
     past: Any
     count: Any
     more: Any
@@ -332,6 +345,7 @@ CONTAINERS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Any], dic
         lambda c: {name: c[10 - i][0] for i, name in enumerate(Six._fields)},
     ),
 }
+"""How to put the carry of a random program into a container, and how to get it out again."""
 LEAVES = ARRAYS | {f"Python's {name}": leaf for name, leaf in PYTHON.items()}
 METRICS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "dict": dict,
@@ -345,10 +359,13 @@ class WideProgram:
     """A random program with odd leaves beside its carry, the carry in a container, and metrics of several types."""
 
     program: RandomProgram
+    """The program that computes carry and metrics."""
     container: str
+    """Container of the carry."""
     leaves: tuple[tuple[str, str], ...]
-    """Kinds of further leaves, and what becomes of each: kept, changed, swapped, doubled or read."""
+    """Kinds of further leaves, and what an iteration does with each: kept, changed, swapped, doubled or read."""
     metrics: str
+    """Container of the metrics."""
 
     def init(self, env, key):
         leaves = [LEAVES[name] for name, _ in self.leaves]
@@ -370,6 +387,7 @@ class WideProgram:
         return (make(after), leaves), METRICS[self.metrics](metrics)
 
     def changed(self, name, deed, one, other):
+        """The new values of a pair of leaves of that kind."""
         change = LEAVES[name][1]
         if deed == "kept":
             return one, other
@@ -409,8 +427,12 @@ LAYOUTS_OF = {
     2: {"fused": fused(), "coarse x2": coarse(2), "fine x2": fine(2), "everything x2": MORE_LAYOUTS["everything x2"]},
     1: {"fused": fused(), "coarse x1": coarse(1), "three sites": MORE_LAYOUTS["three sites"]},
 }  # fmt: skip
-"""By the number of environments. 3 is also the width and the number of steps; 2 and 1 are the number of replicas."""
+"""Layouts by the number of environments. 3 is also the width of a state and the number of steps; 2 and 1 are numbers of
+replicas."""
 SIZES = st.sampled_from([6, 3, 3, 2, 1])
+
+# The examples are derived from name and source of each test below (`derandomize` in tests/conftest.py): renaming a test, or
+# adding a docstring, gives it other programs.
 
 
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
@@ -419,7 +441,7 @@ def test_random_programs_are_refused_or_equal(program):
     refuse_or_equal(program, Pond(6), __file__, SOME_LAYOUTS, tolerance=2e-5)
 
 
-# A program that fails is not made smaller here: that takes minutes. `test_many_more_wide_ones_are` does it.
+# Without the phase that shrinks a failing program, which takes minutes. `test_many_more_wide_ones_are` has that phase.
 @settings(max_examples=2, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 @given(program=WIDE_PROGRAMS, size=SIZES)
 def test_wide_programs_are_refused_or_equal(program, size):

@@ -1,4 +1,8 @@
-"""Law level 4: what was read, and whose part was learned from when, is logged; the log gives the same bits again."""
+"""Law level 4: a relaxed run (`max_lag`, `merge="any"`) replays bit for bit from its log.
+
+The log says which version of the parameters each worker read, and in which order the learner used their parts. No version
+is older than `max_lag`. Without lag, and for one algorithm with lag, the result is also compared with a loop by hand (1e-5).
+"""
 
 import functools
 
@@ -30,7 +34,7 @@ CELLS = {
     "sebulba, lag": choreo.sebulba(4, 2, max_lag=3),
     "central, any": choreo.central(4, max_lag=3, merge="any"),
 }
-"""More workers than in the matrix, which has every relaxed layout with two, in one process and in several."""
+"""Layouts with four workers. The matrix has every relaxed layout with two, in one process and in several."""
 
 
 @functools.cache
@@ -39,34 +43,35 @@ def planned(cell: str):
 
 
 def logged_run(runtime, iterations: int = 6):
+    """The result of a run, and its log."""
     return run_of(runtime, KEY, iterations), list(runtime.log)
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_seeded_run_is_the_same_again_and_keeps_its_bounds(cell):
-    run, log = logged_run(InProcess(planned(cell)))
-    assert_same_bits(run_of(InProcess(planned(cell), replay=log), KEY, 6), run)
-    check_bounds(log, run, CELLS[cell], iterations=6)
+def test_a_run_in_one_process_replays_and_keeps_its_bounds(cell):
+    check_replay(InProcess(planned(cell)))
 
 
-@pytest.mark.long  # in CI with two workers, in the matrix
-def test_a_run_of_workers_is_the_same_again_by_its_log():
-    the_plan = planned("central, any")
-    run, log = logged_run(Local(the_plan))
-    assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY, 6), run)
-    check_bounds(log, run, the_plan.layout, iterations=6)
+@pytest.mark.long  # `make test` has two workers, in the matrix
+def test_a_run_with_workers_replays_in_one_process():
+    check_replay(Local(planned("central, any")))
 
 
-@pytest.mark.long  # in CI TCP is in test_runtimes.py, and relaxed workers in the matrix
-def test_python_environments_over_tcp():
+@pytest.mark.long  # `make test` has TCP in test_runtimes.py, and relaxed workers in the matrix
+def test_a_run_with_python_environments_over_tcp_replays_in_one_process():
     the_plan = plan(ALGO, envs.make("CartPole-v1", 8), choreo.coarse(2, max_lag=3, merge="any"))
-    run, log = logged_run(Local(the_plan, carrier="tcp"))
-    assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY, 6), run)
-    check_bounds(log, run, the_plan.layout, iterations=6)
+    check_replay(Local(the_plan, carrier="tcp"))
 
 
-def test_without_lag_any_order_is_iterate_on_one_part_after_the_other():
-    """The reference of merge="any": a scan of `jax.jit(iterate)` over parts, in the order of the log."""
+def check_replay(runtime):
+    """A replay of the run's log in one process gives the same bits, and the log keeps the bounds of the layout."""
+    run, log = logged_run(runtime)
+    assert_same_bits(run_of(InProcess(runtime.plan, replay=log), KEY, 6), run)
+    check_bounds(log, run, runtime.plan.layout, iterations=6)
+
+
+def test_merge_any_without_lag_is_iterate_on_one_part_after_the_other():
+    """The reference of merge="any" is a loop of `jax.jit(iterate)` over the workers' parts, in the order of the log."""
     algo, workers = ALGO, 4
     the_plan = plan(algo, ENV, choreo.coarse(workers, merge="any"))
     run, log = logged_run(InProcess(the_plan), iterations=3)
@@ -124,14 +129,14 @@ def test_traffic_never_stops_and_never_exceeds_the_lag(workers, max_lag, total, 
          "needs one group of workers"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_relaxed_is_refused(layout, what):
+def test_layouts_that_cannot_be_relaxed_are_refused(layout, what):
     with pytest.raises(LayoutError) as refusal:
         plan(ALGO, ENV, layout)
     assert str(refusal.value).startswith(what)
 
 
-def acted(env, w, slow, s):
-    """Two steps, by weights that glue has made of two carried values."""
+def act_twice(env, w, slow, s):
+    """Two steps with weights that glue makes from two carried values."""
     half = 0.5 * w + 1.0
     both = half * slow
     for _ in range(2):
@@ -140,14 +145,17 @@ def acted(env, w, slow, s):
 
 
 def act_by_glue(env, carry, key):
-    """`half` and `both` are read by the actor and by the learner, and one of them is carried on."""
-    half, both, s = acted(env, carry["w"], carry["slow"], carry["s"])
+    """Actor and learner read `half` and `both`, which glue makes; the new carry reads `both`, too."""
+    half, both, s = act_twice(env, carry["w"], carry["slow"], carry["s"])
     w, slow, loss = learn(half, carry["slow"] + both, s[None])
     return {"w": w, "slow": 0.5 * both + slow, "s": s}, {"loss": loss, "half": half[0]}
 
 
 def test_glue_between_what_is_carried_and_its_reader_is_of_one_version():
-    """By hand: a worker's glue is of that version of `w` and `slow` which its log names, the learner's of the newest."""
+    """A worker computes the glue from the version of `w` and `slow` that the log names, the learner from the newest version.
+
+    The expected result is computed by hand from the log.
+    """
     algo, env, layout = Functions(still, act_by_glue), Pond(6), choreo.coarse(2, max_lag=2)
     the_plan = plan(algo, env, layout)
     assert [[m.label for m in t.moves] for t in the_plan.iterate.steps if isinstance(t, Transfer) and t.lag] == [
@@ -162,8 +170,8 @@ def test_glue_between_what_is_carried_and_its_reader_is_of_one_version():
         for i in range(6):
             read = {int(entry.reader[-1]): versions[entry.version] for entry in log if entry.update == i}
             now = versions[i]
-            blocks = [acted(Pond(3), read[r]["w"], read[r]["slow"], now["s"][3 * r : 3 * r + 3])[2] for r in (0, 1)]
-            half, both, _ = acted(env, now["w"], now["slow"], now["s"])
+            blocks = [act_twice(Pond(3), read[r]["w"], read[r]["slow"], now["s"][3 * r : 3 * r + 3])[2] for r in (0, 1)]
+            half, both, _ = act_twice(env, now["w"], now["slow"], now["s"])
             w, slow, loss = learn(half, now["slow"] + both, jnp.concatenate(blocks)[None])
             versions.append({"w": w, "slow": 0.5 * both + slow, "s": jnp.concatenate(blocks)})
             rows.append({"loss": loss, "half": half[0]})
@@ -171,8 +179,8 @@ def test_glue_between_what_is_carried_and_its_reader_is_of_one_version():
     assert_close({name: run[name] for name in expected}, expected, 1e-5)
 
 
-def test_a_worker_of_its_own_pace_reads_what_glue_makes_of_one_version():
-    """With merge="any", too, the log gives the same bits again."""
+def test_with_merge_any_glue_is_of_one_version_too():
+    """A replay of the log gives the same bits."""
     the_plan = plan(Functions(still, act_by_glue), Pond(6), choreo.coarse(2, max_lag=3, merge="any"))
     run, log = logged_run(InProcess(the_plan))
     assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY, 6), run)

@@ -1,4 +1,7 @@
-"""Law level 1: the same plan in two runtimes gives the same bits, whatever carries the messages."""
+"""Law level 1: the same plan gives the same bits in one process and in worker processes.
+
+The workers exchange messages over shared memory or over TCP, on one host or on two.
+"""
 
 import functools
 
@@ -24,7 +27,7 @@ THREE_SITES = {
     "jax": Layout(Group("env", replicas=2), Group("actor"), Group("learner")),
     "gymnasium": Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner")),
 }
-"""Blocks of two sizes where workers without JAX are cheap; a process with it takes two seconds to begin."""
+"""With Python environments, blocks of two sizes: their workers start fast, because they do not import JAX."""
 LAYOUTS = {
     "fused": fused(),
     "coarse x1": coarse(1),
@@ -36,8 +39,8 @@ LAYOUTS = {
 ENVS = {"jax": "jax:CartPole-v1", "gymnasium": "CartPole-v1"}
 CELLS = [(env, name, layout) for env in ENVS for name, layout in (LAYOUTS | {"three sites": THREE_SITES[env]}).items()]
 CI = {("gymnasium", "fused"), ("gymnasium", "fine x1"), ("gymnasium", "three sites")}
-"""With those below, each layout once, each carrier and each kind of environment more often; JAX environments over shared
-memory are in the matrix, among them coarse ones."""
+"""Cells that `make test` runs. Together with the tests over TCP, each layout runs once. The matrix has JAX environments over
+shared memory."""
 OPTIMISED = ("jax", "coarse x1")
 
 
@@ -79,20 +82,19 @@ def test_workers_over_shared_memory(env, layout):
     ],
 )
 def test_workers_over_tcp(env, layout):
-    """The others are between two hosts, below."""
+    """On one host; `TestTwoHosts` has two."""
     assert_same_bits(run_of(Local(planned(env, layout), carrier="tcp"), KEY), serial(env, layout))
 
 
-@pytest.mark.long  # in CI in one process, in test_layouts.py
+@pytest.mark.long  # `make test` has exact blocks in one process, in test_layouts.py
 def test_workers_in_exact_blocks():
-    """With `exact`, four workers hold two blocks each: the bits are those of two workers, too."""
+    """With `exact=True` the size of a block does not depend on the number of workers: four give the bits of two."""
     run = run_of(Local(planned("jax", coarse(4, exact=True))), KEY)
     assert_same_bits(run, serial("jax", coarse(4, exact=True)))
     assert_same_bits(run, serial("jax", coarse(2, exact=True)))
 
 
-def test_the_carry_comes_back_and_goes_in_again():
-    """What one runtime stopped at, another goes on from."""
+def test_a_runtime_continues_from_the_carry_of_another():
     here, there = InProcess(planned("jax", coarse(2))), Local(planned("jax", coarse(2)))
     try:
         here.start(KEY)
@@ -110,7 +112,7 @@ def test_the_carry_comes_back_and_goes_in_again():
 
 
 class TestTwoHosts:
-    """A second host: a network namespace of its own, with an agent in it; loopback where there are no namespaces."""
+    """The second host is a network namespace with an agent in it; loopback on machines without namespaces."""
 
     @pytest.mark.parametrize(
         ("env", "layout"),

@@ -1,0 +1,75 @@
+"""An algorithm for whole runs on CartPole: what a user sees in rows, summary and evaluation."""
+
+import collections
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import choreo
+from choreo.loops import Position, rollout
+
+
+class Learned(NamedTuple):
+    """The train state."""
+
+    weights: jax.Array
+    """Of the linear policy, [obs, action]."""
+    updates: Any
+    """Number of updates; `init` returns a Python number."""
+    notes: Any
+    """An OrderedDict with a bfloat16 array that changes, and None and a Python number that do not."""
+
+
+class Whole(NamedTuple):
+    """The carry."""
+
+    train: Learned
+    """What is learned."""
+    position: Position
+    """State and observation of the environments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """A small REINFORCE with several odd things at once: Python numbers, containers, metrics out of order."""
+
+    unroll: int = 4
+    """Steps per environment and iteration."""
+    sign: Any = 1
+    """The greedy policy looks at the type: with an int it balances the pole, with a float it does not."""
+
+    def init(self, env, key):
+        env_state, obs = env.reset(env.keys(key))
+        notes = collections.OrderedDict(z=jnp.zeros(4, jnp.bfloat16), a=(None, 0.5))
+        return Whole(Learned(jnp.zeros((4, 2)), 0, notes), Position(env_state, obs))
+
+    def policy(self, train):
+        return train.weights
+
+    @choreo.fragment("actor")
+    def act(self, params, obs, key, *, greedy=False):
+        if greedy:
+            falls_right = obs[2] + obs[3] > 0
+            return (falls_right if isinstance(self.sign, int) else ~falls_right).astype(jnp.int32), ()
+        return jax.random.categorical(key, jnp.tanh(obs) @ params), ()
+
+    def iterate(self, env, carry, key):
+        position, trajectory, episodes = rollout(env, self.act, carry.train.weights, carry.position, key, self.unroll)
+        train, loss = self.learn(carry.train, trajectory)
+        metrics = collections.OrderedDict(zeta=loss, updates=carry.train.updates, **episodes)
+        metrics["alpha"] = jnp.max(train.weights)
+        return Whole(train, position), metrics
+
+    @choreo.fragment("learner")
+    def learn(self, train, trajectory):
+        def loss(weights):
+            log_pi = jax.nn.log_softmax(jnp.tanh(trajectory.obs) @ weights)
+            return -jnp.mean(jnp.take_along_axis(log_pi, trajectory.action[..., None], axis=-1) * (1 + trajectory.obs))
+
+        value, grad = jax.value_and_grad(loss)(train.weights)
+        rate = 0.1 * (1.0 + jnp.asarray(train.updates).astype(jnp.float32))
+        notes = collections.OrderedDict(z=train.notes["z"] + np.ones((), jnp.bfloat16), a=train.notes["a"])
+        return Learned(train.weights - rate * grad, train.updates + 1, notes), value
