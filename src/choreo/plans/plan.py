@@ -56,6 +56,7 @@ from choreo.partition.relax import relax
 from choreo.partition.together import over_devices, whole_type
 from choreo.partition.trace import Traced, merge_shards, split_shards, trace
 from choreo.plans.exported import ExportedFn
+from choreo.roles import Reduction
 from choreo.types import GroupName, PyTree
 
 
@@ -75,6 +76,8 @@ class Plan:
     """How many of iterate's inputs and outputs are the carry."""
     carry_axes: tuple[Axis, ...]
     """The env axis of each leaf of the carry."""
+    reductions: Mapping[str, Reduction]
+    """How each metric is reduced over learner shards, or over the workers that are learned from one by one."""
     largest_product: int
     """Multiplications in the largest product of matrices."""
     trusted: tuple[str, ...] = ()
@@ -193,7 +196,17 @@ class Plan:
         return draw_plan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "largest_product", "trusted", "warnings")
+        plain = (
+            "title",
+            "layout",
+            "sites",
+            "num_carry",
+            "carry_axes",
+            "reductions",
+            "largest_product",
+            "trusted",
+            "warnings",
+        )
         state = {name: getattr(self, name) for name in plain}
         groups = list(self.sites.replicas)
         init, iterate = (exported(program, groups, self.sites.replicas) for program in (self.init, self.iterate))
@@ -286,6 +299,7 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
         iterate,
         num_carry,
         traced.carry_axes,
+        traced.reductions,
         product,
         _trusted(traced, sites),
         forgotten_marks(traced, layout, sites),

@@ -280,6 +280,8 @@ def _drive(
     requirements.check_parts(algo, env)  # the cheapest way to hear that the algorithm and the counts do not fit
     traced = plans.trace_for(algo, env, recipe.layout)
     requirements.check_metrics(algo, traced.metrics)
+    if recipe.layout.shards > 1 or recipe.layout.num_workers > 1:
+        requirements.check_reductions(algo, traced.reductions)
     the_plan = plans.plan_traced(traced, recipe.layout, title=recipe.title)
     for warning in the_plan.warnings:
         warnings.warn(warning, ChoreoWarning, stacklevel=3)

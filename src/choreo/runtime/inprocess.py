@@ -4,6 +4,7 @@ This is the specification of what a plan means; every other runtime must give th
 `jax.debug.print` in the user's code work, since segments are traced and run here.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 
 from choreo.partition.program import Program, Segment
 from choreo.plans.plan import Plan
+from choreo.roles import Reduction
 from choreo.runtime.engine.arrivals import Arrivals
 from choreo.runtime.engine.backend import Site
 from choreo.runtime.engine.device import Device, block, join
@@ -118,7 +120,7 @@ def _join_parts(plan: Plan, pieces: dict[Any, dict[str, np.ndarray]], log: list[
         rows = {r: iter(values[port.name]) for (g, r), values in pieces.items() if g == group}
         found = [next(rows[worker if plan.sites.size(group) else 0]) for worker in order]
         metrics[port.name] = np.stack(found).reshape(-1, plan.num_workers, *found[0].shape)
-    return combine_metrics(metrics)
+    return combine_metrics(metrics, plan.reductions)
 
 
 def _join_sites(plan: Plan, pieces: dict[Any, dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -127,31 +129,26 @@ def _join_sites(plan: Plan, pieces: dict[Any, dict[str, np.ndarray]]) -> dict[st
         group, (_, axis) = next(iter(port.held.items()))
         parts = [pieces[group, r][port.name] for r in range(plan.replicas(group))]
         metrics[port.name] = parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis + 1)
-    return metrics if plan.shards == 1 else combine_metrics(metrics)
+    return metrics if plan.shards == 1 else combine_metrics(metrics, plan.reductions)
 
 
-def combine_metrics(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One number for all shards, from [iteration, shard]; how is said by a metric's name.
-
-    Counts (`episodes`, `..._count`, `..._sum`) are added, `..._max` is the largest, what is said of episodes is a mean over
-    episodes, everything else a mean over shards.
-    """
+def combine_metrics(metrics: dict[str, np.ndarray], reductions: Mapping[str, Reduction]) -> dict[str, np.ndarray]:
+    """One number for all shards, from [iteration, shard], reduced as each metric declares."""
     metrics = {name: as_numbers(values) for name, values in metrics.items()}
-    episodes = metrics.get("episodes")
 
-    def combined(name: str, values: np.ndarray) -> np.ndarray:
-        if name == "episodes" or name.endswith(("_count", "_sum")):
-            return values.sum(1)
-        if name.endswith("_max"):
-            return values.max(1)
-        if name.startswith("episode_") and episodes is not None:
-            # Whole numbers have no NaN, and their products may not fit.
-            values = values if np.issubdtype(values.dtype, np.inexact) else values.astype(np.float64)
-            total, weighted = episodes.sum(1), np.where(episodes > 0, values * episodes, 0).sum(1)
-            return np.divide(weighted, total, out=np.full_like(weighted, np.nan), where=total > 0)
-        return values.mean(1)
+    def combined(values: np.ndarray, reduction: Reduction) -> np.ndarray:
+        if not reduction.weight:
+            return _REDUCE[reduction.op](values, 1)
+        # Integers have no NaN, and their products may overflow.
+        values = values if np.issubdtype(values.dtype, np.inexact) else values.astype(np.float64)
+        weights = metrics[reduction.weight]
+        total, weighted = weights.sum(1), np.where(weights > 0, values * weights, 0).sum(1)
+        return np.divide(weighted, total, out=np.full_like(weighted, np.nan), where=total > 0)
 
-    return {name: combined(name, values) for name, values in metrics.items()}
+    return {name: combined(values, reductions[name]) for name, values in metrics.items()}
+
+
+_REDUCE = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 
 
 def as_numbers(values: Any) -> np.ndarray:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime.channels.test_channel import at_once, make_shm, make_tcp
 
 import choreo
 from choreo.dtypes import FOUR_BITS, NAMES, dtype_named, name_of
@@ -29,6 +28,7 @@ from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from choreo.testing import unmarked
 from laws.reference import named, reference_run, run_of
+from runtime.channels.test_channel import at_once, make_shm, make_tcp
 from tiny import Tiny, Train
 
 DTYPES = (
