@@ -41,11 +41,12 @@ if TYPE_CHECKING:
         fragment as fragment,
         host_fragment as host_fragment,
         host_method as host_method,
+        metric as metric,
     )
     from choreo.runs.training import load as load, plan as plan, replay as replay, resume as resume, train as train
 
 _HOMES = {
-    "choreo.roles": ("fragment", "host_fragment", "host_method", "all_reduce"),
+    "choreo.roles": ("fragment", "host_fragment", "host_method", "all_reduce", "metric"),
     "choreo.loops": ("rollout", "minibatches"),
     "choreo.algos.ppo": ("PPO",),
     "choreo.algos.a2c": ("A2C",),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from choreo.envs.base import Env
+from choreo.roles import metric
 from choreo.types import Key, PyTree
 
 source_info_util.register_exclusion(__file__)
@@ -101,7 +102,8 @@ def episode_metrics(last: jax.Array, info: dict[str, jax.Array]) -> dict[str, ja
     count = total((info["episode_length"] > 0).astype(dtype))
     per_episode = jnp.where(count > 0, 1 / jnp.maximum(count, 1), jnp.nan)
     means = {name if name.startswith("episode_") else f"episode_{name}": x for name, x in info.items()}
-    return {name: total(x) * per_episode for name, x in means.items()} | {"episodes": count}
+    per_episode_metrics = {name: metric(total(x) * per_episode, weight="episodes") for name, x in means.items()}
+    return per_episode_metrics | {"episodes": metric(count, reduce="sum")}
 
 
 def minibatches(batch: PyTree, key: Key, size: int) -> PyTree:

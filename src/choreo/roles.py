@@ -1,4 +1,4 @@
-"""The marks that a user puts on an algorithm: `@fragment(role)`, `host_fragment(...)`, `all_reduce(x)`.
+"""The marks that a user puts on an algorithm: `@fragment(role)`, `host_fragment(...)`, `all_reduce(x)`, `metric(x)`.
 
 A mark does not change what a function computes. A fragment is a `jax.jit` whose name Choreo recognises in the traced
 program, so the mark survives `vmap`, `scan`, `grad` and `remat`. Arguments that are not arrays (`self`, an activation
@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jax
 import jax.custom_batching
@@ -35,6 +35,7 @@ source_info_util.register_exclusion(__file__)
 PREFIX = "choreo"
 """Names of fragments in a traced program begin with this."""
 REDUCE_PREFIX = "choreo_all_reduce:"
+METRIC_PREFIX = "choreo_metric:"
 """Names of `all_reduce` in a traced program begin with this."""
 SHARD_AXIS = "choreo_shard"
 """The name of the axis of learner shards, over which `all_reduce` reduces."""
@@ -358,6 +359,56 @@ def shard_numbers(shards: int) -> jax.Array:
 def find_reduction(name: str | None) -> str | None:
     """The operation ("mean") of the `all_reduce` that has this jit name; None if the name is not an `all_reduce`'s."""
     return name.removeprefix(REDUCE_PREFIX) if name is not None and name.startswith(REDUCE_PREFIX) else None
+
+
+class Reduction(NamedTuple):
+    """How a metric with one number per learner shard becomes one number."""
+
+    op: str = "mean"
+    """"mean", "sum", "max" or "min"."""
+    weight: str = ""
+    """For a mean: the metric that counts what each shard's number is a mean over; "" if all shards count alike."""
+
+
+def metric(x: Any, reduce: str = "mean", *, weight: str = "") -> jax.Array:
+    """`x` itself, with the declaration how the learner shards' numbers are reduced to one; without it, by their mean.
+
+    `weight` names the metric, itself a sum, that counts what each shard's mean is taken over. Mark a metric where it is
+    returned: the result of a calculation with a marked number is not marked.
+
+    >>> import choreo
+    >>> int(choreo.metric(3, reduce="sum")), float(choreo.metric(1.5, weight="episodes"))
+    (3, 1.5)
+    """
+    if reduce not in _METRIC_REDUCTIONS:
+        raise AlgorithmError(f"metric(reduce={reduce!r}) is not known.", fix='Use "mean", "sum", "max" or "min".')
+    if weight and reduce != "mean":
+        raise AlgorithmError(
+            f"metric(reduce={reduce!r}, weight={weight!r}): only a mean has a weight.", fix="Leave one of them out."
+        )
+    return jnp.asarray(x) if unmarked.value else _declare(Reduction(reduce, weight))(x)
+
+
+_METRIC_REDUCTIONS = ("mean", "sum", "max", "min")
+
+
+@functools.cache
+def _declare(reduction: Reduction) -> Callable[[Any], jax.Array]:
+    """The identity, as a jit whose name holds the declaration."""
+
+    def declared(x):
+        return x
+
+    declared.__name__ = declared.__qualname__ = f"{METRIC_PREFIX}{reduction.op}:{reduction.weight}"
+    return jax.jit(declared)
+
+
+def find_declaration(name: str | None) -> Reduction | None:
+    """What `metric` declared, from the name of the jit; None for any other jit."""
+    if name is None or not name.startswith(METRIC_PREFIX):
+        return None
+    op, _, weight = name.removeprefix(METRIC_PREFIX).partition(":")
+    return Reduction(op, weight)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["value"])

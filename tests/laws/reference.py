@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo.layouts import Layout
-from choreo.partition.trace import merge_shards, split_shards
+from choreo.partition.trace import merge_shards, split_shards, trace
 from choreo.plans.build import plan
 from choreo.plans.plan import Plan
 from choreo.roles import SHARD_AXIS
@@ -77,7 +77,7 @@ def sharded_reference(
             rows.append(metrics)
     leaves = [merge_shards(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
     carry = eqx.combine(jax.tree.unflatten(tree, leaves), static)
-    return named(carry, combine_metrics(stacked(rows)))
+    return named(carry, combine_metrics(stacked(rows), trace(algo, env).reductions))
 
 
 def merged_reference(
@@ -121,7 +121,9 @@ def merged_reference(
                     blocks[i][c] = leaf
         whole = [leaf if axis is None else jnp.concatenate(leaf, axis) for leaf, axis in zip(blocks, axes, strict=True)]
     metrics = {name: values.reshape(-1, workers, *values.shape[1:]) for name, values in stacked(rows).items()}
-    return named(eqx.combine(jax.tree.unflatten(tree, whole), static), combine_metrics(metrics))
+    return named(
+        eqx.combine(jax.tree.unflatten(tree, whole), static), combine_metrics(metrics, trace(algo, env).reductions)
+    )
 
 
 def env_axes(algo: Any, env: Any, carry: Any) -> list[int | None]:

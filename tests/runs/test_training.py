@@ -469,7 +469,11 @@ NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint8"
 @pytest.mark.parametrize("layout", [fused(), coarse(2, max_lag=1, merge="any")], ids=["fused", "any x2"])
 def test_metrics_of_every_type_of_numbers_under_their_own_names(layout, tmp_path):
     def more(metrics):
-        whole = {"episode_length": jnp.int32(7), "episode_level": jnp.int32(3), "episodes": jnp.int32(2)}
+        whole = {
+            "episode_length": choreo.metric(jnp.int32(7), weight="episodes"),
+            "episode_level": choreo.metric(jnp.int32(3), weight="episodes"),
+            "episodes": choreo.metric(jnp.int32(2), reduce="sum"),
+        }
         more = metrics | whole | {name: jnp.asarray(1, name) for name in NARROW}
         return OrderedDict(sorted(more.items(), reverse=True))
 

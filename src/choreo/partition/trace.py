@@ -30,7 +30,7 @@ from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.graph.verify import verify
 from choreo.partition import carry
 from choreo.partition.program import Axis
-from choreo.roles import SHARD_AXIS, Call, find_call, shard_numbers, traced_anew
+from choreo.roles import SHARD_AXIS, Call, Reduction, find_call, find_declaration, shard_numbers, traced_anew
 from choreo.types import PyTree, Role
 
 LIBRARIES = """brax chex craftax diffrax distrax equinox flashbax flax gymnax haiku jaxmarl jumanji lineax mctx mujoco
@@ -55,6 +55,8 @@ class Traced:
     """The form of the carry: `jax.ShapeDtypeStruct` for arrays, and all its static leaves."""
     metrics: dict[str, jax.ShapeDtypeStruct]
     """The types of the metrics; with several shards, of each shard."""
+    reductions: dict[str, Reduction]
+    """How each metric is reduced over the shards, as `choreo.metric` declared."""
     num_envs: int
     shards: int = 1
     """With several, arrays of `iterate` that have an env axis have it divided: [shard, env]."""
@@ -85,6 +87,7 @@ def trace(algo: Any, env: Any, shards: int = 1) -> Traced:
         carry_axes=_axes_of_arrays(form, env_axes),
         carry=form,
         metrics=iterate.metrics,
+        reductions=_reductions(type(algo).__name__, iterate),
         num_envs=env.num_envs,
         shards=shards,
     )  # fmt: skip
@@ -229,6 +232,40 @@ def _no_metrics(algo: Any, what: str) -> AlgorithmError:
     )
 
 
+def _reductions(algo_name: str, iterate: Iteration) -> dict[str, Reduction]:
+    """How each metric is reduced over the learner shards, as the algorithm declared."""
+    first = len(iterate.jaxpr.jaxpr.outvars) - len(iterate.metrics)
+    found = {name: _declared_reduction(iterate.jaxpr, first + i) for i, name in enumerate(iterate.metrics)}
+    for name, reduction in found.items():
+        if reduction.weight and found.get(reduction.weight, Reduction()).op != "sum":
+            raise AlgorithmError(
+                f"The metric `{name}` of `{algo_name}` is weighted by `{reduction.weight}`, which is no metric that is added up.",
+                fix=f'Return it as well: {{"{reduction.weight}": choreo.metric(count, reduce="sum")}}.',
+            )
+    return found
+
+
+def _declared_reduction(closed: jec.ClosedJaxpr, position: int) -> Reduction:
+    """What `choreo.metric` declared of an output; the declaration may stand inside of calls."""
+    var = closed.jaxpr.outvars[position]
+    eqn = next((eqn for eqn in closed.jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
+    while (
+        eqn is not None and eqn.primitive is jec.primitives.broadcast_in_dim_p
+    ):  # vmap gives equal numbers a shard axis
+        (var, *_) = eqn.invars
+        eqn = next((eqn for eqn in closed.jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
+    if eqn is None:
+        return Reduction()
+    if declared := find_declaration(_compat.call_name(eqn)):
+        return declared
+    inner = _compat.inner_jaxpr(eqn)
+    return (
+        _declared_reduction(inner, [out is var for out in eqn.outvars].index(True))
+        if inner is not None
+        else Reduction()
+    )
+
+
 def _env_axes(algo: Any, env: Any, form: PyTree, key: Any, shards: int) -> list[Axis]:
     """For each leaf of the carry: the one axis that has, at twice the environments, exactly twice as many."""
     twice = carry.form_of(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key), key)
@@ -318,6 +355,9 @@ class _Builder:
             operands = tuple(read(v) for v in eqn.invars)
             line = _compat.where(eqn) or at
             roles, call, inner = roles_in(eqn), find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
+            if find_declaration(_compat.call_name(eqn)):  # of a metric: an identity, read already
+                known[eqn.outvars[0]] = operands[0]
+                continue
             if roles and not call and inner is not None:
                 known.update(zip(eqn.outvars, self.inline(inner, operands, ops, consts, line), strict=True))
                 continue

@@ -85,6 +85,7 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
         iterate=iterate,
         num_carry=traced.iterate.body.num_carry,
         carry_axes=traced.carry_axes,
+        reductions=traced.reductions,
         largest_product=largest_product(traced.iterate),
         trusted=_trusted(traced, sites),
         warnings=forgotten_marks(traced, layout, sites),

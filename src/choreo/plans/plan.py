@@ -5,6 +5,7 @@ worker needs neither the user's code nor a trace of it.
 """
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from choreo.plans.drawing import draw_plan
 from choreo.plans.export import export_program
 from choreo.plans.fingerprint import hash_programs
 from choreo.plans.printer import format_plan
+from choreo.roles import Reduction
 from choreo.types import GroupName, PyTree
 
 
@@ -39,6 +41,8 @@ class Plan:
     """How many of iterate's inputs and outputs are the carry."""
     carry_axes: tuple[Axis, ...]
     """The axis along which each leaf of the carry is divided among replicas; None for a leaf that is not divided."""
+    reductions: Mapping[str, Reduction]
+    """How each metric is reduced over the learner shards, or over the workers' updates with merge="any"."""
     largest_product: int
     """Multiplications in the largest product of matrices."""
     trusted: tuple[str, ...] = ()
@@ -163,7 +167,8 @@ class Plan:
         return draw_plan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "largest_product", "trusted", "warnings")
+        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "reductions", "largest_product", "trusted",
+                 "warnings")  # fmt: skip
         state = {name: getattr(self, name) for name in plain}
         groups = list(self.sites.replicas)
         init, iterate = (export_program(program, groups, self.sites.replicas) for program in (self.init, self.iterate))

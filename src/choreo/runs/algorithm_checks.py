@@ -14,12 +14,14 @@ import numpy as np
 from choreo.errors import AlgorithmError
 from choreo.host import spaces
 from choreo.partition.carry import form_of, types_of, with_leaves
+from choreo.roles import Reduction
 from choreo.runs.evaluation import initial_state
 from choreo.types import PyTree
 
 RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")
 """What a run writes into its rows itself, beside the metrics of the algorithm."""
 NEEDED = ("episode_return", "episodes")
+NEEDED_REDUCTIONS = {"episodes": Reduction("sum"), "episode_return": Reduction("mean", "episodes")}
 """The metrics that `train_return` is made of."""
 
 
@@ -59,6 +61,18 @@ def check_metrics(algo: Any, metrics: Mapping[str, Any], *, needed: Collection[s
             raise AlgorithmError(
                 f"`{name}.iterate` returns no metric `{metric}`.",
                 fix="Add it: choreo.rollout returns the metrics of episodes, or see docs/your-own-algorithm.md.",
+            )
+
+
+def check_reductions(algo: Any, reductions: Mapping[str, Reduction]) -> None:
+    """Where metrics of several learner shards are reduced: those that a run reads itself are reduced as it reads them."""
+    for metric, needed in NEEDED_REDUCTIONS.items():
+        if reductions[metric] != needed:
+            declared = f'weight="{needed.weight}"' if needed.weight else f'reduce="{needed.op}"'
+            raise AlgorithmError(
+                f"`{type(algo).__name__}.iterate` returns `{metric}` without saying how the numbers of several learners become "
+                "one.",
+                fix=f'Return {{"{metric}": choreo.metric(x, {declared})}}; choreo.rollout does so for the metrics of episodes.',
             )
 
 

@@ -194,7 +194,7 @@ def _plain_shards(algo: Any, env: Any, carry: Any, run_key: jax.Array, iteration
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(run_key, i), jnp.arange(shards))
         leaves, metrics = together(leaves, keys)
         rows.append(metrics)
-    return _named(the_plan.combine(leaves), combine_metrics(_stacked(rows)))
+    return _named(the_plan.combine(leaves), combine_metrics(_stacked(rows), the_plan.reductions))
 
 
 def _is_array(form: Any) -> bool:

@@ -1,15 +1,17 @@
 """The metrics of a run, joined from the metrics that each site returns.
 
 join_metrics      sites -> one array per metric, one entry per iteration; adds the lag of an asynchronous run
-combine_metrics   [iteration, shard] -> [iteration]; the name of a metric decides how it is reduced
+combine_metrics   [iteration, shard] -> [iteration]; each metric declares how it is reduced (`choreo.metric`)
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from choreo.plans.plan import Plan
+from choreo.roles import Reduction
 from choreo.runtime.engine.backend import Site
 from choreo.runtime.engine.schedule import VersionRead, lag_metrics
 
@@ -38,7 +40,7 @@ def _join_updates(plan: Plan, metrics: SiteMetrics, log: list[VersionRead]) -> d
         rows = {r: iter(values[port.name]) for (g, r), values in metrics.items() if g == group}
         found = [next(rows[worker if plan.sites.size(group) else 0]) for worker in order]
         joined[port.name] = np.stack(found).reshape(-1, plan.num_workers, *found[0].shape)
-    return combine_metrics(joined)
+    return combine_metrics(joined, plan.reductions)
 
 
 def _join_sites(plan: Plan, metrics: SiteMetrics) -> dict[str, np.ndarray]:
@@ -47,31 +49,26 @@ def _join_sites(plan: Plan, metrics: SiteMetrics) -> dict[str, np.ndarray]:
         group, (_, axis) = next(iter(port.held.items()))
         parts = [metrics[group, r][port.name] for r in range(plan.replicas(group))]
         joined[port.name] = parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis + 1)
-    return joined if plan.shards == 1 else combine_metrics(joined)
+    return joined if plan.shards == 1 else combine_metrics(joined, plan.reductions)
 
 
-def combine_metrics(metrics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One number for all shards, from arrays [iteration, shard].
-
-    Counts (`episodes`, `..._count`, `..._sum`) are added up, `..._max` is the largest, `episode_...` is a mean over
-    episodes, and every other metric is a mean over shards.
-    """
+def combine_metrics(metrics: dict[str, np.ndarray], reductions: Mapping[str, Reduction]) -> dict[str, np.ndarray]:
+    """One number for all shards, from arrays [iteration, shard], reduced as each metric declares."""
     metrics = {name: as_numbers(values) for name, values in metrics.items()}
-    episodes = metrics.get("episodes")
 
-    def combined(name: str, values: np.ndarray) -> np.ndarray:
-        if name == "episodes" or name.endswith(("_count", "_sum")):
-            return values.sum(1)
-        if name.endswith("_max"):
-            return values.max(1)
-        if name.startswith("episode_") and episodes is not None:
-            # Integers have no NaN for an iteration without episodes, and their products may overflow.
-            values = values if np.issubdtype(values.dtype, np.inexact) else values.astype(np.float64)
-            total, weighted = episodes.sum(1), np.where(episodes > 0, values * episodes, 0).sum(1)
-            return np.divide(weighted, total, out=np.full_like(weighted, np.nan), where=total > 0)
-        return values.mean(1)
+    def combined(values: np.ndarray, reduction: Reduction) -> np.ndarray:
+        if not reduction.weight:
+            return _REDUCE[reduction.op](values, 1)
+        # Integers have no NaN for an iteration without episodes, and their products may overflow.
+        values = values if np.issubdtype(values.dtype, np.inexact) else values.astype(np.float64)
+        weights = metrics[reduction.weight]
+        total, weighted = weights.sum(1), np.where(weights > 0, values * weights, 0).sum(1)
+        return np.divide(weighted, total, out=np.full_like(weighted, np.nan), where=total > 0)
 
-    return {name: combined(name, values) for name, values in metrics.items()}
+    return {name: combined(values, reductions[name]) for name, values in metrics.items()}
+
+
+_REDUCE = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 
 
 def as_numbers(values: Any) -> np.ndarray:
