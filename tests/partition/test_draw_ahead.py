@@ -10,7 +10,7 @@ from choreo.envs import make
 from choreo.layouts import coarse, fine, fused
 from choreo.networks.q import q_mlp
 from choreo.partition import passes
-from choreo.partition.ahead import DRAWS, _primitives
+from choreo.partition.draw_ahead import DRAWS, _primitives
 from choreo.partition.program import Loop, Segment
 from choreo.plans.plan import plan
 from choreo.runtime.inprocess import InProcess
