@@ -3,7 +3,7 @@
     OpsCode     ops of the graph, in program order: inputs, constants -> pieces of values
     JoinedCode  two codes, one after the other
     DrawCode    the random numbers that another code draws, for all steps of the loop around it
-    RestCode    what is left of that code: it reads the numbers of its step
+    RestCode    that code without its draws: it reads the numbers of its step
 
     evaluate(code, replica index, step of the loop, inputs) -> results
 

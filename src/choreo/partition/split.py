@@ -52,7 +52,7 @@ def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     if eqn.primitive.name != "reshape":
         cuts = [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]
         if {_shape(var)[axis] for var, axis in cuts if axis is not None} != lengths or len(lengths) != 1:
-            raise Mixes("an axis of another length would have to be cut")
+            raise Mixes("an axis of another length would have to be divided")
     return result
 
 
@@ -411,7 +411,7 @@ def _only(axes: Sequence[Axis]) -> int:
     """The one axis along which operands are blocks."""
     found = {axis for axis in axes if axis is not None}
     if len(found) != 1:
-        raise Mixes("operands stand in blocks along different axes")
+        raise Mixes("operands are divided along different axes")
     return found.pop()
 
 
