@@ -1,6 +1,6 @@
-"""The only file that touches `jax._src` or reads equation parameters that JAX does not document.
+"""The only file that uses `jax._src`, or parameters of equations that JAX does not document.
 
-Everything here was checked on JAX 0.10 and 0.12; `tests/test_compat.py` is the list of what we rely on.
+Everything here was checked with JAX 0.10 and 0.12. `tests/test_compat.py` lists what Choreo relies on.
 """
 
 import functools
@@ -27,18 +27,18 @@ from jax.extend.backend import register_backend_factory
 
 @dataclass(frozen=True)
 class Vmap:
-    """One `jax.vmap` around a call, as seen from inside it."""
+    """One `jax.vmap` around a call, seen from inside the call."""
 
     axis_name: str | None
-    """The name given to `vmap(axis_name=...)`; None if it was given none."""
+    """The name in `vmap(axis_name=...)`; None if there is none."""
     size: int
-    """How many instances are mapped."""
+    """The length of the mapped axis."""
     in_axes: tuple[int | None, ...]
-    """Where the mapped axis stands in each argument; None if that argument is shared."""
+    """The mapped axis of each argument; None if the argument is not mapped."""
 
 
 def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
-    """The vmaps around this very call, innermost first; stops at any other transformation (grad, jit, scan)."""
+    """The vmaps around the current call, innermost first, up to any other transformation (grad, jit, scan)."""
     vmaps = []
     trace = _core.trace_ctx.trace
     while isinstance(trace, _batching.BatchTrace):
@@ -48,7 +48,7 @@ def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
             axes.append(x.batch_dim if ours else None)  # pyright: ignore[reportAttributeAccessIssue]
             inner.append(x.val if ours else x)  # pyright: ignore[reportAttributeAccessIssue]
         if not all(axis is None or isinstance(axis, int) for axis in axes):
-            break  # a ragged axis: say nothing rather than something wrong
+            break  # a ragged axis: report fewer vmaps rather than wrong ones
         name = trace.axis_data.name
         vmaps.append(Vmap(name if isinstance(name, str) else None, trace.axis_data.size, tuple(axes)))
         leaves, trace = inner, trace.parent_trace
@@ -56,32 +56,32 @@ def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
 
 
 def bound_axis_names() -> tuple[str, ...]:
-    """Names of mapped axes in scope. Part of jit's cache key, which a context variable of ours would not be."""
+    """The names of the mapped axes in scope. They are part of jit's cache key; a context variable of ours would not be."""
     return tuple(n for n in jec.unsafe_get_axis_names_DO_NOT_USE() if isinstance(n, str))
 
 
 def trace_context() -> Hashable:
-    """Everything besides a function and the types of its arguments that JAX's own cache of traces depends on.
+    """The settings that JAX's cache of traces depends on, besides a function and the types of its arguments.
 
-    Precision, x64, promotion of types, bound axis names, meshes, user contexts, ... And the generator of new keys, which
-    JAX leaves out.
+    Precision, x64, promotion of dtypes, bound axis names, meshes, user contexts, and more. Also the default generator of
+    random keys, which JAX's cache leaves out.
     """
     return (_config.trace_context(), bound_axis_names(), _config.default_prng_impl.value)
 
 
 def struct_of(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """A type as an argument of `make_jaxpr`, perhaps with another shape; its weakness is kept."""
+    """A type as an argument for `make_jaxpr`, with its weak type, and with another shape if one is given."""
     shape = aval.shape if shape is None else shape
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def is_tracing() -> bool:
-    """Is some function being traced or mapped, here and now?"""
+    """Is the current code being traced or mapped?"""
     return not _core.trace_state_clean()
 
 
 def bind(eqn: jec.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
-    """Apply one equation's primitive to other operands (and, perhaps, other parameters)."""
+    """Apply an equation's primitive to these operands and parameters, under the equation's name stack and context."""
     info = eqn.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
@@ -90,23 +90,27 @@ def bind(eqn: jec.JaxprEqn, params: dict[str, Any], values: Sequence[Any]) -> li
 
 
 def eval_jaxpr(closed: jec.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """The outputs of a jaxpr for these inputs, equation by equation."""
     return _core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
 
 
 def prune(closed: jec.ClosedJaxpr, used_outs: Sequence[bool]) -> tuple[jec.ClosedJaxpr, tuple[bool, ...]]:
-    """A jaxpr without what its used outputs do not need, and which inputs are left."""
+    """A jaxpr without the equations and inputs that its used outputs do not need, and which inputs are left."""
     jaxpr, used_ins = _pe.dce_jaxpr(closed.jaxpr, list(used_outs))
     return jec.ClosedJaxpr(jaxpr, closed.consts), tuple(used_ins)
 
 
 def split_known(closed: jec.ClosedJaxpr, known: Sequence[bool]) -> tuple[jec.ClosedJaxpr, jec.ClosedJaxpr, list[Any]]:
-    """What needs only the known inputs, and all the rest: `rest(*first(*known), *others)`; and the types between them."""
+    """Partial evaluation: the part of a jaxpr that needs only the known inputs, the rest, and the types between the two.
+
+    The whole is `rest(*first(*known inputs), *other inputs)`.
+    """
     first, rest, _, types = _pe.partial_eval_jaxpr_nounits(closed, [not each for each in known], instantiate=True)
     return first, rest, types
 
 
 def _own_primitives() -> dict[str, set[jec.Primitive]]:
-    """JAX's own primitives by name: those that a module of JAX's holds under a name of its own."""
+    """JAX's own primitives by name: those that are global variables of JAX's modules."""
     found: dict[str, set[jec.Primitive]] = {}
     for name, module in list(sys.modules.items()):
         if name.startswith(_PRIMITIVE_MODULES):
@@ -125,40 +129,40 @@ _OWN = _own_primitives()
 
 
 def primitives(names: Iterable[str]) -> frozenset[jec.Primitive]:
-    """JAX's own primitive objects of these names; another JAX may lack some. A user's `Primitive("add")` is none of them."""
+    """JAX's own primitive objects of these names. Other versions of JAX may lack some. Never a user's `Primitive("add")`."""
     return frozenset(primitive for name in names for primitive in _OWN.get(name, ()))
 
 
 _BATCHING_RULES = dict(_batching.fancy_primitive_batchers)
-"""As they were when Choreo was imported."""
+"""The batching rules as they were when Choreo was imported."""
 
 
 def has_own_batching_rule(primitive: jec.Primitive) -> bool:
-    """Does `vmap` treat it as JAX says? Somebody may have registered another rule for a primitive of JAX's."""
+    """Has the primitive still JAX's own batching rule? Anyone can register another one."""
     rule = _batching.fancy_primitive_batchers.get(primitive)
     return rule is _BATCHING_RULES.get(primitive) and (rule is None or _is_jaxs(rule))
 
 
 def _is_jaxs(rule: Any) -> bool:
-    """Is a function JAX's, and every function that it closes over?"""
+    """Is a function part of JAX, and is every function that it closes over?"""
     if isinstance(rule, functools.partial):
         return all(_is_jaxs(part) for part in (rule.func, *rule.args, *rule.keywords.values()) if callable(part))
-    # Not `__module__`, which `functools.wraps` copies from the function that is wrapped.
-    home = getattr(rule, "__globals__", {}).get("__name__") or getattr(rule, "__module__", None) or ""
-    if not home.startswith("jax."):
+    # `__globals__` first: `functools.wraps` copies `__module__` from the function that is wrapped.
+    module = getattr(rule, "__globals__", {}).get("__name__") or getattr(rule, "__module__", None) or ""
+    if not module.startswith("jax."):
         return False
     cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     return all(_is_jaxs(part) for part in cells if callable(part) and not isinstance(part, type))
 
 
 def call_name(eqn: jec.JaxprEqn) -> str | None:
-    """The name of a jitted function called by this equation."""
+    """The name of the jitted function that an equation calls; None if it calls none."""
     return eqn.params["name"] if eqn.primitive in _JIT else None
 
 
 _JIT = primitives(["jit", "pjit"])
 INLINED = {
-    # calls that only wrap: evaluating what is inside gives the same values
+    # Calls that only wrap a program, and the parameter that holds it: evaluating the program gives the same values.
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -175,7 +179,7 @@ _INLINED = {primitive: param for name, param in INLINED.items() for primitive in
 
 
 def inner_jaxpr(eqn: jec.JaxprEqn) -> jec.ClosedJaxpr | None:
-    """What a wrapping call evaluates; None for every other equation."""
+    """The program that a wrapping call evaluates; None for every other equation."""
     param = _INLINED.get(eqn.primitive)
     if param is None or param not in eqn.params:
         return None
@@ -187,7 +191,7 @@ def _closed(jaxpr: Any) -> jec.ClosedJaxpr:
 
 
 def inner_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.ClosedJaxpr]:
-    """Every jaxpr among the parameters of an equation."""
+    """All jaxprs among the parameters of an equation."""
     for param in eqn.params.values():
         for item in param if isinstance(param, (tuple, list)) else (param,):
             if isinstance(item, jec.ClosedJaxpr):
@@ -197,10 +201,10 @@ def inner_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.ClosedJaxpr]:
 
 
 def impure_primitive(eqn: jec.JaxprEqn) -> str | None:
-    """The name of an impure primitive in an equation: its result is not a function of its operands. None: all are pure.
+    """The name of an impure primitive in an equation, one whose result is not a function of its operands. None: all are pure.
 
     Impure are primitives with an effect and a result (`io_callback`; not `jax.debug.print`, which has no result), and
-    `rng_uniform`, whose state JAX does not see.
+    `rng_uniform`, whose hidden state is no effect to JAX.
     """
     if eqn.primitive in _RNG_UNIFORM:
         return eqn.primitive.name
@@ -219,7 +223,7 @@ _RNG_UNIFORM = primitives(["rng_uniform"])
 
 
 def rename_calls(eqn: jec.JaxprEqn, rename: Callable[[str], str]) -> jec.JaxprEqn:
-    """An equation in which every jitted function, itself and within, has another name."""
+    """An equation in which every jitted function has another name: the one it calls, and those inside of it."""
     changed = {key: new for key, old in eqn.params.items() if (new := _renamed(old, rename)) is not old}
     if eqn.primitive in _JIT and (name := rename(eqn.params["name"])) != eqn.params["name"]:
         changed["name"] = name
@@ -242,6 +246,7 @@ def _renamed(value: Any, rename: Callable[[str], str]) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def rename_in(jaxpr: jec.Jaxpr, rename: Callable[[str], str]) -> jec.Jaxpr:
+    """A jaxpr in which every jitted function has another name."""
     eqns = [rename_calls(eqn, rename) for eqn in jaxpr.eqns]
     return jaxpr if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr.replace(eqns=eqns)
 
@@ -251,7 +256,7 @@ class ScanParams:
     """The parameters of a `lax.scan` equation."""
 
     body: jec.ClosedJaxpr
-    """Takes consts, carry, one slice of xs; returns carry, one slice of ys."""
+    """The loop's body: consts, carry, one slice of xs -> carry, one slice of ys."""
     num_consts: int
     num_carry: int
     length: int
@@ -284,18 +289,19 @@ def while_params(eqn: jec.JaxprEqn) -> WhileParams:
 
 
 def innermost(compiled: Any) -> Callable[..., Any]:
-    """What a compiled function calls in the end, once it was called: without the Python around it, 3 us less of 32."""
+    """The function that a compiled function calls in the end; it exists after the first call. It skips JAX's Python checks,
+    which cost 3 us of a call of 32 us."""
     return compiled._call
 
 
 def where(eqn: jec.JaxprEqn) -> str:
-    """The user's line an equation came from: `my_ppo.py:88:13 (act)`; empty if no frame of the user's is known."""
+    """The user's line that an equation came from: `my_ppo.py:88:13 (act)`; empty if it is not known."""
     line = source_info_util.summarize(eqn.source_info)
     return "" if line.startswith("<") or line == "unknown" else line
 
 
 def is_written_by_jax(closed: jec.ClosedJaxpr) -> bool:
-    """Is it the program of a function of JAX's? Then the lines in it may be those of whoever called that function first."""
+    """Is it the program of a function of JAX? Its lines may be those of the first caller, since JAX caches traces."""
     file = closed.jaxpr.debug_info.func_filename
     return file is not None and file.startswith(_JAX_FOLDER)
 
@@ -304,15 +310,15 @@ _JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
 
 
 def clients_exist() -> bool:
-    """Has JAX looked for devices already?"""
+    """Has JAX initialised its backends already?"""
     return _xla_bridge.backends_are_initialized()
 
 
 def use_gloo_at(address: str) -> None:
-    """Let CPU devices combine values with those of other processes by Gloo, which listens at this address only.
+    """Let the CPU devices of several processes run collectives by Gloo, listening at this address only.
 
-    Call it after `jax.distributed.initialize` and before JAX looks for devices. JAX's own Gloo listens at the address of the
-    machine's name, which may be in reach of a network.
+    Call it after `jax.distributed.initialize` and before JAX initialises its backends. By default, Gloo listens at the
+    address of the host's name, which other machines may be able to reach.
     """
 
     def make_client() -> Any:
@@ -324,12 +330,12 @@ def use_gloo_at(address: str) -> None:
 
 
 def key_impl(dtype: Any) -> str:
-    """The name of the generator behind a type of random keys."""
+    """The name of the generator of a dtype of random keys."""
     return dtype._impl.name
 
 
 def is_threefry(dtype: Any) -> bool:
-    """Are these keys of JAX's own threefry generator? A user's generator may have the same name."""
+    """Is it the dtype of keys of JAX's own Threefry generator? A user's generator may have the same name."""
     return dtype._impl is _THREEFRY
 
 
@@ -337,4 +343,5 @@ _THREEFRY = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
 def is_key(dtype: Any) -> bool:
+    """Is it a dtype of random keys?"""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)

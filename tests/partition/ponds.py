@@ -30,12 +30,12 @@ class Functions:
 
 
 def reset(env, key):
-    """w: what the actor needs; slow: what only the learner needs; s: one row per environment."""
+    """The carry. w: read by the actor and the learner; slow: read by the learner only; s: one row per environment."""
     return {"w": jnp.linspace(0.5, 1.5, env.width), "slow": jnp.zeros(env.width), "s": env.reset(env.keys(key))}
 
 
 def still(env, key):
-    """The same without random numbers, which are what takes long to compile."""
+    """The same carry without random numbers, which take long to compile."""
     s = jnp.linspace(-1.0, 1.0, env.num_envs * env.width).reshape(env.num_envs, env.width)
     return {"w": jnp.linspace(0.5, 1.5, env.width), "slow": jnp.zeros(env.width), "s": s}
 
@@ -62,7 +62,7 @@ def pushed(env, carry):
 
 
 def walk(env, carry, key):
-    """Act and step, and learn from the states that were seen."""
+    """Act and step STEPS times, then learn from the states on the way."""
 
     def step(s, key):
         action = jax.vmap(act, (None, 0, 0))(carry["w"], s, env.keys(key))

@@ -1,4 +1,4 @@
-"""What a segment computes is data: it can be looked at, it reaches no analysis, and one interpreter evaluates it."""
+"""The code of a segment is data: it can be inspected, it holds no reference to an analysis, and one interpreter evaluates it."""
 
 import functools
 import types
@@ -42,7 +42,7 @@ def segments(case: str) -> list[Segment]:
 
 
 def reachable(start: object) -> Iterator[object]:
-    """Every object that fields, containers and closures lead to; not the globals of functions."""
+    """Every object that is reachable through fields, containers and closures, but not through globals of functions."""
     seen, todo = set(), [start]
     while todo:
         each = todo.pop()
@@ -100,7 +100,7 @@ def test_every_kind_of_code_is_here():
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "learners that combine"])
 def test_eager_evaluation_equals_the_compiled_segment(case):
-    """Replicas that combine values are left out: they need the axis over which `together.py` maps them."""
+    """Without replicas that combine values: these need the mapped axis that `together.py` provides."""
     for number, segment in enumerate(segments(case)):
         code, values = segment.fn, [example(given.aval, number + i) for i, given in enumerate(segment.ins)]
         assert isinstance(code, SegmentCode)
@@ -112,7 +112,7 @@ def test_eager_evaluation_equals_the_compiled_segment(case):
 
 
 def example(aval, number: int) -> jax.Array:
-    """An array of that type; the same for the same number."""
+    """An array of that type, made from a seed."""
     key = jax.random.key(number)
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.random.split(key, aval.shape) if aval.shape else key

@@ -1,4 +1,4 @@
-"""Exactly the values that cross are sent, once, in messages as large as they can be; what is whole stays whole."""
+"""Each value that must cross is sent once, in messages as large as possible; a scan that need not be split stays whole."""
 
 from collections import Counter
 from dataclasses import replace
@@ -27,7 +27,7 @@ KEY = jax.random.key(1)
 
 
 def sent(planned: Plan) -> list[tuple[str, str, list[str], int]]:
-    """(from, to, types of what is sent, times per iteration) in order."""
+    """(sender, receiver, types of the values, times per iteration) for each transfer, in order."""
     return [
         (step.src, step.dst, [move.aval.str_short(short_dtypes=True) for move in step.moves], times)
         for step, times in walk_steps(planned.iterate.steps)
@@ -45,7 +45,8 @@ class TestWhatCrosses:
         assert sent(planned) == [] and planned.single is not None
 
     def test_what_glue_adds_at_the_end_is_part_of_the_one_segment(self):
-        """A counter, a key, a constant: a second segment would cost the chunked loop, and refuse several devices."""
+        """A counter, a key, a constant. With a second segment for them, a run could not be one compiled loop, nor be
+        divided among several devices."""
 
         def start(env, key):
             return still(env, key) | {"n": jnp.int32(0), "key": key, "ones": jnp.zeros(2)}
@@ -66,7 +67,7 @@ class TestWhatCrosses:
     @pytest.mark.parametrize("metrics", [{}, {"m": 3.0}], ids=["no metrics", "a constant"])
     @pytest.mark.parametrize("layout", [fused(), fused(devices=2, shards=1), coarse(2), THREE], ids=str)
     def test_an_iteration_that_computes_nothing(self, layout, metrics):
-        """Everything is passed through, and two leaves change places: no step at all."""
+        """All leaves are passed through, and two of them swap: the program has no step."""
         algo = Functions(
             still, lambda env, c, key: (c | {"w": c["slow"], "slow": c["w"]}, jax.tree.map(jnp.float32, metrics))
         )
@@ -85,7 +86,7 @@ class TestWhatCrosses:
 
     @pytest.mark.parametrize("workers", [1, 2, 3])
     def test_coarse_parameters_out_and_trajectories_back(self, workers):
-        """`slow`, which only the learner reads, stays; so do the states at the end, which only the environments read."""
+        """`slow` is read by the learner only, and is not sent; the last states are read by the environments only."""
         assert sent(plan(WALK, Pond(), coarse(workers))) == [
             (LEARNER, WORKERS, ["f32[3]"], 1),
             (WORKERS, LEARNER, ["f32[4,6,3]"], 1),
@@ -93,7 +94,7 @@ class TestWhatCrosses:
 
     @pytest.mark.parametrize("workers", [1, 2])
     def test_fine_one_message_each_way_per_step(self, workers):
-        """The path need not be sent: the learner has seen every state of it."""
+        """The learner receives every state one by one, so that the stacked path is not sent again."""
         assert sent(plan(WALK, Pond(), fine(workers))) == [
             ("env", INFERENCE, ["f32[6,3]"], STEPS),
             (INFERENCE, "env", ["f32[6,3]"], STEPS),
@@ -116,7 +117,7 @@ class TestWhatCrosses:
             assert not any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in moved)
 
     def test_nothing_twice(self):
-        """Two readers of a value, at one site, in different segments and on both sides of a loop: one message."""
+        """Two segments of one site, before and after a loop, read the same value: it is sent in one message."""
 
         @choreo.fragment("learner")
         def judge(w, s):
@@ -140,7 +141,7 @@ class TestWhatCrosses:
             for src, dst, types, _ in sent(plan(Functions(reset, go), Pond(), coarse(2)))
             for what in types
         )
-        # Of f32[6,3] there are two: the states before and after.
+        # Two values are f32[6,3]: the states before and after the step.
         assert found == {
             (LEARNER, WORKERS, "f32[3]"): 1,
             (WORKERS, LEARNER, "f32[6,3]"): 2,
@@ -148,7 +149,7 @@ class TestWhatCrosses:
         }
 
     def test_what_a_fragment_hands_through_is_not_sent(self):
-        """A fragment that returns its arguments with its results is common, and would send parameters back and forth."""
+        """Many fragments return an argument among their results. The parameters must not be sent back because of that."""
 
         @choreo.fragment("actor")
         def act_and_return(w, s):
@@ -188,7 +189,7 @@ class TestWhatCrosses:
     def test_of_a_tree_of_parameters_only_what_the_actor_needs(self):
         @choreo.fragment("actor")
         def act_with_all(params, s):
-            return params["policy"] * jnp.tanh(s)  # the value function's weights go in, and are not read
+            return params["policy"] * jnp.tanh(s)  # the value function's weights are given, and not read
 
         @choreo.fragment("learner")
         def improve(params, s):
@@ -258,7 +259,7 @@ def test_blocks_are_put_together_anew_between_uneven_groups(env_sites, actor_sit
 
 
 class TestRefused:
-    """A `cond` or `while` with fragments of two sites: with the user's line, and the way out."""
+    """A `cond` or `while` with fragments of two sites is refused, with the user's line and a way out."""
 
     def refusal(self, branch) -> list[str]:
         def go(env, carry, key):
@@ -314,7 +315,7 @@ class TestRefused:
 
 
 class TestTheVerifier:
-    """It is there to catch our own mistakes: break a good program, and it says what is missing where."""
+    """The verifier catches bugs of the compiler: for a broken program it says which slot is missing at which step."""
 
     def program(self, layout=None) -> Program:
         return plan(WALK, Pond(), layout or coarse(2)).iterate
@@ -380,7 +381,7 @@ class TestTheVerifier:
 
 
 def test_a_scan_that_goes_backwards_over_given_values_and_sites():
-    """Slices are read, and results stacked, from the last to the first."""
+    """A reversed scan reads slices, and stacks results, from the last to the first."""
 
     def go(env, carry, key):
         weights = jnp.arange(1.0, 5.0)

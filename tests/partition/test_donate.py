@@ -1,4 +1,4 @@
-"""Memory is taken over where nobody else knows it, and nowhere else."""
+"""A result takes over the memory of an input only if nothing else can read that memory."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ KEY = jax.random.key(5)
 
 @choreo.fragment("learner")
 def add(buffer, w, s, at):
-    """A replay buffer: writes one row of a large array, and learns from another."""
+    """A replay buffer: an iteration writes one row of a large array, and learns from another row."""
     buffer = jax.lax.dynamic_update_slice(buffer, s.reshape(1, -1), (at, 0))
     return buffer, w - 0.1 * jnp.mean(buffer[at // 2]), at + 1
 
@@ -66,7 +66,7 @@ def test_a_large_buffer_stays_where_it_is(layout):
 
 
 def donated(program: Program) -> dict[str, set[str]]:
-    """What each segment takes over, by label."""
+    """The labels of the inputs that each segment takes over."""
     return {s.name: {s.ins[p].label for p in s.donated} for s, _ in walk_steps(program.steps) if isinstance(s, Segment)}
 
 
@@ -80,7 +80,7 @@ class TestWhatIsTakenOver:
                 assert not labels & {"key", "iteration"}
 
     def test_what_was_sent_to_a_reader_is_not_lost_to_it(self):
-        """The learner takes over `w` after the actor was sent it: then the actor has a copy."""
+        """The learner takes over the memory of `w` after `w` was sent to the actor: the actor must have a copy."""
         program = plan(WALK, Pond(), coarse(1)).iterate
         assert donated(program) == {"4 x (act+step)": {"['s']"}, "learn": {"['w']", "['slow']"}}
         copied = {
@@ -98,7 +98,7 @@ class TestWhatIsTakenOver:
             return before - after * jnp.mean(s, 0)
 
         def two_segments(env, carry, key):
-            """The learner, then the environments, then the learner again with the old weights."""
+            """The learner runs, then the environments, then the learner again, which reads the old weights."""
             w = improve(carry["w"], carry["s"])
             s = env.step(carry["s"], jax.vmap(push, (None, 0))(w, carry["s"]))
             return {"w": w, "s": s, "slow": difference(carry["w"], w, s)}, {"m": jnp.sum(carry["slow"])}
@@ -123,7 +123,7 @@ class TestWhatIsTakenOver:
             assert not outside & taken
 
     def test_no_more_than_there_are_results_of_that_type(self):
-        """XLA would say that the memory could not be used; in the tests a warning is an error."""
+        """If no result has the type of a donated input, XLA warns; in tests, a warning is an error."""
 
         @choreo.fragment("learner")
         def merge(a, b, s):
@@ -155,7 +155,7 @@ GLOBAL = jnp.array([0.5, 1.0, 1.5])
 )
 @pytest.mark.parametrize("twins", TWINS.values(), ids=TWINS)
 def test_the_same_array_twice_in_the_carry(layout, twins):
-    """Both are taken over, by different results; and neither is the user's own array."""
+    """Different results take over the two leaves, and neither leaf is the user's own array."""
 
     @choreo.fragment("learner")
     def improve(w, slow, s):
@@ -176,7 +176,7 @@ def test_the_same_array_twice_in_the_carry(layout, twins):
 
 
 def test_one_result_returned_as_two_leaves():
-    """A target network that is set to the network: from then on each leaf has memory of its own."""
+    """A target network is set to the network: the two leaves must not share memory."""
 
     @choreo.fragment("learner")
     def improve(w, slow, s):
@@ -188,8 +188,8 @@ def test_one_result_returned_as_two_leaves():
         w, slow = improve(carry["w"], carry["slow"], s)
         return {"w": w, "slow": slow, "s": s}, {"m": jnp.sum(slow)}
 
-    # Not fewer environments: XLA compiles a loop that touches less than 1 kB, as `fused` then is, into one kernel, which
-    # rounds differently from `jax.jit` of one round.
+    # With fewer environments, the loop of `fused` would touch less than 1 kB. XLA compiles such a loop into one kernel, which
+    # rounds differently from `jax.jit` of one iteration.
     algo, env = Functions(still, copy_target), Pond(num_envs=64)
     reference = reference_run(algo, env, KEY, 4)
     for layout in (fused(), coarse(1), fine(1)):

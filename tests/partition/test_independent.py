@@ -1,4 +1,4 @@
-"""Each primitive of the list treats the rows of a `vmap` by themselves: whatever stands in the others, a row keeps its bits."""
+"""Each primitive of the list treats each row of a `vmap` by itself: whatever the other rows hold, a row keeps its bits."""
 
 import importlib
 import warnings
@@ -24,7 +24,7 @@ from choreo.partition.independent import (
 )
 
 ROWS = 4
-"""Of the batch; row 1 is looked at."""
+"""The rows of the batch; row 1 is compared."""
 
 
 def f(*shape):
@@ -72,7 +72,7 @@ EXAMPLES = {
     "broadcast_in_dim": (lambda x: jnp.broadcast_to(x, (2, 3)), [f(3)]),
     "cholesky": (lambda x: jnp.linalg.cholesky(SYMMETRIC(x)), [f(3, 3)]),
     "clamp": (lambda a, x, b: lax.clamp(a, x, b), [f(), f(3), f()]),
-    "closed_call": (lambda x: x, [f(3)]),  # only of custom derivatives, which have tests of their own
+    "closed_call": (lambda x: x, [f(3)]),  # made by custom derivatives only, which have their own tests
     "clz": (lax.clz, [i(3)]),
     "complex": (lax.complex, [f(3), f(3)]),
     "concatenate": (lambda x, y: jnp.concatenate([x, y]), [f(3), f(2)]),
@@ -173,7 +173,7 @@ EXAMPLES = {
 }  # fmt: skip
 """A function of one row for each primitive, and the types of its arguments."""
 NOT_OF_OWN = {"closed_call", "stop_gradient", "custom_lin", "copy"}
-"""What no function of ours makes directly: calls and what compilers make of others."""
+"""Primitives that no function here makes directly: calls, and those that JAX makes of others."""
 
 
 def _pooled(x):
@@ -181,7 +181,7 @@ def _pooled(x):
 
 
 def _halved(x):
-    """As often as each row needs, but an infinite one not for ever."""
+    """Halves each row until it is small, at most 9 times: an infinite row must not loop for ever."""
     return lax.while_loop(lambda c: (jnp.abs(c[1][0]) > 0.1) & (c[0] < 9), lambda c: (c[0] + 1, 0.5 * c[1]), (0, x))[1]
 
 
@@ -229,7 +229,7 @@ def equations(closed):
 
 
 def ways_to_map(count):
-    """All arguments, and each by itself."""
+    """Which arguments are mapped: all of them, or one of them."""
     ways = {tuple([True] * count), *(tuple(k == j for k in range(count)) for j in range(count))}
     return sorted(ways, reverse=True)
 
@@ -249,7 +249,7 @@ def draw(kind, seed, rows):
 
 
 def spoil(x, how):
-    """Other rows replaced."""
+    """The batch with all rows but row 1 replaced."""
     if _compat.is_key(x.dtype):
         return x.at[np.array([0, 2, 3])].set(jax.random.split(jax.random.key(99), 3))
     if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -267,7 +267,7 @@ def bits_of_row(out):
 
 
 class TestRefused:
-    """What is not on the list, wherever it stands in a program."""
+    """A primitive that is not on the list is found, wherever it is in a program."""
 
     def test_a_primitive_of_another_generator(self):
         key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
@@ -313,18 +313,18 @@ zeros_like xla_metadata_value xla_metadata_call compute_on inspect_sharding has_
 io_callback pure_callback buffer_callback custom_vmap_call custom_partitioning ffi_call shard_map shard_alike check
 call_exported dim_as_value dimension_size shape_assertion tpu_custom_call
 """.split()
-"""Looked at, and not on the list: collectives, callbacks, tokens, references, what XLA may treat as it likes; also some that
-could be proved and that nobody has asked for. The loop within `regularized_incomplete_beta` goes on until the last element
-of the batch has converged, and changes the last bits of the others."""
+"""Primitives that were reviewed and are not on the list: collectives, callbacks, tokens, references, and primitives whose
+meaning XLA may choose; also some that could be proved independent, but were never needed. `regularized_incomplete_beta` is
+refused because its loop runs until the last element of the batch has converged, and changes the last bits of the others."""
 REFUSED_MODULES = (
     "jax._src.cudnn", "jax._src.hijax", "jax._src.pallas", "jax._src.state", "jax.experimental.sparse",
     "jax._src.tpu", "jax._src.mosaic", "jax._src.thunky", "jax.experimental",
 )  # fmt: skip
-"""Kernels, references, sparse matrices: no primitive of theirs is on the list."""
+"""Modules for kernels, references and sparse matrices: none of their primitives is on the list."""
 
 
 def test_somebody_has_looked_at_every_primitive_of_the_installed_jax():
-    """A new one is put on the list, with an example above, or among the refused."""
+    """Each primitive is on the list, with an example above, or among the refused ones."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in ("jax.experimental.sparse", "jax.experimental.pallas", "jax.experimental.checkify",

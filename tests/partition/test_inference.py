@@ -1,8 +1,8 @@
-"""What a replica computes from its block, on whole programs: infer, demand and emit against the full program.
+"""`infer`, `demand` and `emit` on whole programs: the pieces that a replica computes, compared with the full program.
 
-A program is a function of arrays, some of them in blocks. The law: for every result that is not mixed, and every piece of it
-that is offered, the piece computed from the demanded pieces of the inputs is that piece of the full result; and of an input
-that is there in blocks only, nothing but its block is ever demanded.
+A program is a function of arrays, some of which are blocks. The law: for every result that is not mixed, each piece that the
+inference offers, computed from the demanded pieces of the inputs, equals that piece of the full result. And of an input that
+is only available as a block, nothing but the block is demanded.
 """
 
 import functools
@@ -38,7 +38,8 @@ KEYS = ("keys", 0)
 
 @dataclass(frozen=True)
 class Case:
-    """`ins`: shape (or "key", "keys") and env axis of each input; `outs`: env axis of each result, None: whole, or MIXED."""
+    """A program. `ins`: shape (or "key", "keys") and env axis of each input; `outs`: env axis of each result, None for a whole
+    result, or MIXED."""
 
     fn: Callable[..., Any]
     ins: tuple[tuple[Any, Axis], ...]
@@ -50,7 +51,7 @@ def actor(fn):
 
 
 def nested(inner):
-    """while around cond around scan."""
+    """A while around a cond around a scan."""
 
     def body(i, x):
         return lax.cond(
@@ -375,7 +376,7 @@ CASES = {
 
 
 def own(fn, outs=(0,), ins=(S, (("index", E), 0))) -> Case:
-    """`fn` of what each environment holds and an index for each, some of them out of range."""
+    """`fn` of one array and one index per environment; some indices are out of range."""
     return Case(fn, ins, outs)
 
 
@@ -417,7 +418,7 @@ IN_ROWS: dict[str, Case] = {
     "write whole rows": own(lambda x, a: x.at[jnp.arange(E)].add(2.0 * x)),
     "write to a square": own(lambda x, a: x.at[jnp.arange(E), a].set(7.0), ins=(SQUARE, INDEX)),
     "write the same place twice": own(lambda x, a: x.at[jnp.arange(E)[:, None], jnp.stack([a, a], 1)].add(1.0)),
-    # Near misses.
+    # Programs that are almost of this kind, and must be refused.
     **{
         f"no: {name}": own(lambda x, a, rows=rows: (x[rows(), a], x.at[rows(), a].set(7.0)), (MIXED, MIXED))
         for name, rows in {
@@ -479,7 +480,7 @@ def block(value: jax.Array, axis: Axis, r: int) -> jax.Array:
         return value
     if _compat.is_key(value.dtype):
         return lax.slice_in_dim(value, r * BLOCK, (r + 1) * BLOCK, axis=axis)
-    # NumPy compiles nothing.
+    # In NumPy, because JAX would compile a program for each shape.
     return jnp.asarray(np.asarray(value)[(slice(None),) * axis + (slice(r * BLOCK, (r + 1) * BLOCK),)])
 
 

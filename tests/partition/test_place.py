@@ -1,4 +1,4 @@
-"""Homes settle however long the way is on which a fact travels from leaf to leaf of the carry."""
+"""Placement reaches its fixed point, however many leaves of the carry a fact must pass through."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from laws.reference import assert_close, planned_run, reference_run
 from partition.ponds import Functions, Pond, learn, push, still
 
 LENGTH = 10
-"""Longer than any number of rounds one would think of as enough."""
+"""The length of the chain; longer than any fixed number of rounds that might seem enough."""
 
 
 def start(env, key):
@@ -22,7 +22,7 @@ def start(env, key):
 
 
 def go(env, carry, key):
-    """Each value waits LENGTH iterations, or steps of the loop, before it is read: one leaf back every time."""
+    """A queue of LENGTH leaves: a value moves by one leaf in every iteration, or step of the loop, before it is read."""
 
     def step(state, _):
         s, rows = state

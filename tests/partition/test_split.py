@@ -1,10 +1,10 @@
-"""Each rule of `split.RULES` against its definition: block r of the full result is the split equation on blocks r.
+"""Each rule of `split.RULES` against its law:
 
-    equation(full operands), cut to block r  ==  split equation(operands cut to block r)
+    block r of equation(full operands)  ==  split equation(block r of each operand)
 
-An example is a traced function, the axes along which its operands stand in blocks, and whether the rule must allow it. The
-operands are distinct numbers, so that a row of another environment is seen. Where a rule allows more than an example asks,
-the law must hold as well: every combination of axes of the right length is tried.
+An example is a function, the shapes of its operands, and in how many ways its last primitive must be allowed to run on
+blocks. Every equation of the function is tried with every combination of axes of the right length, and the law must hold
+wherever the rule allows it. The elements of an operand are distinct numbers, so that a row of another environment is noticed.
 """
 
 import functools
@@ -30,7 +30,7 @@ from choreo.partition.split import RULES, split
 E, BLOCK = 6, 3
 SIZE = Size(E, BLOCK)
 GROUPS = 10
-"""An axis of another length that stands for the environments, in as many blocks."""
+"""The length of another axis that may stand for the environments, divided into as many blocks."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Example:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...] = ()
     allowed: int = 1
-    """In how many ways `primitive` may be cut, at least; 0: in none."""
+    """The least number of combinations of axes along which `primitive` must be divisible; 0: it must never be."""
     primitive: str | None = None
-    """None: that of the program's last equation."""
+    """None: the primitive of the program's last equation."""
 
     def operands(self) -> list[jax.Array]:
         dtypes = self.dtypes or ("float32",) * len(self.shapes)
@@ -53,7 +53,7 @@ class Example:
 def _numbers(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     if dtype == "key":
         return jax.random.split(jax.random.key(seed), shape) if shape else jax.random.key(seed)
-    if dtype == "index":  # in range, and past both ends of whatever has length E
+    if dtype == "index":  # in range, and out of range at both ends of an axis of length E
         return jnp.asarray(np.random.RandomState(seed).randint(-1, E + 2, shape), jnp.int32)
     values = np.random.RandomState(seed).permutation(max(1, int(np.prod(shape)))).reshape(shape)
     if dtype == "bool":
@@ -69,7 +69,7 @@ def cut(value: Any, axis: int | None, r: int) -> Any:
     rows = SIZE.of(np.shape(value)[axis])
     if _compat.is_key(value.dtype):
         return lax.slice_in_dim(value, r * rows, (r + 1) * rows, axis=axis)
-    # NumPy compiles nothing.
+    # In NumPy, because JAX would compile a program for each shape.
     return jnp.asarray(np.asarray(value)[(slice(None),) * axis + (slice(r * rows, (r + 1) * rows),)])
 
 
@@ -78,13 +78,14 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def check(example: Example) -> dict[str, int]:
-    """The law for every equation and every combination of axes; for each primitive, in how many ways its last one may be cut."""
+    """Check the law for every equation and every combination of axes. For each primitive: in how many ways its last equation
+    may be divided."""
     operands = example.operands()
     closed = jax.make_jaxpr(example.fn)(*operands)
     ways: dict[str, int] = {}
     for eqn, values in _equations(closed, operands):
         allowed = _check_eqn(eqn, values)
-        ways.pop(eqn.primitive.name, None)  # the last comes last
+        ways.pop(eqn.primitive.name, None)  # so that the last equation of the program is the last entry
         ways[eqn.primitive.name] = allowed
     return ways
 
@@ -95,7 +96,7 @@ def check_named(name: str) -> dict[str, int]:
 
 
 def _equations(closed, operands):
-    """Every equation with its full operands, calls opened."""
+    """Every equation with its full operands; calls are inlined."""
     known = dict(zip(closed.jaxpr.invars, operands, strict=True)) | dict(
         zip(closed.jaxpr.constvars, closed.consts, strict=True)
     )
@@ -110,7 +111,7 @@ def _equations(closed, operands):
 
 
 class _Hashable:
-    """Literals cannot be looked up in a dictionary; their value is what we want anyhow."""
+    """A literal in place of JAX's, which cannot be a key of a dict."""
 
     def __init__(self, val: Any):
         self.val = val
@@ -134,9 +135,9 @@ def _check_eqn(eqn, values) -> int:
             ins, outs, params = split(eqn, axes, SIZE)
         except Mixes:
             continue
-        # What a rule asks for in place of a block must be the whole, never another block.
+        # In place of a block, a rule may ask for the whole operand, never for a block along another axis.
         if any(have is not None and want != have for have, want in zip(axes, ins, strict=True)):
-            continue  # `blocks.Cut` refuses it, unless that operand can be had whole: then these axes were not the ones given
+            continue  # `ByRule` refuses it, unless the operand is whole; then these were not the axes that were given
         allowed += 1
         for r in range(E // BLOCK):
             block = _compat.bind(eqn, params, [cut(v, axis, r) for v, axis in zip(values, ins, strict=True)])
@@ -188,7 +189,7 @@ def binary(name: str, dtype: str = "float32") -> Example:
 
 
 def symmetric(x: jax.Array) -> jax.Array:
-    """Matrices whose decompositions are far from singular."""
+    """Matrices that are far from singular."""
     return x + jnp.swapaxes(x, -1, -2) + jnp.broadcast_to(jnp.diag(jnp.arange(1.0, 1 + x.shape[-1])), x.shape)
 
 
@@ -197,7 +198,7 @@ def gather_from(fn, *shapes, allowed=1) -> Example:
 
 
 def scatter_to(name: str, mode: str | None = None) -> dict[str, Example]:
-    """The operand is [E, E] where it can be, so that the wrong axis has the right length."""
+    """The operand is [E, E] where possible, so that the wrong axis has the right length, too."""
 
     def each(x, i, u):
         return jax.vmap(lambda x, i, u: getattr(x.at[i], name)(u, mode=mode))(x, i, u)
@@ -483,7 +484,7 @@ OTHER_NAMES = {
     "scatter_min": "scatter-min, in newer JAX",
     "scatter_max": "scatter-max, in newer JAX",
 }
-"""Names in the table that this version of JAX never writes into a program, and what they are."""
+"""Names in the table that this version of JAX never uses in a program, and what they mean."""
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -505,7 +506,7 @@ DIMENSIONS = st.sampled_from([1, 2, 3, E, E])
 
 @st.composite
 def random_examples(draw) -> Example:
-    """An equation with random shapes and parameters; dimensions are often E without being the environments'."""
+    """An equation with random shapes and parameters; dimensions often have length E without being the env axis."""
     shape = tuple(draw(st.lists(DIMENSIONS, min_size=1, max_size=4)))
     axis = draw(st.integers(0, len(shape) - 1))
     some = tuple(sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
@@ -565,7 +566,7 @@ transpose""".split()
 
 @st.composite
 def random_dots(draw) -> Example:
-    """A dot_general with every dimension number random; contracted, batch and free dimensions are often E."""
+    """A dot_general with random dimension numbers; contracted, batch and free dimensions often have length E."""
     contracted, batch, left, right = (draw(st.lists(DIMENSIONS, max_size=n)) for n in (1, 2, 1, 1))
 
     def side(free):

@@ -63,7 +63,7 @@ class TestRefused:
         )
 
     def test_metrics_in_a_dict_of_dicts(self):
-        """Flat: the names of nested ones would be given to the wrong values."""
+        """Metrics must be flat: the names of nested ones would be given to the wrong values."""
         nested = {"b": {"x": jnp.ones(()), "y": jnp.zeros(())}, "a": jnp.ones(())}
         assert "must return its metrics as a flat dict of arrays" in refusal(lambda env, carry, key: (carry, nested))
 

@@ -1,1 +1,1 @@
-"""From a traced algorithm and homes for its roles to a program for every site: see `passes.py`."""
+"""The partitioning compiler: from a traced algorithm and a layout to a program for every site. Start with `passes.py`."""

@@ -1,14 +1,14 @@
-"""Which leaves of a carry are arrays, and which stay Python.
+"""Which leaves of a carry are arrays, and which are static Python values.
 
     Train(w=array, updates=0, dropout=Dropout(p=0.5, inference=False))      what `init` returns
           float32[3]   int32[]            0.5          False                its form: types of arrays, all else as it is
 
-A *form* is a carry with a `jax.ShapeDtypeStruct` in place of each array. It is the only answer to what is an array of a
-carry: `leaves_of` and `with_leaves` go by the form, and never look at the leaves themselves.
+The *form of a carry* is the carry with a `jax.ShapeDtypeStruct` in place of each array. Only the form decides which leaves
+are arrays: `leaves_of` and `with_leaves` never look at the leaves themselves.
 
-A Python leaf is static at first. If `iterate` gives it back with the same type and bits, it never changes, by induction over
-iterations, and stays static. A number that comes back as anything else becomes an array of JAX's type for it, as in
-`jax.jit(iterate)`, and `iterate` is traced again. All other leaves (functions, strings) may not change.
+A Python leaf is static at first. If `iterate` returns it with the same type and bits, it stays static: by induction over
+iterations, it never changes. A number that comes back as another number becomes an array of JAX's type for it, as in
+`jax.jit(iterate)`, and `iterate` is traced again. All other leaves (functions, strings) must not change.
 """
 
 import dataclasses
@@ -30,29 +30,29 @@ from choreo.static_key import is_array
 from choreo.types import PyTree
 
 NUMBERS = (bool, int, float, complex)
-"""The Python types that JAX makes arrays of. Not their subclasses: an enum is no number to a user."""
+"""The Python types that JAX turns into arrays. Not their subclasses: to a user, an enum is not a number."""
 
 NEEDS_PYTHON = (
     jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
 )  # fmt: skip
-"""What JAX raises where an array is used as a Python number."""
+"""The errors that JAX raises where an array is used as a Python number."""
 
 
 def form_of(make: Callable[..., PyTree], *args: Any) -> PyTree:
-    """The form of what `make` returns; computes nothing."""
+    """The form of the carry that `make` returns. Computes nothing."""
     found = []
-    # It returns nothing to JAX, so that any leaf will do.
+    # The function returns None to JAX, because a carry may have leaves that JAX does not accept as results.
     jax.eval_shape(lambda *args: found.append(as_form(make(*args))), *args)
     return found[0]
 
 
 def as_form(carry: PyTree) -> PyTree:
-    """The form of a carry, whose numpy arrays and numbers are arrays as well."""
+    """The form of a carry. NumPy arrays and numbers count as arrays, Python numbers do not."""
     return jax.tree.map(lambda leaf: _type_of(leaf) if _is_numeric(leaf) else leaf, carry)
 
 
 def leaves_of(carry: PyTree, form: PyTree) -> list[Any]:
-    """The leaves of a carry that are arrays."""
+    """The leaves of a carry that are arrays in its form."""
     pairs = zip(jax.tree.leaves(carry), jax.tree.leaves(form), strict=True)
     return [
         leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, like.dtype) for leaf, like in pairs if is_type(like)
@@ -60,7 +60,7 @@ def leaves_of(carry: PyTree, form: PyTree) -> list[Any]:
 
 
 def with_leaves(form: PyTree, leaves: Sequence[Any]) -> PyTree:
-    """The carry that has these arrays, and the static leaves of its form."""
+    """The carry with these arrays, and with the static leaves of its form."""
     rest = iter(leaves)
     carry = jax.tree.map(lambda like: next(rest) if is_type(like) else like, form)
     assert next(rest, None) is None, "more leaves than the form has arrays"
@@ -68,22 +68,22 @@ def with_leaves(form: PyTree, leaves: Sequence[Any]) -> PyTree:
 
 
 def types_of(form: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """The types of the arrays, in their order."""
+    """The types of the arrays of a form, in order."""
     return [leaf for leaf in jax.tree.leaves(form) if is_type(leaf)]
 
 
 def names_of(form: PyTree) -> list[str]:
-    """The paths of the arrays, in their order: `train.params`, `['w']`."""
+    """The paths of the arrays of a form, in order: `train.params`, `['w']`."""
     return [path.lstrip(".") for path, leaf in _paths(form) if is_type(leaf)]
 
 
 def named(name: str) -> str:
-    """One of these, for messages: `carry.train.params`, `carry['w']`."""
+    """A path from `names_of`, for messages: `carry.train.params`, `carry['w']`."""
     return f"carry{name}" if name.startswith("[") else f"carry.{name}"
 
 
 def may_change(form: PyTree) -> bool:
-    """Can the form of what `init` returns become another one, once `iterate` is traced?"""
+    """Can tracing `iterate` change the form that `init` returns?"""
     return any(leaf.weak_type if is_type(leaf) else type(leaf) in NUMBERS for leaf in jax.tree.leaves(form))
 
 
@@ -92,7 +92,7 @@ def is_type(leaf: Any) -> bool:
 
 
 def typed_as(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array as weakly typed as its form says: sites and checkpoints do not keep that."""
+    """An array with the weak type of its form: sites and checkpoints do not keep weak types."""
     if jax.typeof(leaf).weak_type == like.weak_type:
         return leaf
     return lax.convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=like.weak_type, sharding=None)
@@ -104,19 +104,19 @@ class TracedOnce:
 
     jaxpr: jec.ClosedJaxpr
     after: PyTree
-    """The form of the carry that it returns."""
+    """The form of the carry that `iterate` returns."""
     changed: frozenset[int]
-    """The positions of static leaves that it changes: see `changed_leaves`."""
+    """The positions of the static leaves that `iterate` changes: see `changed_leaves`."""
 
 
 TracedT = TypeVar("TracedT", bound=TracedOnce)
 
 
 def settle(name: str, first: PyTree, trace: Callable[[PyTree], TracedT]) -> tuple[PyTree, TracedT]:
-    """Make arrays of the leaves that change from one iteration to the next: the form that fits each, and the program.
+    """The form of the carry that fits every iteration, and `iterate` traced for it. Leaves that change become arrays.
 
-    `first` is the form of what `init` returns; `trace` traces `iterate` for a carry of a given form; `name` is the
-    algorithm's, for messages.
+    `first`: the form that `init` returns; `trace`: traces `iterate` for a carry of a given form; `name`: the name of the
+    algorithm, for messages.
     """
     form, program = first, trace(first)
     while program.changed:
@@ -130,7 +130,7 @@ def settle(name: str, first: PyTree, trace: Callable[[PyTree], TracedT]) -> tupl
 
 
 def _needs_python(name: str, first: PyTree, form: PyTree, after: PyTree) -> AlgorithmError:
-    """The error for code that works with a Python number only; `after` is what came back when it still was one."""
+    """The error for code that needs a Python number; `after`: the form that came back when the leaf still was one."""
     rows = zip(_paths(first), jax.tree.leaves(form), jax.tree.leaves(after), strict=True)
     changed = [(path, old, new) for (path, old), now, new in rows if is_type(now) and not is_type(old)]
     said = ", ".join(
@@ -145,9 +145,10 @@ def _needs_python(name: str, first: PyTree, form: PyTree, after: PyTree) -> Algo
 
 
 def changed_leaves(name: str, first: PyTree, form: PyTree, after: PyTree) -> frozenset[int]:
-    """The positions of static leaves that come back as another number or array; refuses what may not come back.
+    """The positions of the static leaves that come back as another number or as an array. Raises if another leaf changes.
 
-    `form` and `after` go in and come back; `first` is what `init` returns, before any number became an array.
+    `form`: the form that goes into `iterate`; `after`: the form that comes back; `first`: the form that `init` returns,
+    before any number became an array.
     """
     if not same_structure(jax.tree.structure(form), jax.tree.structure(after)):
         raise AlgorithmError(f"`{name}.iterate` must return a carry of the same structure as `init` returns.",
@@ -202,10 +203,11 @@ def _example(given: Any) -> str:
 
 def _settle_weak(name: str, first: PyTree, form: PyTree, program: TracedT,
                  trace: Callable[[PyTree], TracedT]) -> tuple[PyTree, TracedT]:  # fmt: skip
-    """Weak types, which decide what a leaf is promoted to, must not make one iteration another program than the next.
+    """The form with strong types wherever weak and strong ones occur, and its program. Raises if weak types matter.
 
-    In `jax.jit(iterate)` a leaf may go in weak and come back strong, so that the second iteration is traced again with
-    other types. All types that occur are tried, and the strong ones, which we keep: each must give the same program.
+    Weak types decide how JAX promotes dtypes. In `jax.jit(iterate)` a leaf may go in weak and come back strong, so that JAX
+    traces the second iteration again, with other types. We trace every combination that occurs, and the strong one that
+    we keep: all must give the same program.
     """
     seen: dict[tuple[bool, ...], TracedT] = {_weak(form): program}
     weak = after = _returned_weak(form, program.after)
@@ -220,7 +222,7 @@ def _settle_weak(name: str, first: PyTree, form: PyTree, program: TracedT,
             strong = tuple(a and b for a, b in zip(strong, weak, strict=True))
         if strong not in seen:
             seen[strong] = trace(_with_weak(form, strong))
-    except (TypeError, ValueError) as error:  # JAX may promote the one, and refuse to promote the other
+    except (TypeError, ValueError) as error:  # JAX may promote a weak type where it refuses to promote a strong one
         raise _depends_on_weak(name, path, _at(first, path), after) from error
     if len({describe(each.jaxpr) for each in seen.values()}) > 1:
         raise _depends_on_weak(name, path, _at(first, path), after)
@@ -252,7 +254,7 @@ def _with_weak(form: PyTree, weak: Sequence[bool]) -> PyTree:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Is it the same leaf? Numbers and strings by type and bits, all else by identity."""
+    """Are two static leaves the same? Numbers and strings by type and bits, everything else by identity."""
     if type(a) is not type(b):
         return False
     if type(a) is float:
@@ -263,20 +265,20 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_leaf(a: Any, b: Any) -> bool:
-    """Is it the same leaf of two forms? Arrays by their types."""
+    """Are two leaves of forms the same? Arrays by their types, others by `same`."""
     if is_type(a) and is_type(b):
         return (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
     return same(a, b)
 
 
 def block_type(leaf: jax.ShapeDtypeStruct, axis: int | None, blocks: int) -> jax.ShapeDtypeStruct:
-    """The type of one of so many blocks along an axis; of the whole, if there is none."""
+    """The type of one of `blocks` blocks along an axis; the type of the whole, if `axis` is None."""
     shape = tuple(n // blocks if d == axis else n for d, n in enumerate(leaf.shape))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def same_structure(a: Any, b: Any) -> bool:
-    """Are these tree structures equal, also in the types and bits of what they hold? To `==`, 1, 1.0 and True are equal."""
+    """Are two tree structures equal, with their static data compared by type and bits? For `==`, 1, 1.0 and True are equal."""
     if a != b:
         return False
     pairs = zip(a.children(), b.children(), strict=True)
@@ -292,11 +294,11 @@ def _same_data(a: Any, b: Any) -> bool:
         return _same_data(list(a.items()), list(b.items()))
     if dataclasses.is_dataclass(a) and not isinstance(a, type):
         return all(_same_data(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
-    return same(a, b) if type(a) in NUMBERS else True  # `==` has said that the rest is equal
+    return same(a, b) if type(a) in NUMBERS else True  # `==` has compared the rest
 
 
 def describe(closed: jec.ClosedJaxpr) -> str:
-    """A program as text, without weak types: programs with the same text compute the same."""
+    """A program as text, without weak types. Programs with the same text compute the same."""
     return "\n".join(_lines(closed.jaxpr, closed.consts))
 
 
@@ -308,7 +310,7 @@ def _lines(jaxpr: jec.Jaxpr, consts: Sequence[Any]) -> Iterator[str]:
     def read(var: Any) -> str:
         if not isinstance(var, jec.Literal):
             return names[var]
-        # A literal of a weak type is a Python number, whose bits in NumPy are those of another type.
+        # A weakly typed literal is a Python number: NumPy would give it another dtype, and other bits.
         return f"{_value(np.asarray(var.val, var.aval.dtype))}:{_bare(var.aval)}"  # pyright: ignore[reportAttributeAccessIssue]
 
     yield f"{[_bare(v.aval) for v in jaxpr.invars]} {[_value(const) for const in consts]}"
@@ -343,20 +345,20 @@ def _param(value: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """A constant, every bit of it."""
+    """A constant as text, with every bit of it."""
     if is_array(value) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return f"{np.shape(value)}{np.asarray(value).tobytes().hex()}"
 
 
 def _bare(what: Any) -> str:
-    """As text, without weak types, addresses, and the numbers of fragments' calls."""
+    """The text of an object, without weak types, addresses and the numbers of fragments' calls."""
     text = re.sub(r"weak_type=(True|False)|~| at 0x[0-9a-f]+", "", str(what))
     return re.sub(r"^(choreo:.*):\d+$", r"\1", text)
 
 
 def _is_numeric(leaf: Any) -> bool:
-    """An array to JAX, which knows no arrays of strings or objects."""
+    """Can JAX hold it as an array? Not a Python number, and not a NumPy array of strings or objects."""
     if isinstance(leaf, jax.Array):
         return True
     return is_array(leaf) and (jnp.issubdtype(leaf.dtype, np.number) or jnp.issubdtype(leaf.dtype, np.bool_))

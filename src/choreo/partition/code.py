@@ -3,7 +3,7 @@
     OpsCode     ops of the graph, in program order: inputs, constants -> pieces of values
     JoinedCode  two codes, one after the other
     DrawCode    the random numbers that another code draws, for all steps of the loop around it
-    RestCode    what is left of that code: it reads the numbers of its step
+    RestCode    that code without its draws: it reads the numbers of its step
 
     evaluate(code, replica index, step of the loop, inputs) -> results
 
@@ -94,14 +94,14 @@ class OpStep:
     wanted: tuple[frozenset[Axis], ...]
     """The pieces that are wanted of each result."""
     evaluation: InferredEqn | Pruned
-    """At a replica: what was inferred about the op. At a site that sees all environments: the op, as far as it is wanted."""
+    """At a replica: what was inferred about the op. At a site that sees all environments: the op without unwanted results."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpsCode(SegmentCode):
     """Ops of the graph, in program order."""
 
-    __name__ = "segment"  # what JAX calls the compiled function; so are those of the other codes
+    __name__ = "segment"  # the name of the compiled function, which is part of a plan's fingerprint; so for all codes
 
     group: GroupName
     """Where it runs."""
@@ -139,7 +139,7 @@ class JoinedCode(SegmentCode):
 
     first: SegmentCode
     num_first: int
-    """The first inputs, so many, are those of `first`."""
+    """How many inputs `first` has; they stand before all others."""
     then: SegmentCode
     reads: tuple[int, ...]
     """For each input of `then`, its position among all inputs, followed by the results of `first`."""
@@ -205,9 +205,9 @@ class RestCode(SegmentCode):
     of: OpsCode
     """The code that this is the rest of."""
     undrawn: Pruned
-    """(replica index, step) -> what else depends on nothing but them and the keys, and None for what was drawn."""
+    """(replica index, step) -> the other values that `rest` needs and no key is read for; None for what was drawn."""
     rest: jec.ClosedJaxpr
-    """(what was drawn or is given by `undrawn`, *other inputs) -> results"""
+    """(numbers that were drawn and results of `undrawn`, in their order, *other inputs) -> results"""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -223,7 +223,7 @@ class RestCode(SegmentCode):
 
 
 def as_segment(code: SegmentCode, group: GroupName, ins: Sequence[Input], outs: Sequence[Slot]) -> Segment:
-    """A step of a program that evaluates the code. The segment repeats what a worker must know, which has no code."""
+    """The step of a program that evaluates the code. A segment repeats facts of its code: a worker has no code to ask."""
     return Segment(
         group, code.name, tuple(ins), tuple(outs), code.out_avals, code,
         roles=code.roles, out_axes=code.out_axes, combines=code.combines,
@@ -257,7 +257,7 @@ def _evaluate_ops(code: OpsCode, index: Any, t: Any, values: Sequence[Any]) -> l
     size = code.size
     held: dict[Value, dict[Axis, Any]] = {value: {None: array} for value, array in code.consts.items()}
     for given, array in zip(code.ins, values, strict=True):
-        # Checked when it is traced: JAX would compile the segment anew for any other type that arrives.
+        # Checked while JAX traces: for an array of another type, JAX would trace and compile the segment again.
         assert (array.shape, array.dtype) == (given.aval.shape, given.aval.dtype), (
             f"`{given.value.label}` arrives at `{code.group}` as {array.dtype}{list(array.shape)}, and the plan says {given.aval}"
         )

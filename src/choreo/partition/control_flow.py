@@ -7,7 +7,7 @@
     Cond           the same branch at every replica
     Solve          `custom_linear_solve`: the program of its solver
 
-What a loop carries is found as the least fixed point: the forms that go in, raised until a round changes none of them.
+The forms of a loop's carry are a least fixed point: the forms that go in, raised until one more round changes none.
 The ways here are given the function that infers a program (`Infer`), since `inference.py` imports this file.
 """
 
@@ -103,7 +103,9 @@ class ScanOverEnvs:
         if self.p.num_carry or eqn.effects or combines(eqn):
             raise Mixes("`scan` goes through the environments one by one")
         if not all(form.whole for form in consts) or not all(form.whole or form.axis == 0 for form in xs):
-            raise Mixes("`scan` goes through the environments one by one, and looks at others on its way")
+            raise Mixes(
+                "`scan` goes through the environments one by one, and reads data of other environments in each step"
+            )
         self.native = [0] * len(eqn.outvars)
 
     def demand(self, outs: Sequence[bool]) -> Demand:
@@ -311,7 +313,7 @@ def _carry_forms(init: Sequence[Form], infer_body: Callable, outs_of: Callable) 
                 raise Mixes(out.mixed)
             after.append(before if out.whole else Form(False, out.axis))
             if not before.whole and after[-1].axis != before.axis:
-                raise Mixes("a loop moves the env axis of what it carries")
+                raise Mixes("a loop moves the env axis of a value that it carries")
         if after == carry:
             return carry, inner
         carry = after

@@ -1,7 +1,10 @@
-"""From homes and needs to a program: segments as large as they can be, and exactly the values that cross.
+"""The pass that cuts a graph into a program: segments as large as possible, and transfers of the values that cross.
 
-Greedy and in program order: take the group of the first op that is left, run everything there that can run, send what others
-need, go on. What has no home is computed inside each segment that uses it.
+    graph    act  env  act  env ... learn          homes from `place.py`, needed pieces from `demand.py`
+    program  segment at workers | transfer | segment at the learner
+
+Greedy, in program order: take the group of the first op that is left, run everything there that can run, send the results
+that other groups need, and repeat. An op without a home is computed inside every segment that uses its result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -37,10 +40,10 @@ from choreo.types import GroupName
 
 
 def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Program:
-    """`outputs`: which piece of which output a group holds in the end, as given to `find_needs`."""
+    """The program of a graph. `outputs`: which piece of which output a group holds in the end, as given to `find_needs`."""
     cutter, body = _Cutter(needs), graph.body
     ins = [cutter.port(name, value) for name, value in zip(graph.in_names, body.ins, strict=True)]
-    # What is carried ends where it is read in the next iteration.
+    # A carried value ends in the piece, and at the groups, in which the next iteration reads it.
     carried = {i: {group: axis for group, (_, axis) in ins[i].held.items()} for i in range(body.num_carry)}
     ends = {**carried, **outputs}
     exits = [(body.outs[i], group, axis) for i, groups in ends.items() for group, axis in groups.items()]
@@ -62,8 +65,9 @@ class _Cutter:
         self.slots: dict[tuple[Value, Axis], Slot] = {}
         self.consts: dict[Value, Any] = {}
         self.sources: dict[Op, set[Value]] = {}
+        """A cache, see `_sources`."""
         self.xs_outside: dict[Value, Operand] = {}
-        """What a loop's slices are slices of."""
+        """For each slice that a loop reads: the stack outside of the loop."""
 
     def slot(self, value: Value, axis: Axis) -> Slot:
         return self.slots.setdefault((value, axis), len(self.slots))
@@ -75,7 +79,7 @@ class _Cutter:
         return Constant(self.consts[operand]) if constant else self.slot(operand, axis)
 
     def port(self, name: str, value: Value) -> Port:
-        """An input of the program, at its home or, if it has none, wherever it is read."""
+        """An input of the program: at its home or, if it has none, at every group that reads it."""
         groups = [group for group in self.needs.groups(value) if self.placement.home(value) in (None, group)]
         axes = {group: self.placement.natural(value, group) for group in groups}
         return Port(name, value.aval, {group: (self.slot(value, axis), axis) for group, axis in axes.items()})
@@ -85,8 +89,8 @@ class _Cutter:
     ) -> list[Step]:
         """The steps of a body.
 
-        `exits`: the pieces that must be there at its end; `stacked`: its inputs that hold one slice per step of the loop
-        around; `fixed`: what a loop carries unchanged.
+        `exits`: the pieces that must exist at its end; `stacked`: its inputs that hold one slice per step of the loop
+        around it; `fixed`: the values that the loop carries unchanged.
         """
         self.consts.update(body.consts)
         steps: list[Step] = []
@@ -142,7 +146,7 @@ class _Cutter:
         return steps + self._make(exits, made_already, body, producers, stacked)
 
     def _host_call(self, op: Op, home: GroupName, producers: dict[Value, Op]) -> tuple[HostCall, list[PieceAt]]:
-        """A call of Python, and the pieces that must be there before it."""
+        """A host call, and the pieces that must exist before it."""
         assert op.call is not None and op.call.host is not None
         axis = 0 if self.sites.size(home) else None
         ins: list[PieceAt] = []
@@ -157,6 +161,7 @@ class _Cutter:
         return HostCall(home, op.name, refs, cuts, outs, op.call.host, self.sites.shards), ins
 
     def _live(self, op: Op) -> bool:
+        """Liveness: does some group need a result of the op, or has it an effect?"""
         if op not in self.placement.ops:
             body = op.body
             assert body is not None
@@ -165,6 +170,7 @@ class _Cutter:
         return home is not None and (bool(op.eqn.effects) or any(self.needs.at(v, home) for v in op.outs if v))
 
     def _can_run(self, op: Op, ready: dict[GroupName, set[Value]], producers: dict[Value, Op]) -> bool:
+        """Has every group that runs the op all that the op reads?"""
         for value in self._sources(op, producers):
             groups = [self.placement.ops[op]] if op in self.placement.ops else self.needs.groups(value)
             if any(value not in ready[group] for group in groups if group is not None and self.needs.at(value, group)):
@@ -172,7 +178,7 @@ class _Cutter:
         return True
 
     def _sources(self, op: Op, producers: dict[Value, Op]) -> set[Value]:
-        """What must be there before an op can run, with all that has no home and goes into it."""
+        """The values that must exist before an op can run. Operands without a home are replaced by what they are made of."""
         if op not in self.sources:
             found, todo = set(), list(op.values())
             while todo:
@@ -185,7 +191,7 @@ class _Cutter:
         return self.sources[op]
 
     def _grow(self, group: GroupName, rest: list[Op], ready: dict[GroupName, set[Value]], producers) -> list[Op]:
-        """Everything that a group can run before it hears from another."""
+        """The ops that a group can run before it must receive something."""
         ops: list[Op] = []
         for op in rest:
             here = self.placement.ops.get(op) == group and not (op.call and op.call.host)
@@ -211,32 +217,32 @@ class _Cutter:
         return [Transfer(src, dst, tuple(moves)) for (src, dst), moves in bundles.items()]
 
     def _takes_part(self, op: Op, group: GroupName) -> bool:
-        """Does the group run this op, or perhaps a part of it? (A split scan runs in several groups.)"""
+        """Does the group run this op, or part of it? A split scan may run in every group."""
         return op not in self.placement.ops or self.placement.ops[op] == group
 
     def _ends(self, exits: Iterable[PieceAt], group: GroupName, made: set[PieceAt],
               ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
-        """Outputs that a group's last segment computes as well: a counter in glue is not worth a segment of its own."""
+        """Outputs made by glue that a group's last segment computes as well, which saves a segment for a mere counter."""
         here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
         return self._unmade(here, made, producers).get(group, [])
 
     def _reads_only(self, operand: Operand, ready: set[Value], producers: dict[Value, Op]) -> bool:
-        """Can a piece be made from what is there?"""
+        """Can an output be computed from the values that are ready?"""
         if not isinstance(operand, Value):
             return True
         read = self._sources(producers[operand], producers) if self._homeless(operand, producers) else {operand}
         return read - set(self.consts) <= ready
 
     def _make(self, pieces: Iterable[PieceAt], made: set[PieceAt], body: Body, producers, stacked) -> list[Step]:
-        """Segments for pieces that no other segment makes."""
+        """Segments for the pieces that no other segment returns."""
         wanted = self._unmade(pieces, made, producers)
         return [self._segment(group, [], body, producers, stacked, extra=extra) for group, extra in wanted.items()]
 
     def _unmade(
         self, pieces: Iterable[PieceAt], made: set[PieceAt], producers: dict[Value, Op]
     ) -> dict[GroupName, list[tuple[Value, Axis]]]:
-        """Demand that are nobody's results: of what has no home, and of what is held whole but wanted cut. Adds
-        them to `made`."""
+        """The pieces that no segment returns yet: those of values without a home, and blocks of values that a group holds
+        whole. Adds them to `made`."""
         wanted: dict[GroupName, list[tuple[Value, Axis]]] = {}
         for operand, group, axis in pieces:
             if not isinstance(operand, Value) or (operand, group, axis) in made:
@@ -248,10 +254,12 @@ class _Cutter:
         return wanted
 
     def _homeless(self, value: Value, producers: dict[Value, Op]) -> bool:
+        """Is it the result of an op without a home?"""
         return self.placement.home(value) is None and value in producers and producers[value] in self.placement.ops
 
     def _segment(self, group: GroupName, ops: Sequence[Op], body: Body, producers: dict[Value, Op],
                  stacked: frozenset[Value], extra: Sequence[tuple[Value, Axis]]) -> Segment:  # fmt: skip
+        """The segment that runs these ops at a group, and returns the `extra` pieces as well."""
         needs, size = self.needs, self.sites.size(group)
         everything = self._with_homeless(ops, [v for v, _ in extra], body, producers)
         made = {v for op in everything for v in op.outs if v}
@@ -285,7 +293,7 @@ class _Cutter:
         return CodeInput(value, axis, stacked, piece_type(outer.aval, outer_axis, size))
 
     def _with_homeless(self, ops: Sequence[Op], extra: Iterable[Value], body: Body, producers) -> list[Op]:
-        """The ops, and all that has no home and goes into them, in program order."""
+        """The ops, and the ops without a home that they and `extra` need, in program order."""
         found = set(ops)
         todo = [v for op in ops for v in op.values()] + list(extra)
         while todo:
@@ -296,6 +304,7 @@ class _Cutter:
         return [op for op in body.ops if op in found]
 
     def _used_outside(self, value: Value, group: GroupName, ops: Sequence[Op], body: Body, producers) -> bool:
+        """Is a result of these ops read by anything else?"""
         if not self.needs.at(value, group):
             return False
         inside = set(ops)
@@ -306,7 +315,7 @@ class _Cutter:
         return op not in self.placement.ops or self.placement.ops[op] in (None, group)
 
     def _stacked_here(self, op: Op, around: Body) -> list[tuple[Value, GroupName, Operand]]:
-        """Stacked results that a group makes by itself, since it sees every slice anyway."""
+        """(stack, group, slice) for every stacked result that a group builds itself, because it holds every slice anyway."""
         body = op.body
         assert body is not None
         found = []
@@ -316,7 +325,8 @@ class _Cutter:
             home, groups = self.placement.home(inner), self.needs.groups(value)
             seen_by = [group for group in groups if home in (None, group) or self._sees(inner, value, group)]
             if home is not None and seen_by == groups and not self._read_at(value, home, around):
-                seen_by = [group for group in seen_by if group != home]  # wanted there only to be sent, and it is not
+                # The home needed the stack only to send it, and every reader builds its own.
+                seen_by = [group for group in seen_by if group != home]
             found += [(value, group, inner) for group in seen_by]
         return found
 
@@ -324,18 +334,20 @@ class _Cutter:
         return value in body.outs or any(value in op.ins and self._runs_at(op, group) for op in body.ops)
 
     def _sees(self, inner: Operand, outer: Value, group: GroupName) -> bool:
+        """Does a group hold, in each step, the slices of the pieces that it needs of the stack?"""
         shifted = {axis if axis is None else axis - 1 for axis in self.needs.at(outer, group)}
         return 0 not in self.needs.at(outer, group) and shifted <= self.needs.at(inner, group)
 
     def _loop(self, op: Op, around: Body) -> tuple[Loop, list[PieceAt]]:
-        """A split scan, and the pieces that must be there before it."""
+        """The loop of a split scan, and the pieces that must exist before it. `around`: the body that the scan is in."""
         body = op.body
         assert body is not None
         c, k = body.num_consts, body.num_carry
         self.xs_outside.update(zip(body.xs, op.ins[c + k :], strict=True))
         self.consts.update(body.consts)
+        # Slices that something else than a segment reads are taken out of their stack at every step.
         single = {v for inner in body.ops if inner not in self.placement.ops or inner.host for v in inner.values()}
-        single |= {v for v in body.outs if isinstance(v, Value)}  # read one slice at a time by others than segments
+        single |= {v for v in body.outs if isinstance(v, Value)}
         fixed = {v for v, out in zip(body.carry_ins, body.carry_outs, strict=True) if v is out}
         entries: list[PieceAt] = []
         exits: list[PieceAt] = []
@@ -382,7 +394,7 @@ def _stuck(op: Op, sites: Sites) -> PartitionError:
     return PartitionError(
         f"`{op.name}` waits for a value that no site ({groups}) can make before it.",
         at=op.at,
-        fix="Put its role and those that it reads from into one group. Choreo should have found an order: please report it.",
+        fix="Put its role and the roles that it reads from into one group. Choreo should have found an order: please report it.",
     )
 
 

@@ -1,6 +1,7 @@
-"""Who needs which piece of which value: backwards from what must be there at the end.
+"""The analysis of needs: which group needs which piece of which value. A backward analysis, from the outputs.
 
-A value that is needed away from its home crosses; what has no home is computed where it is needed. Nothing else is sent.
+A value that is needed away from its home crosses. A value without a home is computed where it is needed. Nothing else is
+sent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from choreo.types import GroupName
 
 
 class Needs:
-    """For every value, the pieces that each group needs."""
+    """For every value, the pieces that each group needs. Only grows: `find_needs` adds until a fixed point."""
 
     def __init__(self, placement: Placement, top: Body):
         self.placement, self.sites = placement, placement.sites
@@ -25,9 +26,10 @@ class Needs:
         self.steps: dict[tuple[Op, GroupName], InferredEqn] = {}
         self._pruned: dict[tuple[Op, tuple[bool, ...]], Pruned] = {}
         self.outside: set[Value] = set()
-        """What is not made by a segment: inputs, and results of split loops."""
+        """The values that no segment makes: inputs, constants, and results of split loops."""
         self._find_inputs(top)
         self.grew = False
+        """Has something been added since this was last set to False?"""
 
     def _find_inputs(self, body: Body) -> None:
         self.outside.update(v for v in [*body.ins, *body.consts])
@@ -37,13 +39,15 @@ class Needs:
                 self.outside.update(v for v in op.outs if v and op not in self.placement.ops)
 
     def at(self, operand: Operand, group: GroupName) -> set[Axis]:
+        """The pieces of a value that a group needs."""
         return self.pieces.get(operand, {}).get(group, set()) if isinstance(operand, Value) else set()
 
     def groups(self, value: Value) -> list[GroupName]:
-        """Groups that need some piece of a value, in the layout's order."""
+        """The groups that need some piece of a value, in the layout's order."""
         return [group for group in self.sites.replicas if self.at(value, group)]
 
     def add(self, operand: Operand, group: GroupName, axes: Iterable[Axis]) -> None:
+        """A group needs these pieces of a value; its home, then, needs the piece from which they are sent."""
         if not isinstance(operand, Value):
             return
         home = self.placement.home(operand)
@@ -56,18 +60,18 @@ class Needs:
             self.add(operand, home, {self.placement.natural(operand, home)})
 
     def held(self, value: Value, group: GroupName, axes: Iterable[Axis]) -> set[Axis]:
-        """The pieces a group holds, for those that are wanted: what it has whole it cuts where it is used."""
+        """The pieces that a group holds if it needs these: the whole, where it has that and can slice blocks from it."""
         home_here = self.placement.home(value) in (None, group)
         whole = not self.sites.size(group) or (value in self.outside and home_here and self.placement.form(value).whole)
         return ({None} if whole else set(axes)) if axes else set()
 
     def crossings(self, value: Value) -> list[GroupName]:
-        """Groups to which a value must be sent."""
+        """The groups to which a value must be sent."""
         home = self.placement.home(value)
         return [] if home is None else [group for group in self.groups(value) if group != home]
 
     def step(self, op: Op, group: GroupName) -> InferredEqn | None:
-        """How an op runs on the blocks of a replicated group; None where the group sees all environments."""
+        """What is inferred about an op on the blocks of a replicated group; None if the group sees all environments."""
         size = self.sites.size(group)
         if size is None:
             return None
@@ -77,14 +81,14 @@ class Needs:
         return self.steps[op, group]
 
     def pruned(self, op: Op, wanted: Demand) -> Pruned:
-        """An op where a group sees all environments."""
+        """An op at a group that sees all environments, as far as its results are wanted."""
         key = (op, tuple(bool(axes) for axes in wanted))
         if key not in self._pruned:
             self._pruned[key] = Pruned.of_eqn(op.eqn, key[1])
         return self._pruned[key]
 
     def operands(self, op: Op, group: GroupName, wanted: Demand) -> Demand:
-        """The pieces of its operands that an op reads at a group."""
+        """The pieces of its operands that an op reads at a group, to compute the wanted pieces of its results."""
         if step := self.step(op, group):
             return step.demand(wanted)
         if op.call and op.call.host:
@@ -92,11 +96,13 @@ class Needs:
         return [{None} if used else set() for used in self.pruned(op, wanted).used]
 
     def wanted(self, op: Op, group: GroupName) -> list[set[Axis]]:
+        """The pieces of an op's results that a group needs."""
         return [self.at(value, group) if value else set() for value in op.outs]
 
 
 def find_needs(placement: Placement, body: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
-    """`outputs`: which piece of which output a group must hold in the end. What is carried stays at its home anyhow."""
+    """The needs of a program. `outputs`: which piece of which output a group must hold in the end; every carried value is
+    also held at its home."""
     needs = Needs(placement, body)
     while True:
         needs.grew = False
@@ -138,7 +144,7 @@ def _refusal(op: Op, group: GroupName, needs: Needs, mixes: Mixes) -> PartitionE
     mixed = mixes.args[0] if isinstance(mixes.args[0], Mixed) else Mixed(str(mixes), "")
     fragment = mixed.fragment or (op.name if op.call else "")
     what = f"the fragment `{fragment}`" if fragment else f"`{op.name}`"
-    group = mixed.group or group  # whoever mixes may do so elsewhere than whoever reads it
+    group = mixed.group or group  # the fragment that mixes may run at another group than the op that reads its result
     return PartitionError(
         f"{mixed.why}: {what} cannot run on `{group}`, which is divided into {needs.sites.replicas[group]} blocks of environments.",
         at=mixed.at or op.at,
@@ -176,7 +182,7 @@ def _split_needs(needs: Needs, op: Op) -> None:
         home = placement.home(inner)
         for group in needs.groups(inner):
             if carried and not invariant and home not in (None, group):
-                continue  # sent on at every step by its home
+                continue  # its home sends it at every step
             shift = 1 if position >= c + k else 0
             axes = {axis if axis is None else axis + shift for axis in needs.at(inner, group)}
             needs.add(outer, group, axes)

@@ -1,7 +1,8 @@
-"""Whose memory may be taken over: decided in the plan, so that a replay buffer is never copied.
+"""The pass that decides donations: which results may take over the memory of an input, so that no replay buffer is copied.
 
-A segment takes over an input if it is the last to read it at its site, nobody outside knows the array, and a result has its
-type. What goes into or comes out of a split loop is left alone: slots in- and outside of it share arrays.
+A segment takes over the memory of an input if it is the last reader of the slot at its site, if nothing outside of the
+program holds the array, and if a result has the same type. Inputs and outputs of split loops are never donated: slots inside
+and outside of a loop share arrays.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from choreo.types import GroupName
 
 
 def donate(program: Program, *, num_carry: int) -> Program:
-    """Decide the donations of a program whose first `num_carry` inputs are owned by the sites."""
+    """The program with its donations. The sites own the first `num_carry` inputs, and nothing else holds them."""
     groups = {group for port in [*program.ins, *program.outs] for group in port.held} | {
         step.group for step in program.steps if isinstance(step, Segment)
     }
@@ -24,7 +25,7 @@ def donate(program: Program, *, num_carry: int) -> Program:
             ref for port in program.outs for g, (ref, _) in port.held.items() if g == group and isinstance(ref, Slot)
         }
         never = {ref for port in program.ins[num_carry:] for g, (ref, _) in port.held.items() if g == group}
-        never |= {  # read again, as long as nothing newer has come
+        never |= {  # a receiver that may lag reads the same version again until a newer one arrives
             move.dst for step in steps if isinstance(step, Transfer) and step.lag is not None for move in step.moves
         }
         never |= {
@@ -40,6 +41,7 @@ def donate(program: Program, *, num_carry: int) -> Program:
 
 
 def _take_over(segment: Segment, keep: set) -> tuple[int, ...]:
+    """The positions of the inputs whose memory a result can use; `keep`: slots that are read later."""
     free = Counter((aval.shape, str(aval.dtype)) for aval in segment.out_avals)
     taken = []
     for position, given in enumerate(segment.ins):
@@ -51,7 +53,7 @@ def _take_over(segment: Segment, keep: set) -> tuple[int, ...]:
 
 
 def _share(step: Step, donated: dict[GroupName, set[Slot]]) -> Step:
-    """Sender and receiver may share memory if neither gives it away."""
+    """A transfer whose moves share memory between sender and receiver, where neither donates it."""
     if not isinstance(step, Transfer):
         return step
     source, target = donated.get(step.src, set()), donated.get(step.dst, set())

@@ -1,14 +1,14 @@
 """Can the rows of a `vmap` meet in a program? They cannot if every primitive in it treats each row by itself.
 
 `vmap` asks each primitive's batching rule what to do with a whole batch, and a rule may do anything: Equinox's
-`unvmap_any` looks at all rows at once. So a program is independent only if every primitive in it is on the list below,
-written by hand, and has the batching rule that JAX itself gave it. The list names JAX's own primitive objects; a user's
-primitive of the same name is another object. `tests/partition/test_independent.py` has a test for each of them (other
-rows replaced by NaN, infinity and noise, this row's bits unchanged), and fails on a primitive of the installed JAX that
-nobody has looked at.
+`unvmap_any` reads all rows at once. So a program is independent only if every primitive in it is on the list below, which
+is written by hand, and has the batching rule that JAX itself gave it. The list names JAX's own primitive objects; a user's
+primitive of the same name is another object. `tests/partition/test_independent.py` tests each of them: if all other rows are
+replaced by NaN, infinity or noise, the bits of this row do not change. It also fails if the installed JAX has a primitive
+that is neither on the list nor known to be unsafe.
 
 Control flow and custom derivatives are judged by the programs inside. A `while` or `cond` whose predicate differs between
-rows runs for all rows until the last is done, and selects row by row what is kept.
+rows runs for all rows until the last row is done, and selects for each row which values to keep.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ cholesky eig eigh geqrf hessenberg householder_product lu lu_pivots_to_permutati
 triangular_solve tridiagonal tridiagonal_solve
 """
 RANDOM = "random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap"
-"""For threefry keys only: under `vmap`, an rbg generator uses the first key for all rows."""
+"""For Threefry keys only: under `vmap`, an rbg generator uses the first key for all rows."""
 BY_WHAT_IS_INSIDE = """
 closed_call cond custom_jvp_call custom_linear_solve custom_lin custom_vjp_call jit
 reduce reduce_window remat2 scan while

@@ -1,4 +1,4 @@
-"""A fragment called under `vmap`: what happens in it happens to one environment, so that no rule is needed inside."""
+"""A fragment called under `vmap`: its program is that of one environment, so that the primitives in it need no rule."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,12 @@ from choreo.roles import Call, find_call, without_number
 
 
 class Mapped:
-    """A fragment called under `vmap` in which environments cannot meet: proved (`independent.py`), or the user vouches.
+    """The way of a fragment called under `vmap` in which environments cannot meet: proved in `independent.py`, or vouched
+    for by the user.
 
-    What is emitted is `vmap` of the un-vmapped program at block size. The record of the call is trusted only if
-    mapping it over all environments gives the very program in the equation: under `grad`, an equation of the same name
-    and the same types may be the transposed program.
+    It runs `vmap` of the program of one environment, at block size. That program was recorded when the fragment was called.
+    The record is trusted only if `vmap` over all environments gives exactly the program in the equation: under `grad`, an
+    equation of the same name and types may be the transposed program.
     """
 
     def __init__(self, call: Call, native: tuple[Axis, ...], size: Size):
@@ -32,21 +33,23 @@ class Mapped:
 
     @staticmethod
     def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
+        """The way of a call; None if it is not mapped over environments, or nothing shows that they cannot meet."""
         if len(call.vmaps) != 1 or call.vmaps[0].size % size.blocks or call.host or call.jaxpr is None:
             return None
         if eqn.effects and not call.independent:
             return None
-        if len(eqn.invars) != len(call.in_avals):  # it closes over traced values: the record is not the whole story
+        if len(eqn.invars) != len(call.in_avals):  # the fragment closes over traced values, which the record lacks
             return None
         out_axes = _mapped_out_axes(call, _text(eqn.params["jaxpr"]))
         return Mapped(call, out_axes, size) if out_axes is not None else None
 
     def accepts(self, forms: Sequence[Form]) -> bool:
+        """Are the operands available along the axes over which the call is mapped?"""
         if len(forms) != len(self.in_axes):
             return False
         pairs = list(zip(forms, self.in_axes, strict=True))
         fits = all(form.whole or (axis is not None and form.axis == axis) for form, axis in pairs)
-        # Groups of environments are mapped over as environments are; what else has a length that fits is not of them.
+        # An axis of another length than the number of environments counts only if an operand proves that it is divided.
         return fits and (self.over_envs or any(not form.whole for form in forms))
 
     def demand(self, outs: Sequence[bool]) -> Demand:
@@ -59,7 +62,7 @@ class Mapped:
         out_axes = [axis for axis, out in zip(self.native, outs, strict=True) if out]
         blocks = [get(i, axis) for i, (axis, use) in enumerate(zip(self.in_axes, used, strict=True)) if use]
         run_one = functools.partial(_call_one, pruned)
-        if all(axis is None for axis in in_axes):  # depends on no environment
+        if all(axis is None for axis in in_axes):  # the results depend on no environment, and `vmap` would refuse
             results = [jnp.stack([x] * self.block, axis) if axis is not None else x
                        for x, axis in zip(run_one(*blocks), out_axes, strict=True)]  # fmt: skip
         else:
@@ -69,7 +72,7 @@ class Mapped:
 
 
 def trusted(eqn: jec.JaxprEqn) -> Iterator[Call]:
-    """The mapped fragments in an equation that the user vouches for, because nothing is proved of them."""
+    """The mapped fragments in an equation that the user vouches for, and for which there is no proof."""
     call = find_call(_compat.call_name(eqn))
     if call and call.independent and call.vmaps and call.jaxpr is not None and obstacle(call.jaxpr):
         yield call
@@ -79,7 +82,7 @@ def trusted(eqn: jec.JaxprEqn) -> Iterator[Call]:
 
 
 def name_the_mark(mixed: Mixed, call: Call | None) -> Mixed:
-    """A refusal within a mapped fragment, with the mark by which the user may vouch that environments do not meet in it."""
+    """The reason with the mark by which the user may vouch for the fragment; unchanged if a mark would not help."""
     unproved = call is not None and call.vmaps and not call.independent and call.jaxpr and obstacle(call.jaxpr)
     if call is None or not unproved or mixed.vouch:
         return mixed
@@ -99,15 +102,15 @@ def _call_one(closed: jec.ClosedJaxpr, *values: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _mapped_out_axes(call: Call, text: str) -> tuple[Axis, ...] | None:
-    """Where the mapped axis stands in each result; None if the record does not explain the equation."""
+    """The mapped axis of each result; None if the record does not give the equation's program (`text`)."""
     if not call.independent and obstacle(_closed(call)):
         return None
     try:
         actual = _map_call(call, call.vmaps[0].size)
         used = {n for aval in [*call.in_avals, *(v.aval for v in actual.outvars)] for n in aval.shape}
-        odd = next(n for n in (7919, 7927, 7933, 7937) if n not in used)  # a size that nothing else has
+        odd = next(n for n in (7919, 7927, 7933, 7937) if n not in used)  # a length that no other axis has
         other = _map_call(call, odd)
-    except NameError:  # a collective over the mapped axis: that is how environments could meet
+    except NameError:  # a collective over the mapped axis, by which environments could meet
         return None
     if _text(actual.params["jaxpr"]) != text:
         return None
@@ -131,7 +134,7 @@ def _map_call(call: Call, size: int) -> jec.JaxprEqn:
 
 
 def _text(closed: jec.ClosedJaxpr) -> str:
-    """A program as text, with the content of its arrays, which JAX does not print."""
+    """A program as text, with the contents of its arrays, which JAX does not print."""
     arrays = "".join(
         f"{np.asarray(c).tobytes()!r}" if not _compat.is_key(c.dtype) else repr(c) for c in _arrays(closed)
     )
@@ -139,7 +142,7 @@ def _text(closed: jec.ClosedJaxpr) -> str:
 
 
 def _arrays(closed: jec.ClosedJaxpr) -> Iterator[Any]:
-    """Constants, and with `jax_use_simplified_jaxpr_constants` literals, also of programs within."""
+    """The constants of a program and of the programs inside; with `jax_use_simplified_jaxpr_constants`, literals, too."""
     yield from closed.consts
     for eqn in closed.jaxpr.eqns:
         yield from (var.val for var in eqn.invars if isinstance(var, jec.Literal) and np.shape(var.val))

@@ -1,21 +1,21 @@
-"""From a traced algorithm and homes for its roles to a program for every site.
+"""The passes, in order: from a traced algorithm and a group for each role to one program in which every site takes part.
 
-trace    algorithm x environment -> graphs of `init` and `iterate`
-place    a home for every op and value
-relax    what may be out of date; glue that is computed at its reader for that
-demand   who needs which piece of which value
-cut      one global order of segments, transfers and split loops
-ahead    random numbers, before the loops that use them
-donate   whose memory may be taken over
+trace       algorithm, environment -> graphs of `init` and `iterate`
+place       a home for every op and value: the group that computes it
+relax       if messages may be out of date: which of them, and glue that is computed at its reader for that
+demand      which group needs which piece of which value
+cut         one global order of segments, transfers and split loops
+draw_ahead  random numbers are drawn before the loops that use them
+donate      which results may take over the memory of an input
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from choreo.partition.ahead import draw_ahead
 from choreo.partition.cut import cut
 from choreo.partition.demand import find_needs
 from choreo.partition.donate import donate
+from choreo.partition.draw_ahead import draw_ahead
 from choreo.partition.place import Sites, place
 from choreo.partition.program import Program
 from choreo.partition.relax import copy_for_readers
@@ -30,10 +30,10 @@ def partition(
     init_sites: Sites | None = None,
     relaxed: Callable[[Program], Program] | None = None,
 ) -> tuple[Program, Program]:
-    """The programs of `init` and `iterate`: what `init` computes lies where `iterate` reads it.
+    """The programs of `init` and `iterate`. Each result of `init` ends at the groups where `iterate` reads it.
 
-    `init_sites`: how `init` divides the environments, where `iterate` does it otherwise. `relaxed` says what may be out of
-    date.
+    `init_sites`: the sites of `init`, if `init` divides the environments in another way than `iterate`; `relaxed`: marks the
+    transfers that may be out of date.
     """
     graph = traced.iterate
     placement = place(graph, sites, traced.carry_axes)
@@ -47,7 +47,7 @@ def partition(
         outputs[position] = {home: placement.natural(body.outs[position], home)}
     iterate = cut(graph, find_needs(placement, body, outputs), outputs)
 
-    # `init` is the same for any number of shards: block r of E environments holds those of block r of the shards.
+    # `init` knows no shards. Block r of all environments holds the environments of block r of the shards.
     init_sites = init_sites or replace(sites, shards=1)
     held = {
         i: {group: traced.carry_axes[i] if init_sites.size(group) and not sites.size(group) else axis

@@ -1,9 +1,12 @@
-"""Which group computes what: a home for every op and every value.
+"""The analysis that finds a *home* for every op and every value: the group that computes it.
 
-A fragment's home is given by its role. The other ops, the glue, go where they cost the fewest bytes; glue that needs nothing
-but keys and constants has no home (None): every site that wants its result computes it, and it never crosses. Glue that mixes
-environments goes to a group that is not replicated. A scan is *split* if its fragments live in different groups (or one of
-them is Python, or something in it mixes environments and cannot be where the rest is); otherwise it stays whole.
+- The home of a fragment is the group of its role.
+- All other ops are *glue*. Glue goes to the group where it costs the fewest bytes.
+- Glue that reads nothing but keys and constants has no home (None): every site that needs its result computes it, and the
+  result never crosses.
+- Glue that mixes environments goes to a group that is not replicated.
+- A scan is *split* if its fragments have different homes, or if one of them is Python, or if something in it mixes
+  environments and cannot run where the rest runs. Otherwise the scan has one home.
 """
 
 import itertools
@@ -23,48 +26,49 @@ from choreo.roles import SHARD_AXIS
 from choreo.types import GroupName, Role
 
 MOST_SWAPS = 8
-"""How often glue may change its home after everything else has settled."""
+"""How many more rounds glue may change its home, after the forms have reached their fixed point."""
 
 
 @dataclass(frozen=True)
 class Sites:
-    """A layout, as far as the partition of a program needs to know it."""
+    """The part of a layout that the compiler needs."""
 
     group_of: Mapping[Role, GroupName]
-    """Where each role lives."""
+    """The group of each role."""
     replicas: Mapping[GroupName, int | None]
-    """Into how many blocks of environments a group is divided; None: it is one site that sees them all."""
+    """Into how many blocks of environments each group is divided; None: one site sees all environments."""
     default: GroupName
-    """Where roles that the layout does not name, and all that has no better place, live."""
+    """The group of roles that the layout does not name, and of glue that has no better place."""
     num_envs: int
     shards: int = 1
-    """If there are several, they are what is divided among replicas: an environment belongs to one of them."""
+    """How many shards divide the environments. If there are several, replicas divide the shards among them."""
     along_axis: int = 0
-    """If another axis than that of the environments is divided (agents, say): how many there are along it."""
+    """If another axis than that of the environments is divided (agents, for example): its length."""
     num_workers: int = 1
-    """How many workers run the program, each with environments of its own, for one site that learns (merge="any")."""
+    """With merge="any": how many workers run the program, each on its own environments, for one site that learns."""
     python: frozenset[GroupName] = frozenset()
-    """Groups that only run Python: nothing is compiled there, so that their workers need no JAX."""
+    """The groups that run only Python. Nothing is compiled for them, so that their workers need no JAX."""
 
     def group(self, role: Role) -> GroupName:
         return self.group_of.get(role, self.default)
 
     def size(self, group: GroupName) -> Size | None:
-        """The blocks of a replicated group; None if it sees all environments."""
+        """The size of a replicated group's blocks; None if the group sees all environments."""
         replicas = self.replicas[group]
         count = self.along_axis or (self.shards if self.shards > 1 else self.num_envs)
         return None if replicas is None or replicas == 1 else Size(count, count // replicas, self.shards > 1)
 
     def of_one_worker(self) -> "Sites":
-        """Where one worker's program runs."""
+        """The sites of one worker's program."""
         alone = dict.fromkeys(self.replicas)
         return replace(self, replicas=alone, num_envs=self.num_envs // self.num_workers)
 
     def any_size(self) -> Size | None:
-        """Some group's: whether environments mix depends on the number of blocks only where they are divided into groups."""
+        """The size of any replicated group; used for ops that have no home yet. None if no group is replicated."""
         return next((size for group in self.replicas if (size := self.size(group))), None)
 
     def single(self) -> list[GroupName]:
+        """The groups that see all environments."""
         return [group for group in self.replicas if not self.size(group)]
 
 
@@ -74,10 +78,10 @@ class Placement:
 
     sites: Sites
     ops: dict[Op, GroupName | None] = field(default_factory=dict)
-    """Absent: a scan that is split."""
+    """The home of each op. A split scan is absent."""
     values: dict[Value, GroupName | None] = field(default_factory=dict)
     forms: dict[Value, Form] = field(default_factory=dict)
-    """How each value can be had at a replica."""
+    """What a replica can compute of each value (`forms.py`)."""
 
     def home(self, operand: Operand) -> GroupName | None:
         return self.values.get(operand) if isinstance(operand, Value) else None
@@ -86,7 +90,7 @@ class Placement:
         return self.forms[operand] if isinstance(operand, Value) else WHOLE
 
     def natural(self, operand: Operand, group: GroupName) -> Axis:
-        """The piece in which a group holds a value of its own."""
+        """The piece in which a group holds a value that it computes."""
         form = self.form(operand)
         return None if form.whole or not self.sites.size(group) else form.axis
 
@@ -98,10 +102,10 @@ def place(
     wanted_at: Mapping[int, GroupName] = {},
     glue_at: Mapping[Op, GroupName] = {},
 ) -> Placement:
-    """Find homes.
+    """The homes of a graph's ops and values.
 
-    `carry_axes`: the proposed env axis of each carried value; `wanted_at`: groups that want an output; `glue_at`: groups
-    that want to compute some glue themselves.
+    `carry_axes`: the proposed env axis of each carried value; `wanted_at`: for some outputs, by position, a group that reads
+    them; `glue_at`: for some glue, the group that should compute it.
     """
     placer = _Placer(sites, graph.body, wanted_at, glue_at)
     placer.place_top(graph.body, list(carry_axes))
@@ -133,7 +137,7 @@ class _Placer:
         self.result.values[value], self.result.forms[value] = home, form
 
     def _settle(self, body: Body, init: list[Operand] | None) -> None:
-        """Go through the ops until no home changes. `init`: where the carry of a loop starts."""
+        """Place the ops of a body again and again, until a fixed point. `init`: the first values of a loop's carry."""
         for value in [*body.consts, *body.xs]:
             if value not in self.result.forms:
                 self._set(value, None, WHOLE)
@@ -143,7 +147,8 @@ class _Placer:
                 self._place_op(op)
             for position, (value, out) in enumerate(zip(body.carry_ins, body.carry_outs, strict=True)):
                 self._place_carry(value, out, init[position] if init else None)
-            # Forms only ever go from whole to block, so they settle; two groups of equal cost could swap for ever.
+            # Forms only rise from whole to block, so they reach a fixed point. Homes need not: at equal cost, glue could
+            # move between two groups for ever.
             settled = forms == [self.result.forms[v] for v in body.carry_ins]
             if settled and (homes == self._homes(body) or rounds > len(body.carry_ins) + MOST_SWAPS):
                 return
@@ -153,7 +158,7 @@ class _Placer:
 
     def _place_carry(self, value: Value, out: Operand, init: Operand | None) -> None:
         form, home = self.result.forms[value], self.result.home(out)
-        if out is value:  # never changes
+        if out is value:  # carried unchanged
             if form.whole and (init is None or self.result.home(init) is None):
                 home = None
             else:
@@ -176,7 +181,7 @@ class _Placer:
         return sorted(readers)[0] if readers else self.sites.default
 
     def _read_by_python(self, value: Value) -> bool:
-        """Is it read where nothing can be computed?"""
+        """Does a group that runs only Python read it? Such a group cannot compute glue."""
         return not self.sites.python.isdisjoint(self._consumer_groups(value))
 
     def _consumer_groups(self, value: Value) -> set[GroupName]:
@@ -224,19 +229,19 @@ class _Placer:
         return None
 
     def _can_run_anywhere(self, op: Op) -> bool:
-        """May every site that wants the results of this glue compute them for itself? All must get the same."""
+        """May every site that needs the results of this glue compute them? Only if all sites get the same results."""
         same = not op.eqn.effects and _compat.impure_primitive(op.eqn) is None
         return same and all(self.result.home(v) is None for v in op.ins)
 
     @staticmethod
     def _blame(op: Op, form: Form, home: GroupName) -> Form:
-        """The first fragment whose result mixes environments, not one that reads it."""
+        """The form, with the fragment that made it mixed: the first one, not a later one that reads its result."""
         if form.mixed is None or form.mixed.fragment or op.call is None:
             return form
         return form._replace(mixed=form.mixed._replace(fragment=op.name, group=home))
 
     def _infer(self, op: Op, group: GroupName | None) -> tuple[list[Form], bool]:
-        """The forms of its results if it runs in that group, and whether environments mix."""
+        """The forms of an op's results if it runs in that group, and whether environments mix in it."""
         size = (self.sites.size(group) if group else None) or self.sites.any_size()
         if size is None:
             return [WHOLE] * len(op.outs), False
@@ -244,12 +249,12 @@ class _Placer:
         return list(forms), any(form.mixed is not None for value, form in zip(op.outs, forms, strict=True) if value)
 
     def _cheapest(self, op: Op) -> GroupName:
-        """The group where glue costs the fewest bytes sent."""
+        """The group in which glue causes the fewest bytes to be sent."""
         near = {home for v in op.values() if (home := self.result.home(v)) is not None}
         near |= {group for value in op.outs if value for group in self._consumer_groups(value)}
         near |= {self.glue_at[op]} if op in self.glue_at else set()
         allowed = [g for g in self.sites.replicas if g in near - self.sites.python] or [self.sites.default]
-        if combines(op.eqn):  # one site needs no other: a parameter server adds up gradients itself
+        if combines(op.eqn):  # a single site combines without messages: a parameter server adds up gradients
             allowed = [g for g in allowed if not self.sites.size(g)] or allowed
         able = [g for g in allowed if not self.sites.size(g) or not self._infer(op, g)[1]]
         allowed = able or self._fallback() or self._refuse_mixing(op)
@@ -261,7 +266,7 @@ class _Placer:
             sent_on = sum(v.nbytes * len(self._consumer_groups(v) - {group}) for v in op.outs if v)
             return sent_here + sent_on
 
-        # At equal cost, where most of the rest is: what follows then need not come back.
+        # At equal cost, prefer a single site, then the default group: most ops that read the result are there.
         return min(allowed, key=lambda group: (cost(group), bool(self.sites.size(group)), group != self.sites.default))
 
     def _fallback(self) -> list[GroupName]:

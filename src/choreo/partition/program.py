@@ -1,12 +1,12 @@
-"""What sites do: a program in one global order, of which each site runs the steps that name its group.
+"""Programs: steps in one global order. Each site runs the steps that name its group.
 
-    Segment   one compiled function at every replica of a group
-    Transfer  values from the replicas of one group to those of another
-    Loop      a scan that is split: its body again and again, at all groups that take part
-    HostCall  Python on numpy arrays at every replica of a group
+    Segment   one compiled function, at every replica of a group
+    Transfer  values from the replicas of one group to the replicas of another
+    Loop      a scan that is split over groups: its body is repeated at all of them
+    HostCall  Python on numpy arrays, at every replica of a group
 
-Since every site runs a subsequence of the same order, and a transfer stands at the same place in both, nobody can wait in a
-circle. A *slot* names one piece of one value; each site has slots of its own. Nothing here imports JAX.
+No deadlock: all sites run subsequences of the same order, and a transfer has the same position for sender and receiver.
+A *slot* names one piece of one value; each site has its own array in it. Nothing here imports JAX.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,21 +20,22 @@ from choreo.types import GroupName
 
 Slot = int
 Axis = int | None
-"""Which axis is cut into blocks; None for a value given whole."""
+"""The axis along which a value is divided into blocks; None for the whole value."""
 
 
 @dataclass(frozen=True)
 class KeyType:
-    """The type of random keys, where there is no JAX to tell."""
+    """The type of random keys, for processes that do not import JAX."""
 
     impl: str
+    """JAX's name of the generator."""
     words: int
-    """How many numbers (uint32) make a key."""
+    """How many uint32 numbers make a key."""
 
 
 @dataclass(frozen=True)
 class ArrayType:
-    """Shape and type of a value, in a program that has left its process; until then JAX's own `aval` tells."""
+    """Shape and dtype of a value in an exported program. Before the export, JAX's own `aval` stands in its place."""
 
     shape: tuple[int, ...]
     dtype: np.dtype | KeyType
@@ -42,7 +43,7 @@ class ArrayType:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A known array, in place of a slot."""
+    """A known array. It may stand wherever a slot is read."""
 
     value: Any
 
@@ -65,16 +66,17 @@ Ref = Slot | Constant
 
 @dataclass(frozen=True)
 class Input:
-    """What a segment reads."""
+    """One input of a segment."""
 
     slot: Slot
     stacked: bool
-    """The slot holds one slice per step of the loop around: read the current one."""
+    """The slot holds one slice per step of the loop around it; the segment reads the current slice."""
     aval: Any
-    """Type of what the slot holds."""
+    """The type of the array in the slot."""
     axis: Axis
-    """Along which axis it is a block of the whole; None: every replica holds the same."""
+    """The axis along which the array is a block of the whole; None: every replica holds the same array."""
     label: str
+    """The name of the value, for messages and prints."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,67 +85,68 @@ class Segment:
 
     group: GroupName
     name: str
-    """The fragments in it, joined by "+"."""
+    """The names of its fragments, joined by "+"."""
     ins: tuple[Input, ...]
     outs: tuple[Slot, ...]
     out_avals: tuple[Any, ...]
     fn: Callable[..., list[Any]]
-    """The code (`code.py`): data that says what is computed, and can be called. At a worker: the same as StableHLO."""
+    """The code of the segment: callable data (`code.py`). In an exported program: the same as StableHLO."""
     donated: tuple[int, ...] = ()
-    """Positions of inputs whose memory the results may take over."""
+    """Positions of the inputs whose memory the results may take over."""
     roles: tuple[str, ...] = ()
     """The roles of its fragments, in order."""
     out_axes: tuple[Axis, ...] = ()
-    """Along which axis each result is a block of the whole."""
+    """The axis along which each result is a block of the whole."""
     combines: bool = False
-    """Do the replicas combine values while it runs? Then they all run it at the same time."""
+    """Do the replicas combine values while it runs? Then all replicas run it at the same time."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One value on its way between groups."""
+    """One value of a transfer."""
 
     label: str
     aval: Any
-    """Type of the whole value."""
+    """The type of the whole value."""
     src: Slot
     src_axis: Axis
-    """Along which axis the sender's replicas hold blocks; None: each holds all of it."""
+    """The axis along which the sender's replicas hold blocks; None: each holds the whole value."""
     dst: Slot
     dst_axis: Axis
+    """The axis along which the receiver's replicas hold blocks; None: each gets the whole value."""
     copied: bool = True
-    """Must receiver and sender have memory of their own? (Either may overwrite it.)"""
+    """Must the receiver have its own copy? True if the sender or the receiver may overwrite the memory."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Values that cross from one group to another at the same time: one message."""
+    """Values that are sent from one group to another together, as one message."""
 
     src: GroupName
     dst: GroupName
     moves: tuple[Move, ...]
     lag: int | None = None
-    """By how many versions what is read may be out of date; None: never, both wait for each other."""
+    """By how many versions the values that are read may be out of date; None: sender and receiver wait for each other."""
 
 
 @dataclass(frozen=True)
 class LoopPart:
-    """What one group holds of a split scan; pairs are (slot inside, slot outside)."""
+    """The part of one group in a split scan. Pairs are (slot inside the loop, slot outside)."""
 
     consts: tuple[tuple[Slot, Ref], ...] = ()
     carry: tuple[tuple[Slot, Ref, Ref, Slot | None], ...] = ()
     """(slot inside, first value outside, next value inside, slot outside for the last value)"""
     xs: tuple[tuple[Slot, Ref], ...] = ()
-    """Held as they are, one slice per step: segments read the current one."""
+    """Stacks of one slice per step that only segments read: the slot inside holds the stack."""
     slices: tuple[tuple[Slot, Ref], ...] = ()
-    """Of which the current slice is taken out at every step, for readers other than segments."""
+    """Stacks that others read, too: at every step, the slot inside gets the current slice."""
     ys: tuple[tuple[Ref, Slot, Any], ...] = ()
-    """What is stacked, one slice per step: (inside, outside, type of the stack)."""
+    """Results that are stacked, one slice per step: (slot inside, slot outside, type of the stack)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A scan whose roles live at different sites."""
+    """A scan that is split over several groups."""
 
     length: int
     reverse: bool
@@ -159,11 +162,11 @@ class HostCall:
     name: str
     ins: tuple[Ref, ...]
     cuts: tuple[bool, ...]
-    """Which operands are held whole, and are cut to the replica's environments for the call."""
+    """Which operands the site holds whole: the call gets the rows of the replica's own environments."""
     outs: tuple[Slot | None, ...]
     fn: HostFn
     shards: int = 1
-    """Into how many shards the environments are divided: then the arrays are [shard, env, ...]."""
+    """How many shards divide the environments; if there are several, arrays are [shard, env, ...]."""
 
 
 Step = Segment | Transfer | Loop | HostCall
@@ -171,7 +174,7 @@ Step = Segment | Transfer | Loop | HostCall
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output of the whole program: which slot holds it at which group, and in which piece."""
+    """An input or output of the whole program: the slot and the piece in which each group holds it."""
 
     name: str
     aval: Any
@@ -180,7 +183,7 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """`init` or `iterate`, for all sites."""
+    """The program of `init` or `iterate`, for all sites."""
 
     name: str
     steps: tuple[Step, ...]
@@ -189,7 +192,7 @@ class Program:
 
 
 def walk(steps: tuple[Step, ...], times: int = 1) -> Iterator[tuple[Step, int]]:
-    """Every step, with how often it runs."""
+    """Every step, also inside of loops, with the number of times that it runs."""
     for step in steps:
         yield step, times
         if isinstance(step, Loop):

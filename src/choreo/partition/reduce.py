@@ -1,9 +1,9 @@
-"""`all_reduce` at a replica that holds some of the shards: combine its own, then those of all replicas.
+"""`all_reduce` at a replica that holds some of the shards: combine its own shards, then combine over the replicas.
 
     full program     h = psum(x[S, ...], axes=0);  mean = h / S
     at a replica     h = psum over replicas of psum(x[S/N, ...], axes=0);  mean = h / S
 
-What is combined over replicas goes as one vector: twenty leaves cost ten times as much as their concatenation.
+All values of one dtype are combined over the replicas as one vector: twenty collectives cost ten times as much as one.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,13 @@ from choreo.partition.program import Axis
 from choreo.roles import find_reduction
 
 REPLICA_AXIS = "choreo_replica"
-"""The axis over which the replicas of a group are mapped, where they combine values while they run."""
+"""The name of the mapped axis that stands for the replicas of a group, where they combine values while they run."""
 COMBINED = ("psum", "pmax")
+"""The primitives in an `all_reduce` that combine shards."""
 
 
 class AllReduce:
-    """A way to compute an `all_reduce` call: its results are the same on every replica."""
+    """The way of an `all_reduce` call: its results are the same at every replica."""
 
     def __init__(self, eqn: jec.JaxprEqn, inner: jec.ClosedJaxpr, forms: Sequence[Form]):
         self.inner, self.native = inner, [None] * len(eqn.outvars)
@@ -57,7 +58,7 @@ class AllReduce:
 
 
 def over_replicas(name: str, values: list[jax.Array]) -> list[jax.Array]:
-    """Combine values over the replicas of the group: one collective per dtype."""
+    """Combine values over the replicas of the group, with one collective per dtype."""
     combine = {"psum": lax.psum, "pmax": lax.pmax}[name]
     results: list[Any] = list(values)
     for dtype in dict.fromkeys(value.dtype for value in values):
@@ -71,7 +72,7 @@ def over_replicas(name: str, values: list[jax.Array]) -> list[jax.Array]:
 
 
 def _reduced_axes(jaxpr: Any) -> tuple[tuple[Axis, ...], list[jec.JaxprEqn]]:
-    """Which axis of each operand is combined, read from the program, which `vmap` has made; and what is done until then."""
+    """Which axis of each operand is combined, and the equations up to there: read from the program that `vmap` made."""
     origin = {var: (i, tuple(range(len(var.aval.shape)))) for i, var in enumerate(jaxpr.invars)}
     axes: list[Axis] = [None] * len(jaxpr.invars)
     early = []
@@ -81,7 +82,7 @@ def _reduced_axes(jaxpr: Any) -> tuple[tuple[Axis, ...], list[jec.JaxprEqn]]:
         if given and name == "transpose":
             i, dims = given
             origin[eqn.outvars[0]] = i, tuple(dims[d] for d in eqn.params["permutation"])
-        elif given and name == "convert_element_type":  # bools are counted as integers
+        elif given and name == "convert_element_type":  # `psum` counts booleans as integers
             origin[eqn.outvars[0]] = given
         elif given and name in COMBINED and len(eqn.params["axes"]) == 1:
             i, dims = given

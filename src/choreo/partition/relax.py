@@ -1,16 +1,16 @@
-"""Which messages of a program may be out of date: what one group carries on and another only reads.
+"""Which messages of a program may be out of date: values that one group carries, and another group only reads.
 
-Lag belongs to a pair of groups. It may be given to a pair if all that goes from one to the other is carried from iteration
-to iteration: parameters to workers, say. All of it travels as one bundle, so that nobody reads half of an update. Where data
-of the same iteration goes the same way, as actions do in `fine`, there is nothing to relax.
+Lag belongs to a pair of groups. A pair may have lag if everything that one group sends to the other is carried from
+iteration to iteration: parameters for workers, for example. These values travel as one bundle, so that a reader never sees
+half of an update. If data of the same iteration goes the same way, as actions do in `fine`, the pair cannot have lag.
 
-Glue often stands between what is carried and who reads it: a cast, a broadcast, half of it. It is computed once more, at the
-reader, so that again only what is carried crosses:
+Often glue stands between a carried value and its reader: a cast, a broadcast, a product with a constant. A copy of the glue
+is then computed at the reader, so that only the carried value crosses:
 
     learner:  w ── half = 0.5 * w ──> actor      becomes      learner:  w ──> actor:  half = 0.5 * w
 
-The copy is the same function of the same values, so that the program means what it meant; what is out of date is `w`, in its
-bundle, and everything that the actor makes of it is made of that one version.
+The copy is the same function of the same values, so that the program computes the same. What may be out of date is `w`; all
+that the actor computes from its bundle comes from one version.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from choreo.types import GroupName
 
 
 def copy_for_readers(graph: Graph, placement: Placement) -> tuple[Graph, dict[Op, GroupName]]:
-    """The graph with copies of glue that makes of carried values what another group reads, and where each copy belongs."""
+    """The graph with a copy of each glue op that stands between a carried value and another group, and each copy's home."""
     copier = _Copier(graph.body, placement)
     body = replace(graph.body, ops=tuple(copier.ops()))
     return verify(replace(graph, body=body), after="copy_for_readers"), copier.homes
@@ -44,7 +44,7 @@ class _Copier:
         self.pure: dict[Value, bool] = {}
 
     def ops(self) -> Iterator[Op]:
-        """The ops of the body, each after the copies that it reads."""
+        """The ops of the body, each preceded by the copies that it reads."""
         for op in self.body.ops:
             ins = []
             for position, operand in enumerate(op.ins):
@@ -56,7 +56,7 @@ class _Copier:
             yield replace(op, ins=tuple(ins)) if tuple(ins) != op.ins else op
 
     def _reader(self, op: Op, position: int) -> GroupName | None:
-        """The one group that reads an operand, if there is one."""
+        """The group that reads an operand; None if there are several."""
         if op in self.placement.ops:
             return self.placement.ops[op]
         body = op.body
@@ -68,12 +68,13 @@ class _Copier:
         return readers.pop() if len(readers) == 1 else None
 
     def _is_wanted(self, value: Value, reader: GroupName) -> bool:
+        """Should the reader compute its own copy of this value?"""
         home, sites = self.placement.home(value), self.placement.sites
         away = home is not None and home != reader and reader not in sites.python
         return away and value in self.producers and self._is_of_carried(value)
 
     def _is_of_carried(self, operand: Operand) -> bool:
-        """Is it carried, or has it no home, or is it glue of nothing else?"""
+        """Is it carried, or without a home, or pure glue of such values?"""
         if not isinstance(operand, Value) or operand not in self.producers or self.placement.home(operand) is None:
             return True
         if operand not in self.pure:
@@ -84,6 +85,7 @@ class _Copier:
         return self.pure[operand]
 
     def _copy(self, value: Value, reader: GroupName) -> Iterator[Op]:
+        """The op that makes a value, copied for a reader, after the copies of its operands."""
         if (value, reader) in self.copies:
             return
         op = self.producers[value]
@@ -110,7 +112,7 @@ def _values(body: Body) -> Iterator[Value]:
 
 
 def relax(program: Program, max_lag: int, *, merge: str, layout: str) -> Program:
-    """The program with `lag` given to every bundle that may have it."""
+    """The program in which every transfer that may lag has `lag=max_lag`. Raises LayoutError if there is none."""
     pairs = relaxable(program)
     if not pairs:
         asked = {f"max_lag={max_lag}": max_lag > 0, f'merge="{merge}"': merge != "all"}
@@ -130,7 +132,7 @@ def relax(program: Program, max_lag: int, *, merge: str, layout: str) -> Program
 
 
 def relaxable(program: Program) -> set[tuple[GroupName, GroupName]]:
-    """Pairs between which only carried values travel."""
+    """The pairs (sender, receiver) of groups between which only carried values travel."""
     carried = {(group, ref) for port in program.ins for group, (ref, _) in port.held.items()}
     transfers = [step for step, _ in walk(program.steps) if isinstance(step, Transfer)]
     fresh = {

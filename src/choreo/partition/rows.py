@@ -1,14 +1,15 @@
 """`q[jnp.arange(E), a]` and `x.at[jnp.arange(E), a].set(v)`: each environment reads and writes its own row.
 
-To cut such a `gather` or `scatter` one must know that the indices into the env axis *are* the numbers of the rows. So a
-little is proved about values, equation by equation, from `iota` on; what is not known here is not known:
+Such a `gather` or `scatter` runs on blocks only if the indices into the env axis are known to be the row numbers. This is a
+second, small abstract interpretation: a *fact* about each value, derived equation by equation, beginning at `iota`:
 
-    k           the value is, everywhere, the index along its axis k
-    (k, None)   so is column 0 of its last axis (k is another); nothing is known of column 1
-    FALSE       the value is False everywhere: that an index is negative, say, so that nothing is added to it
+    k           every element of the value is its own index along axis k
+    (k, None)   the same for column 0 of the last axis (which is not k); nothing is known of column 1
+    FALSE       every element is False: for example the test whether an index is negative
+    None        nothing is known
 
-Row numbers are integers that their type can hold. They count the rows of the whole program: a replica's block of them begins
-at its first row, which is taken off where they meet its block of the operand.
+Row numbers fit into their integer type. They count the rows of the full program: at a replica, the number of its first row
+is subtracted before they index its block of the operand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +26,11 @@ from choreo.partition.program import Axis
 
 FALSE = "false"
 Fact = int | tuple[Axis, ...] | str | None
-"""What is known of a value; None: nothing."""
+"""What is known of a value."""
 
 
 class Facts:
-    """What is known of the variables of a program."""
+    """The facts about the variables of a program. `given`: those about its inputs; empty if nothing is known."""
 
     def __init__(self, closed: jec.ClosedJaxpr, given: Sequence[Fact]):
         jaxpr = closed.jaxpr
@@ -51,13 +52,13 @@ def _results(eqn: jec.JaxprEqn, facts: list[Fact]) -> list[Fact]:
 
 
 def _can_count(aval: Any, fact: Any) -> bool:
-    """Can the type hold the numbers of all rows?"""
+    """Can the dtype hold the numbers of all rows?"""
     axes = [axis for axis in (fact if isinstance(fact, tuple) else (fact,)) if axis is not None]
     return jnp.issubdtype(aval.dtype, jnp.integer) and all(aval.shape[k] - 1 <= jnp.iinfo(aval.dtype).max for k in axes)
 
 
 def _of_constant(array: Any) -> Fact:
-    """An array that the program closes over may be `np.arange`."""
+    """The fact about a constant: an array that the program closes over may be `np.arange`."""
     shape = getattr(array, "shape", ())
     if shape and array.dtype == bool:
         return None if np.any(np.asarray(array)) else FALSE
@@ -73,7 +74,7 @@ def _iota(eqn, facts):
 
 
 def _same(eqn, facts):
-    """Type changed, or copied. A number that passed through a narrow type is not known any more: see `_can_count`."""
+    """A copy, or a change of dtype. If the new dtype cannot hold the numbers, `_can_count` drops the fact."""
     return facts[0]
 
 
@@ -81,7 +82,7 @@ def _broadcast_in_dim(eqn, facts):
     (fact, *_), dims, shape = facts, eqn.params["broadcast_dimensions"], eqn.params["shape"]
     if fact == FALSE:
         return FALSE
-    # An axis of one row that becomes several holds zeros, not their numbers.
+    # If an axis of length 1 is broadcast, all its elements are 0: no row numbers.
     if not isinstance(fact, int) or shape[dims[fact]] != _shape(eqn.invars[0])[fact]:
         return None
     return int(dims[fact])
@@ -91,7 +92,7 @@ def _reshape(eqn, facts):
     (fact, *_), old, new = facts, _shape(eqn.invars[0]), eqn.params["new_sizes"]
     if not isinstance(fact, int) or eqn.params.get("dimensions") is not None:
         return None
-    # The same rows of memory: as many before the axis, and as many along it.
+    # The axis is kept if it has the same length, and as many elements stand before it.
     before = int(np.prod(old[:fact]))
     return next((d for d in range(len(new)) if new[d] == old[fact] and int(np.prod(new[:d])) == before), None)
 
@@ -128,7 +129,7 @@ def _concatenate(eqn, facts):
 
 
 def _columns(fact: Fact, last: int, count: int) -> tuple[Axis, ...]:
-    """What is known of each column of the last axis."""
+    """The fact about each column of the last axis."""
     if isinstance(fact, tuple):
         return fact
     return (fact if isinstance(fact, int) and fact != last else None,) * count
@@ -157,13 +158,13 @@ SCATTERS = {
 
 
 class OwnRows:
-    """A gather or scatter in which position i along an axis of the indices reads or writes row i of the operand.
+    """The way of a gather or scatter in which position i along an axis of the indices reads or writes row i of the operand.
 
-    Let the index into axis d of the operand be, everywhere, the position i along axis k of the indices, the two axes have the
-    same length, and a slice be one row thick. Row i is in range whatever the mode, so position i reads (writes) row i and no
-    other, and what becomes of it depends on the other indices alone. So block r of the results (the written operand) needs
-    nothing but block r of the operand, of the indices and of the updates; there row i is number i - (the block's first row).
-    Sorted or unique indices stay so.
+    Proof. Let the index into axis d of the operand be, everywhere, the position i along axis k of the indices; let both axes
+    have the same length, and a slice take one row of axis d. Row i is in range in every mode, so position i reads (writes)
+    row i and no other row; where in the row depends on the other indices only. So block r of the results (of the written
+    operand) needs block r of the operand, of the indices and of the updates, and nothing else. In the block, row i has the
+    number i - (number of the block's first row). Indices that are sorted or unique stay so.
     """
 
     def __init__(self, eqn: jec.JaxprEqn, option: "_Option", size: Size):
@@ -191,14 +192,16 @@ class OwnRows:
 
 
 class _Option(NamedTuple):
-    """One way to cut a gather or scatter into rows."""
+    """One choice of axes along which a gather or scatter can be divided into rows."""
 
     length: int
     """The number of rows."""
     column: int
-    """The column of the indices that counts them."""
+    """The column of the indices that holds the row numbers."""
     ins: tuple[Axis, ...]
+    """The axis along which each operand is a block."""
     out: Axis
+    """The axis along which the result is a block."""
 
 
 def _options(eqn: jec.JaxprEqn, fact: Fact) -> Iterator[_Option]:
@@ -212,7 +215,7 @@ def _options(eqn: jec.JaxprEqn, fact: Fact) -> Iterator[_Option]:
         dims, windows, paired = n.scatter_dims_to_operand_dims, n.update_window_dims, n.scatter_indices_batching_dims
         thin = n.inserted_window_dims
         picked = _shape(eqn.invars[2])
-    # What is picked or written has the axes of the indices but the last, in their order, around those of the slices.
+    # The picked (or written) array has the axes of the indices except the last, in their order, and those of the slices.
     around = [axis for axis in range(len(picked)) if axis not in windows]
     for column, (d, k) in enumerate(zip(dims, _columns(fact, len(indices) - 1, len(dims)), strict=True)):
         if k is None or k in paired or d not in thin or operand[d] != indices[k]:

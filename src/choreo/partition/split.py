@@ -1,18 +1,18 @@
-"""How one equation runs on a block of the environments: a rule per primitive, and no rule means no.
+"""How one primitive runs on a block of the environments: one rule per primitive. A primitive without a rule is refused.
 
-Invariant. Replica r of N holds block r of a value: rows [r L/N, (r+1) L/N) of an axis of length L that stands for the
-environments: E of them; or B groups of E/B, where the env axis was divided; or E x k rows, where it was merged with what
-lies within each. A rule answers, for one equation
-of the full program whose operands stand in blocks, along which axes the operands must be given and the results come out,
-and what the parameters are at block size, such that
+Invariant. Replica r of N holds block r of a value: rows [r L/N, (r+1) L/N) of an axis of length L that stands for the E
+environments. L is E; or B, where a reshape divided the axis into B groups of E/B; or E x k, where it merged the axis with k
+rows of each environment. A rule is given one equation of the full program, and for each operand the axis along which it is
+a block. It returns the axes along which operands and results are blocks, and the parameters at block size, such that
 
-    equation(full operands), cut to block r  ==  split equation(operands cut to block r).
+    block r of equation(full operands)  ==  split equation(block r of each operand).
 
-A rule raises `Mixes` when data of different environments meet. A primitive that is not in the table mixes: we replicate what
-is proved, never what merely looks right. Since the block's equation is made from the full one, a literal or a parameter
-that depends on the number of environments keeps the value it has in the full program.
+A rule raises `Mixes` where data of different environments meet, and wherever the law above is not proved. The equation of
+the block is made from the equation of the full program: a literal or a parameter that depends on the number of environments
+keeps its value.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -27,18 +27,19 @@ class Split(NamedTuple):
     """One equation at block size."""
 
     ins: tuple[Axis, ...]
-    """Along which axis each operand must be cut; None: give it whole."""
+    """The axis along which each operand must be a block; None: the operand must be whole."""
     outs: tuple[Axis, ...]
-    """Along which axis each result is a block; None: it is whole, the same on every replica."""
+    """The axis along which each result is a block; None: the result is whole, the same at every replica."""
     params: dict[str, Any]
     """The equation's parameters at block size."""
 
 
 Rule = Callable[[jec.JaxprEqn, Sequence[Axis], Size], Split]
+"""(equation, for each operand the axis along which it is a block, size of the blocks) -> the equation at block size."""
 
 
 def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
-    """Cut an equation, given along which axis each operand stands in blocks (at least one does)."""
+    """An equation at block size. `axes`: for each operand, the axis along which it is a block; not all are None."""
     rule = _RULES.get(eqn.primitive)
     if rule is None:
         raise Mixes(f"no rule tells how `{eqn.primitive.name}` treats environments")
@@ -51,7 +52,7 @@ def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     if eqn.primitive.name != "reshape":
         cuts = [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]
         if {_shape(var)[axis] for var, axis in cuts if axis is not None} != lengths or len(lengths) != 1:
-            raise Mixes("an axis of another length would have to be cut")
+            raise Mixes("an axis of another length would have to be divided")
     return result
 
 
@@ -61,7 +62,8 @@ def _plain(axes: Sequence[Any]) -> tuple[Axis, ...]:
 
 def elementwise(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     axis = _only(axes)
-    # Operands are of the result's shape, or of size 1 in some dimensions, or scalars: those two are given whole.
+    # An operand has the shape of the result, or length 1 along some axes, or is a scalar. Where it has no rows to divide,
+    # it is given whole.
     ins = tuple(axis if len(_shape(v)) > axis and _shape(v)[axis] != 1 else None for v in eqn.invars)
     return Split(ins, (axis,) * len(eqn.outvars), eqn.params)
 
@@ -71,7 +73,7 @@ def each_on_its_own(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Spli
 
 
 def device_put(eqn, axes, size):
-    """Without a device it does nothing; solvers in jax.scipy leave such equations behind."""
+    """Without a device it does nothing. Solvers in jax.scipy leave such equations behind."""
     if any(device is not None for device in eqn.params["devices"]):
         raise Mixes("`device_put` moves environments to a device")
     return each_on_its_own(eqn, axes, size)
@@ -87,8 +89,8 @@ def reshape(eqn, axes, size):
     old, new = _shape(eqn.invars[0]), eqn.params["new_sizes"]
     if eqn.params.get("dimensions") is not None:
         raise Mixes("`reshape` permutes dimensions")
-    # What is before the axis stays before it: then a block is the same rows of memory, wherever the axis is cut.
-    kept = [d for d in range(len(new)) if new[d] % size.blocks == 0 and _product(new[:d]) == _product(old[:axis])]
+    # If as many elements stand before the new axis as before the old one, a block is the same range of memory.
+    kept = [d for d in range(len(new)) if new[d] % size.blocks == 0 and math.prod(new[:d]) == math.prod(old[:axis])]
     if not kept or not new[kept[0]]:
         raise Mixes("`reshape` merges or divides the env axis")
     return _one(axes, kept[0], eqn.params | {"new_sizes": _resized(new, kept[0], size)})
@@ -151,7 +153,7 @@ def reduction(eqn, axes, size):
 
 
 def along_one_axis(param: str) -> Rule:
-    """Equations that mix along one axis only, and keep every shape: cumulative sums, sorts."""
+    """The rule of primitives that mix along one axis only, and keep every shape: cumulative sums, sorts."""
 
     def rule(eqn, axes, size):
         axis = _other_than(eqn.params[param], axes, f"`{eqn.primitive.name}` runs along the env axis")
@@ -210,7 +212,7 @@ def conv_general_dilated(eqn, axes, size):
 def reduce_window(eqn, axes, size):
     axis, p = _only(axes), eqn.params
     trivial = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1}
-    if any(tuple_or_int(p[name][axis]) != value for name, value in trivial.items()):
+    if any(_tuple_or_int(p[name][axis]) != value for name, value in trivial.items()):
         raise Mixes("a window spans environments")
     return _one(axes, axis, p)
 
@@ -265,11 +267,11 @@ def scatter(eqn, axes, size):
 
 
 def leading(*trailing: int) -> Rule:
-    """Equations that work on the last dimensions of each operand, for every index of the leading ones.
+    """The rule of primitives that work on the last dimensions of each operand, for every index of the leading ones.
 
-    `trailing`: how many, operand by operand. What goes before them is the same in all operands and results, and the
-    batching rules of these equations do no more than put an axis there: so a block of the leading indices is computed
-    from that block.
+    `trailing`: the number of last dimensions, for each operand. The leading dimensions are the same in all operands and
+    results, and the batching rules of these primitives only add one of them. So a block of leading indices of the results
+    needs only that block of the operands.
     """
 
     def rule(eqn, axes, size):
@@ -282,25 +284,15 @@ def leading(*trailing: int) -> Rule:
 
 
 def fft(eqn, axes, size):
-    """A transform of the last dimensions, as many as it has lengths; the leading ones are a batch."""
+    """A transform of the last dimensions, one for each of its lengths; the leading dimensions are a batch."""
     return leading(len(eqn.params["fft_lengths"]))(eqn, axes, size)
 
 
 def tile(eqn, axes, size):
     axis = _only(axes)
-    if eqn.params["reps"][axis] != 1:  # rows 0..E-1, 0..E-1: block r would hold rows of other environments
+    if eqn.params["reps"][axis] != 1:  # rows 0..E-1, 0..E-1: block r would hold rows of other blocks
         raise Mixes("`tile` repeats environments")
     return _one(axes, axis, eqn.params)
-
-
-ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
-nextafter not one_minus_square or polygamma population_count pow random_seed real reduce_precision
-regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-square stop_gradient sub tan tanh threefry2x32 xor zeta""".split()
-
-REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()
 
 
 def bitcast_convert_type(eqn, axes, size):
@@ -310,7 +302,7 @@ def bitcast_convert_type(eqn, axes, size):
 
 
 def drawn(eqn, axes, size):
-    """`random_bits`, `random_split`: for each key, an array of results."""
+    """The rule of `random_bits` and `random_split`, which make an array from each key."""
     if not draws_per_key(eqn):
         raise Mixes(f"`{eqn.primitive.name}` draws for all {_dtype(eqn.invars[0]).name} keys of a batch together")
     return _one(axes, _only(axes), eqn.params)
@@ -323,12 +315,12 @@ def random_fold_in(eqn, axes, size):
 
 
 def draws_per_key(eqn: jec.JaxprEqn) -> bool:
-    """Is what comes of a key independent of the keys beside it? Under `vmap`, rbg generators use the first key for all."""
+    """Does a key give the same numbers whatever keys stand beside it? Under `vmap`, rbg generators use the first for all."""
     return _compat.is_threefry(_dtype(eqn.invars[0]))
 
 
 def random_gamma(eqn, axes, size):
-    """One key for each index of the first dimensions of the parameters, split among the rest of them."""
+    """The keys have the first dimensions of the parameters. Each key is split among the remaining dimensions."""
     axis = _only(axes)
     if not draws_per_key(eqn):
         raise Mixes(f"`random_gamma` draws for all {_dtype(eqn.invars[0]).name} keys of a batch together")
@@ -346,6 +338,15 @@ def random_wrap(eqn, axes, size):
         raise Mixes("`random_wrap` makes one key from several environments")
     return _one(axes, _only(axes), eqn.params)
 
+
+ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg
+nextafter not one_minus_square or polygamma population_count pow random_seed real reduce_precision
+regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+square stop_gradient sub tan tanh threefry2x32 xor zeta""".split()
+
+REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
@@ -395,7 +396,7 @@ RULES: dict[str, Rule] = {
 
 
 _RULES = {primitive: rule for name, rule in RULES.items() for primitive in _compat.primitives([name])}
-"""By JAX's own primitive objects: a user's primitive that is merely named `add` has no rule."""
+"""The rules by JAX's own primitive objects: a user's primitive that is only named `add` has no rule."""
 
 
 def _shape(var: Any) -> tuple[int, ...]:
@@ -407,10 +408,10 @@ def _dtype(var: Any) -> Any:
 
 
 def _only(axes: Sequence[Axis]) -> int:
-    """The one axis along which operands stand in blocks."""
+    """The one axis along which operands are blocks."""
     found = {axis for axis in axes if axis is not None}
     if len(found) != 1:
-        raise Mixes("operands stand in blocks along different axes")
+        raise Mixes("operands are divided along different axes")
     return found.pop()
 
 
@@ -433,12 +434,5 @@ def _resized(shape: Sequence[int], axis: SupportsIndex, size: Size) -> tuple[int
     return tuple(size.of(n) if d == axis else n for d, n in enumerate(shape))
 
 
-def _product(numbers: Sequence[int]) -> int:
-    result = 1
-    for n in numbers:
-        result *= n
-    return result
-
-
-def tuple_or_int(x: Any) -> Any:
+def _tuple_or_int(x: Any) -> Any:
     return tuple(x) if isinstance(x, (tuple, list)) else int(x)

@@ -1,4 +1,4 @@
-"""A segment whose replicas combine values while they run, as one program for all of them.
+"""One program for all replicas of a group, for segments whose replicas combine values while they run (collectives).
 
     replica 0          replica 1          arrays: blocks along an axis, or the same at both
     fn(0, t, x[:2])    fn(1, t, x[2:])
@@ -25,7 +25,7 @@ def over_devices(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., l
         return segment.fn(index[0], t, *values)
 
     in_specs = (spec(0), spec(None), *(spec(given.axis) for given in segment.ins))
-    # Which results are the same everywhere is proved by the plan (`inference.py`), by finer rules than shard_map's.
+    # shard_map's own check is off: `inference.py` has proved, by finer rules, which results are the same everywhere.
     return jax.shard_map(
         at_one, mesh=mesh, in_specs=in_specs, out_specs=[spec(a) for a in segment.out_axes], check_vma=False
     )
@@ -48,10 +48,11 @@ def on_one_device(segment: Segment, replicas: int) -> Callable[..., list[list[An
 
 
 def spec(axis: Axis) -> PartitionSpec:
+    """How JAX calls an array that is divided among the replicas along an axis."""
     return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, REPLICA_AXIS)
 
 
 def whole_type(aval: Any, axis: Axis, replicas: int) -> jax.ShapeDtypeStruct:
-    """The type of the whole, from that of a block."""
+    """The type of the whole array, given the type of one replica's block."""
     shape = [n * replicas if d == axis else n for d, n in enumerate(aval.shape)]
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)

@@ -1,8 +1,8 @@
 """From plain JAX functions to graphs.
 
-`iterate` is traced once, at the number of environments of the run: that program is the reference, and everything a site
-computes is derived from it. Only the shapes of what `init` returns are looked at for two numbers of environments, to propose
-the env axis of each leaf of the carry; the proof, equation by equation, is in `inference.py`.
+`iterate` is traced once, for the number of environments of the run. This program is the reference: everything that a site
+computes is derived from it. `init` is also evaluated abstractly for twice as many environments: comparing the shapes gives a
+proposal for the env axis of each leaf of the carry. The proof, equation by equation, is in `inference.py`.
 """
 
 import functools
@@ -36,7 +36,7 @@ from choreo.types import PyTree, Role
 LIBRARIES = """brax chex craftax diffrax distrax equinox flashbax flax gymnax haiku jaxmarl jumanji lineax mctx mujoco
 mujoco_playground navix optax optimistix pgx rlax"""
 for _library in LIBRARIES.split():
-    _found = importlib.util.find_spec(_library)  # in a message, a line of these is not the user's
+    _found = importlib.util.find_spec(_library)  # messages name the user's line, never a line in these libraries
     for _folder in (_found.submodule_search_locations or ()) if _found else ():
         source_info_util.register_exclusion(_folder)
 
@@ -52,16 +52,16 @@ class Traced:
     carry_axes: tuple[Axis, ...]
     """The proposed env axis of each leaf of the carry."""
     carry: PyTree
-    """The form of the carry: `jax.ShapeDtypeStruct` for arrays, and all its static leaves."""
+    """The form of the carry (`carry.py`): types in place of arrays, and the static leaves."""
     metrics: dict[str, jax.ShapeDtypeStruct]
-    """The types of the metrics; with several shards, of each shard."""
+    """The types of the metrics; with several shards, those of one shard."""
     reductions: dict[str, Reduction]
     """How each metric is reduced over the shards, as `choreo.metric` declared."""
     num_envs: int
     shards: int = 1
-    """With several, arrays of `iterate` that have an env axis have it divided: [shard, env]."""
+    """The number of shards. With several, the env axis of every array of `iterate` is divided: [shard, env]."""
     uncut: AlgorithmError | None = None
-    """With merge="any": the leaf of the carry that cannot be cut into workers' parts; raised if nothing else is wrong."""
+    """With merge="any": the error for a leaf of the carry that cannot be divided among workers, raised after all others."""
 
 
 @traced_anew()
@@ -98,13 +98,13 @@ class Iteration(carry.TracedOnce):
     """`iterate`, traced for a carry of some form."""
 
     metrics: dict[str, jax.ShapeDtypeStruct]
-    """Their types: with several shards, of each shard."""
+    """The types of the metrics; with several shards, those of one shard."""
 
 
 def _trace_iterate(
     algo: Any, env: Any, first: PyTree, form: PyTree, env_axes: Sequence[Axis], shards: int
 ) -> Iteration:
-    """The program `carry, key, iteration -> carry, metrics` for the arrays of a form; `first` is that of `init`."""
+    """The program `carry, key, iteration -> carry, metrics` for a carry of a given form; `first`: the form that `init` returns."""
     found: list[tuple[PyTree, frozenset[int], dict[str, jax.ShapeDtypeStruct]]] = []
     axes = _axes_of_arrays(form, env_axes)
 
@@ -130,7 +130,7 @@ def _trace_iterate(
 
 
 def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tuple[Axis, ...], names: list[str]):
-    """The meaning of several shards: `iterate` on the environments of each, with a key of its own, under one `vmap`."""
+    """The meaning of several shards: `iterate` on the environments of each shard, with the shard's own key, under `vmap`."""
     iterate_all = functools.partial(iterate, env)
     env = env.with_num_envs(env.num_envs // shards)
 
@@ -147,14 +147,14 @@ def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tu
         except (TypeError, ValueError) as error:
             merges = [functools.partial(merge_shards, axis=axis) for axis in carry_axes]
             whole = [jax.eval_shape(merge, leaf) for merge, leaf in zip(merges, leaves, strict=True)]
-            jax.eval_shape(iterate_all, whole, key)  # what fails without shards, fails here
+            jax.eval_shape(iterate_all, whole, key)  # raises the user's own error, if it fails without shards, too
             raise _fails_in_a_shard(algo, env.num_envs, shards, error) from error
 
     return one_iteration
 
 
 def _fails_in_a_shard(algo: Any, num_envs: int, shards: int, error: Exception) -> AlgorithmError:
-    """JAX's words, with what JAX cannot know: that there are shards."""
+    """JAX's error, with what JAX does not know: that there are shards."""
     ours = (os.path.dirname(__file__), choreo.roles.__file__, os.sep + "site-packages" + os.sep)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
     return AlgorithmError(
@@ -167,7 +167,7 @@ def _fails_in_a_shard(algo: Any, num_envs: int, shards: int, error: Exception) -
 
 
 def split_shards(leaf: Any, axis: Axis, shards: int) -> Any:
-    """A leaf of the carry with its env axis divided: [env] becomes [shard, env]."""
+    """A leaf of the carry with its env axis divided among shards: [env] becomes [shard, env]."""
     if axis is None:
         return leaf
     shape = (*leaf.shape[:axis], shards, leaf.shape[axis] // shards, *leaf.shape[axis + 1 :])
@@ -177,15 +177,15 @@ def split_shards(leaf: Any, axis: Axis, shards: int) -> Any:
 
 
 def merge_shards(leaf: Any, axis: Axis) -> Any:
-    """The way back."""
+    """The inverse of `split_shards`: [shard, env] becomes [env]."""
     if axis is None:
         return leaf
-    rows = leaf.shape[axis] * leaf.shape[axis + 1]  # not -1, which nothing tells of an array without elements
+    rows = leaf.shape[axis] * leaf.shape[axis + 1]  # not -1, which is ambiguous for an array without elements
     return leaf.reshape(*leaf.shape[:axis], rows, *leaf.shape[axis + 2 :])
 
 
 def _check_equal(algo: Any, shards: int, carry_axes: tuple[Axis, ...], names: list[str], after: list[Any]) -> None:
-    """What has no env axis is there once for all shards: it must come out of what they have combined."""
+    """Refuse leaves without an env axis that differ between shards: there is one copy of them for all shards."""
     (vmap, *_) = _compat.enclosing_vmaps(after)
     for name, axis, mapped in zip(names, carry_axes, vmap.in_axes, strict=True):
         if axis is None and mapped is not None:
@@ -204,7 +204,7 @@ def _pair(algo: Any, result: Any) -> tuple[PyTree, Any]:
 
 
 def _by_name(algo: Any, metrics: Any) -> dict[str, jax.Array]:
-    """Metrics in the order of their names. A mapping may have another order, and JAX has one of its own for each kind."""
+    """Metrics in the order of their names: the order of a mapping may differ, and JAX orders each kind in its own way."""
     if not isinstance(metrics, Mapping):
         raise _no_metrics(algo, f"returns metrics as a {type(metrics).__name__}")
     for name, value in metrics.items():
@@ -249,9 +249,8 @@ def _declared_reduction(closed: jec.ClosedJaxpr, position: int) -> Reduction:
     """What `choreo.metric` declared of an output; the declaration may stand inside of calls."""
     var = closed.jaxpr.outvars[position]
     eqn = next((eqn for eqn in closed.jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
-    while (
-        eqn is not None and eqn.primitive is jec.primitives.broadcast_in_dim_p
-    ):  # vmap gives equal numbers a shard axis
+    # A vmap over shards adds a broadcast to a number that is equal on all of them.
+    while eqn is not None and eqn.primitive is jec.primitives.broadcast_in_dim_p:
         (var, *_) = eqn.invars
         eqn = next((eqn for eqn in closed.jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
     if eqn is None:
@@ -267,7 +266,7 @@ def _declared_reduction(closed: jec.ClosedJaxpr, position: int) -> Reduction:
 
 
 def _env_axes(algo: Any, env: Any, form: PyTree, key: Any, shards: int) -> list[Axis]:
-    """For each leaf of the carry: the one axis that has, at twice the environments, exactly twice as many."""
+    """For each leaf of the carry: the axis whose length doubles with the number of environments; None if it is not unique."""
     twice = carry.form_of(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key), key)
     pairs = list(zip(jax.tree.leaves(form), jax.tree.leaves(twice), strict=False))
     if jax.tree.structure(form) != jax.tree.structure(twice) or any(
@@ -303,7 +302,7 @@ def _axes_of_arrays(form: PyTree, env_axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 def build(name: str, closed: jec.ClosedJaxpr, in_names: Sequence[str], out_names: Sequence[str], num_envs: int,
           *, num_carry: int) -> Graph:  # fmt: skip
-    """A graph of a traced function: calls around fragments are opened, scans with fragments get a body."""
+    """The graph of a traced function. Calls around fragments are inlined; scans with fragments in them get a body."""
     body = _Builder().body(closed, num_consts=0, num_carry=num_carry, labels=in_names)
     return verify(Graph(name, body, tuple(in_names), tuple(out_names), num_envs), after="build")
 
@@ -334,7 +333,7 @@ class _Builder:
     def inline(
         self, closed: jec.ClosedJaxpr, args: Sequence[Operand], ops: list[Op], consts: dict, at: str
     ) -> list[Operand]:
-        """Append the ops of a jaxpr; return what its outputs are."""
+        """Append the ops of a jaxpr to `ops`, and its constants to `consts`; return its outputs."""
         jaxpr = closed.jaxpr
         known: dict[Any, Operand] = dict(zip(jaxpr.invars, args, strict=True))
         for var, array in zip(jaxpr.constvars, closed.consts, strict=True):
@@ -346,7 +345,7 @@ class _Builder:
                 return known[var]
             if not np.shape(var.val):
                 return var
-            # With `jax_use_simplified_jaxpr_constants` arrays are literals: here they are constants, which can be cut.
+            # With `jax_use_simplified_jaxpr_constants`, arrays are literals. A constant can be divided, a literal cannot.
             constant = self.value(var.aval, "constant")
             consts[constant] = var.val
             return constant
@@ -371,9 +370,8 @@ class _Builder:
             forwarded = _forwarded(inner) if inner is not None else {}
             outs: list[Value | None] = []
             for position, var in enumerate(eqn.outvars):
-                if (
-                    position in forwarded
-                ):  # jit does not forward what it leaves alone: parameters would travel for nothing
+                if position in forwarded:
+                    # A call may return an operand unchanged. Read the operand itself, or parameters would be sent for nothing.
                     known[var] = operands[forwarded[position]]
                     outs.append(None)
                 elif isinstance(var, jec.DropVar):
@@ -387,8 +385,8 @@ class _Builder:
 
 
 def _out_labels(eqn: jec.JaxprEqn, call: Call | None, body: Body | None) -> list[str]:
-    """For people: `step_one[1].reward` for a fragment's result, and the same name after the scan around it."""
-    if call and len(call.out_names) == len(eqn.outvars):  # else it was differentiated, and returns more
+    """Names for people: `step_one[1].reward` for a fragment's result, also where the scan around it returns it."""
+    if call and len(call.out_names) == len(eqn.outvars):  # a differentiated fragment returns more
         return [call.name + name for name in call.out_names]
     if body:
         return [v.label if isinstance(v, Value) else "" for v in (*body.carry_ins, *body.ys)]
@@ -396,6 +394,6 @@ def _out_labels(eqn: jec.JaxprEqn, call: Call | None, body: Body | None) -> list
 
 
 def _forwarded(inner: jec.ClosedJaxpr) -> dict[int, int]:
-    """Which outputs of a call are just inputs: position of output -> position of input."""
+    """The outputs of a call that are its inputs, unchanged: position of output -> position of input."""
     ins = {var: i for i, var in enumerate(inner.jaxpr.invars)}
     return {o: ins[v] for o, v in enumerate(inner.jaxpr.outvars) if not isinstance(v, jec.Literal) and v in ins}

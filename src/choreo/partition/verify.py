@@ -1,13 +1,14 @@
-"""What a program is, as a program that checks it: nobody reads what is not there, at any site, in the one global order."""
+"""What a program is, as a program that checks it: in the global order, no site reads a slot before the slot is written."""
 
 from choreo.partition.program import Constant, HostCall, Loop, Program, Ref, Segment, Slot, Step, Transfer
 from choreo.types import GroupName
 
 Held = dict[GroupName, set[Slot]]
+"""The slots that have been written, at each group."""
 
 
 def verify_program(program: Program) -> Program:
-    """Return the program, or say what is wrong with it; a failure here is our bug, never the user's."""
+    """Return the program, or raise AssertionError with what is wrong. A failure is a bug in Choreo, never the user's."""
     held: Held = {}
     for port in program.ins:
         for group, (ref, _) in port.held.items():

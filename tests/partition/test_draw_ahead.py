@@ -1,4 +1,4 @@
-"""Random numbers are drawn before a loop around Python environments, and are those that would be drawn within it."""
+"""Random numbers are drawn before a loop around Python environments, and are the same as if they were drawn inside it."""
 
 import functools
 
@@ -10,7 +10,7 @@ from choreo.envs import make
 from choreo.layouts import coarse, fine, fused
 from choreo.networks.q import q_mlp
 from choreo.partition import passes
-from choreo.partition.ahead import DRAWS, _primitives
+from choreo.partition.draw_ahead import DRAWS, _primitives
 from choreo.partition.program import Loop, Segment
 from choreo.plans.build import plan
 from choreo.runtime.inprocess import InProcess
@@ -21,7 +21,7 @@ LAYOUTS = {"fused": fused(), "coarse x2": coarse(2), "fine x2": fine(2)}
 
 
 def programs(planned):
-    """The primitives of every segment: those before loops, and those within."""
+    """The primitives of all segments before loops, and of all segments inside loops."""
     found = {"before": set(), "within": set()}
     for step in planned.iterate.steps:
         for segment in step.body if isinstance(step, Loop) else [step]:
@@ -55,7 +55,7 @@ def test_loops_without_python_are_left_alone():
 
 
 def test_another_generator_is_left_alone():
-    """`vmap` over its keys gives other numbers than the keys one by one."""
+    """`vmap` over keys of an rbg generator gives other numbers than the same keys one by one."""
     with jax.default_prng_impl("rbg"):
         planned = plan(Tiny(unroll=3), make("CartPole-v1", 4), fused())
     assert DRAWS & programs(planned)["within"]
