@@ -217,11 +217,10 @@ class Layout:
     def _check_shards(self, num_envs: int) -> None:
         shards = self.shards
         if shards < 1 or num_envs % shards:
-            near = [n for n in range(1, num_envs + 1) if num_envs % n == 0]
+            near, more = _nearest_divisors(num_envs, shards), _round_up(num_envs, max(shards, 1))
             raise LayoutError(
                 f"{num_envs} environments cannot be divided evenly among {shards} learner shards.",
-                fix=f"Use {' or '.join(map(str, sorted(sorted(near, key=lambda n: abs(n - shards))[:2])))} shards, or "
-                f"{-(-num_envs // max(shards, 1)) * max(shards, 1)} environments.",
+                fix=f"Use {' or '.join(map(str, near))} shards, or {more} environments.",
             )
         if shards > 1 and self.exact:
             raise LayoutError(f"exact=True and {shards} learner shards do not go together: with shards, what a site computes "
@@ -243,7 +242,7 @@ class Layout:
         if wanted is None or (blocks is None and shards > 1):
             return
         if shards > 1 and shards % wanted:
-            more = -(-shards // wanted) * wanted
+            more = _round_up(shards, wanted)
             raise LayoutError(
                 f"{shards} learner shards cannot be divided evenly among {wanted} replicas of `{group.name}`.",
                 fix=f"With several shards, each site carries whole ones: use {more} shards (--shards {more}), or another "
@@ -251,11 +250,20 @@ class Layout:
             )
         total, what = (blocks or 1, "block") if self.exact else (num_envs, "environment")
         if total % wanted:
-            counts = [n for n in range(1, total + 1) if total % n == 0]
-            near = sorted(sorted(counts, key=lambda n: abs(n - wanted))[:2])
-            more = -(-num_envs // wanted) * wanted
+            near, more = _nearest_divisors(total, wanted), _round_up(num_envs, wanted)
             ways = f"Use {' or '.join(map(str, near))} {'worker' if near == [1] else 'workers'}"
             raise LayoutError(
                 f"{total} {what}{'s' if total > 1 else ''} cannot be divided evenly among {wanted} replicas of `{group.name}`.",
                 fix=f"{ways}." if self.exact else f"{ways}, or {more} environments (--num-envs {more}).",
             )
+
+
+def _nearest_divisors(total: int, wanted: int) -> list[int]:
+    """The two divisors of `total` that are nearest to `wanted`, the smaller one first."""
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:2])
+
+
+def _round_up(number: int, factor: int) -> int:
+    """The smallest multiple of `factor` that is not less than `number`."""
+    return -(-number // factor) * factor
