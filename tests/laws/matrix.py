@@ -19,8 +19,8 @@ SMALL = {
 CONTINUOUS = ("ddpg", "td3", "sac")
 USUAL = {"workers": 2, "learners": 2, "buffers": 2}
 RELAXED = {"max_lag": {"max_lag": 2}, "merge": {"max_lag": 3, "merge": "any"}}
-NO_AGENTS = "The layout divides an axis 'agent', and no fragment is called under a vmap of that name."
-ONE_BY_ONE = 'With merge="any" the learner hears one worker at a time, and `carry.replay.'
+NO_AGENTS = "The layout divides an axis 'agent', but no fragment is called under a vmap of that axis_name."
+ONE_BY_ONE = 'With merge="any" the learner takes the results of one worker at a time, but `carry.replay.'
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 
 
@@ -124,5 +124,5 @@ layout, run in one process and compared with `jax.jit(iterate)`; each algorithm 
 - `refused`: the cell cannot exist, and is refused with a reason.
 
 - `per_agent`: {agents}
-- replay under `merge="any"`: {one_by_one}`, which it keeps, has the environments of all of them.
+- replay under `merge="any"`: {one_by_one}`, which the learner keeps, has the environments of all workers.
 """

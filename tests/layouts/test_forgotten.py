@@ -53,7 +53,7 @@ def test_gradient_and_update_count_as_learner():
 def test_a_learner_without_its_mark():
     (warning,) = plan(algorithm(push, learns_unmarked), Pond(), coarse(2)).warnings
     assert re.sub(r"[^( ]*test_forgotten.py:\d+", "FILE:LINE", warning) == (
-        "No fragment has the role `learner`, for which coarse has the group `buffer+learner`. What is not marked runs where it "
+        "No fragment has the role `learner`, for which coarse has the group `buffer+learner`. Unmarked code runs where it "
         "costs the fewest bytes: at `buffer+learner` learns_unmarked (FILE:LINE), algorithm.<locals>.go (FILE:LINE). Mark the "
         'function that should run there: @choreo.fragment("learner").'
     )

@@ -59,8 +59,8 @@ class Group:
                 f"Group({self.name!r}, devices={devices!r}) needs at least one device.", fix="Use devices=1."
             )
         if devices > 1 and replicas is not None:
-            raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}, devices={devices!r}): several devices are for a "
-                              "group that is one site.", fix="Leave out replicas, or devices.")  # fmt: skip
+            raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}, devices={devices!r}): only a group that is one site "
+                              "can have several devices.", fix="Leave out replicas, or devices.")  # fmt: skip
 
     @property
     def name(self) -> GroupName:
@@ -184,8 +184,8 @@ class Layout:
         divided = [group for group in self.groups if group.replicas is not None]
         if self.merge == "any" and (len(divided) != 1 or len(self.groups) != 2 or self.shards > 1 or self.exact):
             raise LayoutError(
-                f'{self!r}: merge="any" needs one group of workers and one site that learns from each as it comes; no '
-                "shards, no exact.",
+                f'{self!r}: merge="any" needs one group of workers (with replicas) and one group that learns (without), and '
+                "allows neither shards nor exact.",
                 fix='Write Layout(Group("env", "actor", replicas=4), Group("learner"), merge="any", max_lag=8).',
             )
 
@@ -193,8 +193,8 @@ class Layout:
         others = [group for group in self.groups if group.axis != self.axis and (group.replicas or 1) > 1]
         if not count:
             raise LayoutError(
-                f"The layout divides an axis {self.axis!r}, and no fragment is called under a vmap of that name.",
-                fix=f'Call what is done once per {self.axis} under jax.vmap(..., axis_name="{self.axis}").',
+                f"The layout divides an axis {self.axis!r}, but no fragment is called under a vmap of that axis_name.",
+                fix=f'Call the fragments of one {self.axis} under jax.vmap(..., axis_name="{self.axis}").',
             )
         if others or self.shards > 1 or self.merge == "any":
             raise LayoutError(
@@ -203,8 +203,9 @@ class Layout:
         for group in self.groups:
             if group.axis and group.replicas and count % group.replicas:
                 raise LayoutError(
-                    f"{count} along {self.axis!r} cannot be divided evenly among {group.replicas} replicas of `{group.name}`.",
-                    fix=f"Use {count} replicas, or leave them out.",
+                    f"The axis {self.axis!r} has size {count}, and cannot be divided evenly among {group.replicas} replicas of "
+                    f"`{group.name}`.",
+                    fix=f"Use {count} replicas, or leave out replicas.",
                 )
 
     def check_counts(self, num_envs: int) -> None:
@@ -223,8 +224,8 @@ class Layout:
                 fix=f"Use {' or '.join(map(str, near))} shards, or {more} environments.",
             )
         if shards > 1 and self.exact:
-            raise LayoutError(f"exact=True and {shards} learner shards do not go together: with shards, what a site computes "
-                              "at once depends on how many of them it carries.",
+            raise LayoutError(f"exact=True cannot be combined with {shards} learner shards: the shapes that a site computes "
+                              "depend on how many shards the site has.",
                               fix="Leave out exact, or use one shard.")  # fmt: skip
 
     def _check_known(self, role: Role, roles: list[Role]) -> None:
@@ -245,8 +246,8 @@ class Layout:
             more = _round_up(shards, wanted)
             raise LayoutError(
                 f"{shards} learner shards cannot be divided evenly among {wanted} replicas of `{group.name}`.",
-                fix=f"With several shards, each site carries whole ones: use {more} shards (--shards {more}), or another "
-                f"number of replicas.",
+                fix=f"Every replica must have the same number of whole shards: use {more} shards (--shards {more}), or another "
+                "number of replicas.",
             )
         total, what = (blocks or 1, "block") if self.exact else (num_envs, "environment")
         if total % wanted:
