@@ -177,6 +177,19 @@ class TestRefused:
         assert refusal(Layout) == 'Layout() needs groups.\nWrite Layout(Group("env", "actor"), Group("learner")).'
         assert refusal(Layout, "env").startswith("Layout('env') needs groups.")
 
+    def test_replicas_and_several_devices(self):
+        assert refusal(Group, "env", replicas=2, devices=2) == (
+            "Group('env', replicas=2, devices=2): only a group that is one site can have several devices.\n"
+            "Leave out replicas, or devices."
+        )
+
+    def test_an_axis_that_cannot_be_divided(self):
+        layout = Layout(Group("env"), Group("actor", "learner", axis="agent", replicas=2))
+        assert refusal(layout.sites, ROLES, 4, along_axis=3) == (
+            "The axis 'agent' has size 3, and cannot be divided evenly among 2 replicas of `actor+learner`.\n"
+            "Use 3 replicas, or leave out replicas."
+        )
+
     def test_a_role_twice(self):
         text = refusal(Layout, Group("env", "actor"), Group("actor", "learner"))
         assert text == (
