@@ -54,7 +54,8 @@ def blocks_of_workers(iterate: Program, traced: Traced, sites: Sites) -> Program
             )
         if axis is None and all(sites.size(group) for group in held) and _is_written(iterate, port, num_carry):
             raise PartitionError(
-                f'With merge="any" every worker would compute a `{named(port.name)}` of its own, and without an env axis these cannot be combined.',
+                f'With merge="any" every worker would compute a `{named(port.name)}` of its own, and without an env axis these '
+                "cannot be combined.",
                 fix='Let the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".',
             )
         return replace(port, held=held)
