@@ -46,7 +46,9 @@ def test_promise_states_the_level_of_the_law():
         assert promises[name].startswith("what vmap(iterate) over 4 learner shards computes, up to rounding"), name
         assert "exact" not in promises[name]  # exact=True is refused with shards
     assert "bit for bit" not in promises["coarse_x2_lag"] + promises["a2c_a3c_x2"]
-    assert promises["coarse_x2_lag"].startswith("what a worker reads is at most 4 updates old (max_lag=4). Results")
+    assert promises["coarse_x2_lag"].startswith(
+        "workers read values that are at most 4 updates old (max_lag=4). Results"
+    )
 
 
 def test_shards_of_replicas_and_all_reduce_are_printed():
