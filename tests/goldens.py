@@ -1,6 +1,6 @@
-"""Texts that are kept in `tests/golden/` and compared whole, so that every change shows in a diff.
+"""Golden texts: printed graphs and plans in `tests/golden/`, compared as a whole, so that every change shows in a diff.
 
-After a change that was meant: `CHOREO_WRITE_GOLDEN=1 pytest tests/graph tests/plans`, and read the diff.
+To change them on purpose: run `CHOREO_WRITE_GOLDEN=1 pytest tests/graph tests/plans`, and read the diff.
 """
 
 import os
@@ -11,9 +11,10 @@ FOLDER = Path(__file__).parent / "golden"
 
 
 def check_golden(name: str, text: str) -> None:
-    # Where a fragment is called moves with every edit of the file; which file and function must stay.
+    """Compare a text with `tests/golden/<name>.txt`, or write it there if CHOREO_WRITE_GOLDEN is set."""
+    # Line numbers change with every edit of a file; the names of files and functions are compared.
     text = re.sub(r"(\w+\.py):\d+", r"\1:LINE", text) + "\n"
-    # How JAX spells the glue changes from release to release.
+    # The equations of glue differ from one release of JAX to the next.
     text = re.sub(r"\d+ equations of glue", "SOME equations of glue", text)
     text = re.sub(r"(glue +)\d+ equations?: .*", r"\1SOME equations", text)
     path = FOLDER / f"{name}.txt"

@@ -437,7 +437,7 @@ def test_where_compiled_programs_are_kept(monkeypatch):
         ),
         (
             ["train", "dqn", CARTPOLE, "--layout", "apex", "--buffers", "2"],
-            "LayoutError: 2 replicas of `buffer` cannot share 1 buffer shard: every batch of DQN would have",
+            "LayoutError: 2 replicas of `buffer` cannot share 1 buffer shard: all replicas together would have",
         ),
         (["check", "ppo"], "UsageError: `choreo check` needs an algorithm and an environment, in this order"),
         (

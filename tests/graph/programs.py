@@ -1,4 +1,4 @@
-"""A program whose edges can be told by looking at it: two loops, one in the other, and a role of the user's own."""
+"""A small program whose edges one can see by reading it: a loop in a loop, and a role that is not a standard one."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,14 +13,14 @@ import choreo
 
 class Carry(NamedTuple):
     train: jax.Array
-    """f32[3]: 12 bytes."""
+    """Parameters; f32[3], 12 bytes."""
     place: jax.Array
-    """f32[2]: one number per environment, 8 bytes."""
+    """Positions, one per environment; f32[2], 8 bytes."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Environments on a line; nothing here is ever stepped."""
+    """Environments on a line, with no step of their own: `move` stands for it."""
 
     num_envs: int = 2
     name: str = "toy:Line"
@@ -53,7 +53,7 @@ def shrink(train: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:
-    """5 steps; before each, 3 rounds of thought."""
+    """5 steps of the environments; before each step, `think` runs 3 times."""
 
     unroll: int = 5
 

@@ -1,4 +1,4 @@
-"""Pictures of graphs: valid, complete, and no words on top of others. A person judges the rest."""
+"""Pictures of graphs are valid SVG, show every fragment and edge, and no words lie on top of others."""
 
 import pytest
 
@@ -18,14 +18,16 @@ from pictures import arrows, check_legible, texts
     [(PPO(unroll=16, minibatch_size=32), make("jax:CartPole-v1", 8)), (Nested(), Line())],
     ids=["ppo", "nested"],
 )
-def test_everything_is_in_the_picture(algo, env):
+def test_every_fragment_and_edge_is_in_the_picture(algo, env):
     shown = graph(algo, env)
     svg, edges, names = shown.draw(), find_edges(shown), end_names(shown)
     check_legible(svg)
     words = texts(svg)
     assert {names[op] for op in shown.fragments()} | set(shown.roles) <= set(words)
     assert "× 5" in words or "× 16" in words
-    between = [edge for edge in edges if edge.src is not edge.dst]  # what a fragment keeps stands in its box
+    between = [
+        edge for edge in edges if edge.src is not edge.dst
+    ]  # an edge from a fragment to itself is text in its box
     assert len(arrows(svg)) == len(between)
     assert all(any(word.startswith(format_bytes(edge.nbytes)) for word in words) for edge in between)
     assert sum(word.startswith("keeps") for word in words) == len(edges) - len(between)
@@ -37,7 +39,7 @@ def test_roles_keep_their_colours():
     assert all(role_colour(role) in svg for role in ("env", "planner", "learner"))
 
 
-def test_names_are_escaped_and_long_ones_cut():
+def test_names_are_escaped_and_long_names_are_shortened():
     lanes = [Lane("<script>&", ("a line " * 20,), ("env",), replicas=9), *(Lane(f"role{i}" * 9) for i in range(5))]
     boxes = [Box(0, "name" * 40, ("words " * 30,), ("env", "actor"))]
     svg = draw_lanes(

@@ -1,4 +1,4 @@
-"""Graphs as text: whole prints, and edges that are known by looking at the program."""
+"""Graphs as text: golden prints, and edges counted by reading the program."""
 
 import re
 from dataclasses import replace
@@ -34,28 +34,28 @@ def test_print_of_nested_loops(nested):
     check_golden("graph_nested", str(nested))
 
 
-def test_print_is_for_a_person(ppo, nested):
+def test_print_is_short_and_names_no_folder(ppo, nested):
     for text in (str(ppo), str(nested)):
         assert max(map(len, text.splitlines())) <= WIDTH
         assert 15 <= len(text.splitlines()) <= 45
-        assert not re.search(r"/\w+\.py", text), "a folder of somebody's machine"
+        assert not re.search(r"/\w+\.py", text), "the print names a folder"
 
 
 def test_runs_per_iteration(nested):
     assert {op.name: n for op, n in runs(nested).items()} == {"think": 15, "move": 5, "learn": 1, "shrink": 1}
 
 
-def test_edges_are_those_of_the_program(nested):
+def test_edges(nested):
     names = end_names(nested)
     when = {e: "next" if e.next_of else "first" if e.first_only else "" for e in find_edges(nested)}
     found = {(names[e.src], names[e.dst], when[e]): (e.times, e.nbytes) for e in when}
     assert found == {
         ("carry", "think", ""): (15, 12),  # the parameters
-        ("carry", "think", "first"): (1, 8),  # the place a step begins with is the first thought of 3 ...
-        ("think", "think", "next"): (10, 8),  # ... and then each thought leads to the next
+        ("carry", "think", "first"): (1, 8),  # the first of 3 thoughts begins with the place ...
+        ("think", "think", "next"): (10, 8),  # ... and each later one with the thought before it
         ("move", "think", "next"): (4, 8),
         ("carry", "move", "first"): (1, 8),
-        ("think", "move", ""): (5, 8),  # through the minus
+        ("think", "move", ""): (5, 8),  # through the glue `-thought`
         ("move", "move", "next"): (4, 8),
         ("carry", "learn", ""): (1, 12),
         ("move", "learn", ""): (1, 40),  # stacked, 5 x 2 numbers
@@ -67,7 +67,7 @@ def test_edges_are_those_of_the_program(nested):
 
 
 def test_broken_graph_still_prints(nested):
-    """`verify` shows what it refuses."""
+    """`verify` prints the graph that it refuses."""
     broken = replace(nested, in_names=nested.in_names[1:], out_names=nested.out_names[:-1])
     with pytest.raises(AssertionError, match="an input without a name\\n.*4 fragments of planner, env, learner"):
         verify(broken, after="my_pass")

@@ -1,4 +1,4 @@
-"""Sizes, types, tables and wrapped lines, as people read them."""
+"""Text for people: sizes, types, tables, wrapped lines."""
 
 import jax
 import numpy as np

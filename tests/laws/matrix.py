@@ -26,8 +26,8 @@ USUAL = {"workers": 2, "learners": 2, "buffers": 2}
 """Arguments of presets, where a preset takes them."""
 RELAXED = {"max_lag": {"max_lag": 2}, "merge": {"max_lag": 3, "merge": "any"}}
 """A preset that takes the option named here is also run with these arguments."""
-NO_AGENTS = "The layout divides an axis 'agent', and no fragment is called under a vmap of that name."
-ONE_BY_ONE = 'With merge="any" the learner hears one worker at a time, and `carry.replay.'
+NO_AGENTS = "The layout divides an axis 'agent', but no fragment is called under a vmap of that axis_name."
+ONE_BY_ONE = 'With merge="any" the learner takes the results of one worker at a time, but `carry.replay.'
 """How the refusals of cells that cannot exist begin."""
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 
@@ -135,5 +135,5 @@ it with `jax.jit(iterate)`. Each algorithm, and each layout but `per_agent`, als
 The two reasons:
 
 - `per_agent`: {agents}
-- replay under `merge="any"`: {one_by_one}`, which it keeps, has the environments of all of them.
+- replay under `merge="any"`: {one_by_one}`, which the learner keeps, has the environments of all workers.
 """

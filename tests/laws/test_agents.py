@@ -143,8 +143,8 @@ def test_an_axis_that_no_vmap_names_is_refused():
     with pytest.raises(LayoutError) as refusal:
         plan(Bandits(), Meeting(NUM_ENVS), layout)
     assert str(refusal.value) == (
-        "The layout divides an axis 'member', and no fragment is called under a vmap of that name.\n"
-        'Call what is done once per member under jax.vmap(..., axis_name="member").'
+        "The layout divides an axis 'member', but no fragment is called under a vmap of that axis_name.\n"
+        'Call the fragments of one member under jax.vmap(..., axis_name="member").'
     )
 
 
@@ -158,8 +158,8 @@ def test_as_many_environments_as_agents_are_refused():
     with pytest.raises(LayoutError) as refusal:
         plan(Bandits(), Meeting(AGENTS), choreo.per_agent())
     assert str(refusal.value) == (
-        "There are 2 along 'agent' and 2 environments: the axis that this layout divides is recognised by its length, and "
-        "cannot be told from that of the environments.\n"
+        "The axis 'agent' has size 2, and there are 2 environments: this layout finds the axis that it divides by its size, "
+        "and cannot tell the two apart.\n"
         "Use another number of environments (--num-envs 4), or a layout that does not divide 'agent'."
     )
 

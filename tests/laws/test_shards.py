@@ -198,7 +198,7 @@ def test_a_gradient_through_all_reduce_is_refused_or_right(layout):
     [
         (choreo.multi_learner(3), "8 environments cannot be divided evenly among 3 learner shards."),
         (choreo.coarse(4, shards=2), "2 learner shards cannot be divided evenly among 4 replicas of `env+actor`."),
-        (choreo.coarse(2, shards=2, exact=True), "exact=True and 2 learner shards do not go together"),
+        (choreo.coarse(2, shards=2, exact=True), "exact=True cannot be combined with 2 learner shards"),
     ],
 )
 def test_layouts_that_do_not_fit_the_shards_are_refused(layout, what):

@@ -1,4 +1,4 @@
-"""Every command in the tables of docs/layouts.md can be planned as it stands there."""
+"""Every command in the tables of docs/layouts.md gives a plan."""
 
 import re
 import shlex
@@ -21,15 +21,15 @@ def layout_of(command):
 
 
 DISTINCT = {(command.split()[0], layout_of(command)): command for command in COMMANDS}
-"""Several systems are one layout."""
+"""Commands with different layouts: several systems in the table have the same one."""
 
 
 FASTEST_FIRST = ["impala", "a2c", "ppo", "dqn"]
-"""By how long it takes to plan them."""
+"""Algorithms, in order of the time it takes to plan them."""
 
 
 def commands():
-    """In CI each algorithm, each preset and both relaxations, as few commands as it takes."""
+    """All commands. As few as possible that cover each algorithm, preset and relaxation run in CI; the rest is `long`."""
     seen = set()
     for (algo, layout), command in sorted(DISTINCT.items(), key=lambda pair: FASTEST_FIRST.index(pair[0][0])):
         new = {algo, layout.name, f"merge {layout.merge}", f"lag {layout.max_lag > 0}"} - seen
@@ -38,7 +38,7 @@ def commands():
 
 
 @pytest.mark.parametrize("command", list(commands()))
-def test_command(command):
+def test_command_gives_a_plan(command):
     assert main.main(["graph", *shlex.split(command.replace("ENV", "jax:CartPole-v1", 1))]) == 0
 
 
@@ -54,5 +54,5 @@ def test_the_tables_are_found_and_name_every_preset():
     ["A3C", "IMPALA", "SEED RL", "Acme", "Anakin", "Sebulba", "WarpDrive", "RLlib",
      "GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central", "Environments"],
 )  # fmt: skip
-def test_system(system):
+def test_system_is_documented(system):
     assert system in PAGE.read_text()

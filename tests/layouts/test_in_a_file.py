@@ -1,4 +1,4 @@
-"""A layout of the user's own, in a file: by name, with options, in run.toml, and refused in words."""
+"""A user's own layout in a file: found by name, made with options, recorded in run.toml, refused with a clear message."""
 
 import runpy
 from pathlib import Path
@@ -50,16 +50,16 @@ def two_stage(workers, *, exact=False):
 
 
 class TestFound:
-    def test_a_value_or_a_function(self):
+    def test_by_file_and_name_of_a_value_or_a_function(self):
         assert resolve.layout("own.py:two_stage") == two_stage(2)
         assert resolve.layout("own.py:two_stage", workers=4, exact=True) == two_stage(4, exact=True)
         assert resolve.layout("own.py:open_to_all", workers=4, max_lag=2) == coarse(4, max_lag=2)
 
-    def test_it_is_called_what_its_author_called_it(self):
+    def test_its_name_is_that_of_the_variable_unless_it_has_one(self):
         assert resolve.layout("own.py:three").name == "three"
         assert resolve.layout("own.py:named").name == "mine"
 
-    def test_by_its_own_name_too(self):
+    def test_by_module_and_name(self):
         assert resolve.layout("choreo.layouts.presets:coarse", workers=3) == coarse(3)
 
 
@@ -99,13 +99,13 @@ def test_refused(name, options, message):
     assert str(refusal.value).startswith(message)
 
 
-def test_an_unknown_name_says_that_a_file_will_do():
+def test_the_message_for_an_unknown_name_mentions_files():
     with pytest.raises(ChoreoError, match=r"A layout of your own is `file\.py:name`"):
         resolve.layout("two_stage")
 
 
 class TestRun:
-    def test_trained_recorded_and_run_again_without_the_file(self):
+    def test_a_recorded_layout_is_run_again_without_the_file(self):
         command = ["train", TINY, CARTPOLE, "--num-envs", "4", "--steps", "1", "--runtime", "inprocess", "--quiet"]
         assert main([*command, "--layout", "own.py:two_stage", "--workers", "4", "--out", "x"]) == 0
         run = load("x")
@@ -128,7 +128,7 @@ class TestRun:
 
 
 class TestMadeWith:
-    """The arguments of a preset, read off the layout: shards are among them, since results depend on them."""
+    """The arguments of a preset, found again from the layout. Shards are among them, because results depend on shards."""
 
     LAYOUTS = (
         fused(),
@@ -153,10 +153,10 @@ class TestMadeWith:
         assert options is not None and options.get("shards", 1) == layout.shards
         assert resolve.layout(layout.name, **options) == layout
 
-    def test_all_are_tried(self):
+    def test_every_preset_is_among_them(self):
         assert {layout.name for layout in self.LAYOUTS} == set(PRESETS)
 
-    def test_not_by_a_preset(self):
+    def test_a_layout_that_no_preset_makes(self):
         groups = Group("env", replicas=2), Group("actor"), Group("learner")
         assert resolve.made_with(Layout(*groups)) is None
         assert resolve.made_with(Layout(*groups, name="coarse")) is None

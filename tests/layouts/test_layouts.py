@@ -1,4 +1,4 @@
-"""A layout is a value: it prints as it is written, and contradictions are refused with both ways out."""
+"""A layout is a value: it prints as it is written, and refuses contradictions with a message that says what to do."""
 
 import pickle
 
@@ -33,7 +33,7 @@ def refusal(fn, *args, **kwargs) -> str:
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """As for a user: annotations are not checked, so that a wrong type gets as far as our own message."""
+    """Annotations are not checked, as in a user's program, so that a wrong type reaches Choreo's own check."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -91,7 +91,7 @@ class TestPresets:
             (("actor", "buffer", "learner"), None),
         ]
 
-    def test_shards_are_as_many_as_need_be(self):
+    def test_default_numbers_of_shards(self):
         assert (fused().shards, fused(devices=4).shards, fused(devices=4, shards=1).shards) == (1, 4, 1)
         assert (coarse(4).shards, fine(4).shards, coarse(2, shards=4).shards) == (1, 1, 4)
         assert (multi_learner(4).shards, multi_learner(2, shards=8).shards) == (4, 8)
@@ -104,7 +104,7 @@ class TestPresets:
         )
 
 
-class TestNamesPeopleKnow:
+class TestAliases:
     def test_systems(self):
         assert find("anakin") is find("pure_jax_rl") is find("warp_drive") is fused
         assert find("acme") is coarse and find("seed_rl") is fine
@@ -131,7 +131,7 @@ class TestNamesPeopleKnow:
         assert find("multi-learner") is multi_learner
         assert find("corse") is None
 
-    def test_none_hides_another(self):
+    def test_no_two_names_are_spelled_alike(self):
         spelled = [name.lower().replace("_", "") for name in (*PRESETS, *ALIASES)]
         assert len(set(spelled)) == len(spelled)
 
@@ -141,7 +141,7 @@ class TestWhereRolesLive:
         assert coarse(2).group_of("critic").name == "buffer+learner"
         assert coarse(2).sites([*ROLES, "critic"], 4).group_of["critic"] == "buffer+learner"
 
-    def test_or_with_the_last_group_that_is_not_divided_or_the_last(self):
+    def test_without_a_learner_it_lives_with_the_last_undivided_group_or_the_last(self):
         assert Layout(Group("env"), Group("actor", replicas=2)).group_of("learner").name == "env"
         assert Layout(Group("env", replicas=2), Group("actor", replicas=2)).group_of("learner").name == "actor"
 
@@ -177,6 +177,19 @@ class TestRefused:
         assert refusal(Layout) == 'Layout() needs groups.\nWrite Layout(Group("env", "actor"), Group("learner")).'
         assert refusal(Layout, "env").startswith("Layout('env') needs groups.")
 
+    def test_replicas_and_several_devices(self):
+        assert refusal(Group, "env", replicas=2, devices=2) == (
+            "Group('env', replicas=2, devices=2): only a group that is one site can have several devices.\n"
+            "Leave out replicas, or devices."
+        )
+
+    def test_an_axis_that_cannot_be_divided(self):
+        layout = Layout(Group("env"), Group("actor", "learner", axis="agent", replicas=2))
+        assert refusal(layout.sites, ROLES, 4, along_axis=3) == (
+            "The axis 'agent' has size 3, and cannot be divided evenly among 2 replicas of `actor+learner`.\n"
+            "Use 3 replicas, or leave out replicas."
+        )
+
     def test_a_role_twice(self):
         text = refusal(Layout, Group("env", "actor"), Group("actor", "learner"))
         assert text == (
@@ -197,7 +210,7 @@ class TestRefused:
     def test_a_standard_role_may_be_missing(self):
         assert set(coarse(2).sites(["env", "actor"], 4).replicas) == {"env+actor", "buffer+learner"}
 
-    def test_counts_that_do_not_divide_with_both_ways_out(self):
+    def test_environments_that_cannot_be_divided(self):
         assert refusal(coarse(3).sites, ROLES, 8) == (
             "8 environments cannot be divided evenly among 3 replicas of `env+actor`.\n"
             "Use 2 or 4 workers, or 9 environments (--num-envs 9)."
@@ -209,7 +222,7 @@ class TestRefused:
             "Use 1 worker, or 2 environments (--num-envs 2)."
         )
 
-    def test_blocks_that_do_not_divide(self):
+    def test_blocks_that_cannot_be_divided(self):
         assert refusal(coarse(3, exact=True).sites, ROLES, 16) == (
             "8 blocks cannot be divided evenly among 3 replicas of `env+actor`.\nUse 2 or 4 workers."
         )
@@ -223,18 +236,18 @@ class TestExactBlocks:
     @pytest.mark.parametrize(
         ("num_envs", "blocks"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (7, 1), (8, 4), (12, 6), (16, 8), (32, 16), (64, 16), (34, 2)]
     )  # fmt: skip
-    def test_as_many_as_divide_with_two_environments_each(self, num_envs, blocks):
+    def test_at_least_two_environments_per_block(self, num_envs, blocks):
         assert self.blocks(num_envs) == blocks
 
     @pytest.mark.parametrize("num_envs", range(1, 100))
-    def test_the_rule_by_search(self, num_envs):
+    def test_no_larger_number_of_blocks_is_possible(self, num_envs):
         n = self.blocks(num_envs)
         fits = [k for k in range(1, MAX_BLOCKS + 1) if num_envs % k == 0 and (k == 1 or num_envs // k >= 2)]
         assert n in fits and not any(k > n for k in fits)
 
-    def test_they_do_not_depend_on_the_number_of_workers(self):
+    def test_blocks_do_not_depend_on_the_number_of_workers(self):
         assert {self.blocks(16, workers) for workers in (1, 2, 4, 8)} == {8}
 
-    def test_without_exact_there_is_one_per_replica(self):
+    def test_without_exact_there_is_one_block_per_replica(self):
         assert coarse(4).num_blocks(coarse(4).groups[0], 16) == 4
         assert coarse(4).num_blocks(coarse(4).groups[1], 16) is None

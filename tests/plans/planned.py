@@ -1,4 +1,4 @@
-"""Plans that several test files look at: every preset, and layouts with something of their own to show."""
+"""Plans that several test files use: one of every preset (but `per_agent`), with exact, lag, shards and devices."""
 
 import functools
 

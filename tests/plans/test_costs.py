@@ -1,4 +1,4 @@
-"""Costs of a plan: bytes against those that really move, messages against those of workers, products counted by hand."""
+"""Costs of a plan: bytes and messages compared with those of a runtime, products of matrices counted by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,15 @@ from tiny import Tiny
 
 
 class Weighing(InProcess):
-    """Adds up the bytes that arrive somewhere."""
+    """A runtime that adds up the bytes that sites receive."""
 
     def __init__(self, plan):
         super().__init__(plan)
-        self.arrived, hand_over = 0, self.device.reshard
+        self.received, reshard = 0, self.device.reshard
 
         def weigh(parts, move, receiver, receivers, transfer):
-            value = hand_over(parts, move, receiver, receivers, transfer)
-            self.arrived += value.nbytes
+            value = reshard(parts, move, receiver, receivers, transfer)
+            self.received += value.nbytes
             return value
 
         self.device.reshard = weigh
@@ -43,19 +43,19 @@ class Weighing(InProcess):
     ],
     ids=["coarse", "fine", "three groups", "shards"],
 )
-def test_bytes_are_those_that_move(layout):
+def test_bytes_are_those_that_sites_receive(layout):
     shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), layout)
     runtime = Weighing(shown)
     runtime.start(jax.random.key(0))
-    assert runtime.arrived == shown.costs.init.nbytes
-    runtime.arrived = 0
+    assert runtime.received == shown.costs.init.nbytes
+    runtime.received = 0
     runtime.run(0, 1)
-    assert runtime.arrived == shown.costs.iterate.nbytes > 0
+    assert runtime.received == shown.costs.iterate.nbytes > 0
     runtime.close()
 
 
 def test_messages_between_replicas_that_share_environments():
-    """Blocks of 6 and of 4 environments: 0-5 and 6-11 against 0-3, 4-7, 8-11 touch in four places."""
+    """Two blocks of 6 environments (0-5, 6-11) and three of 4 (0-3, 4-7, 8-11) overlap in four pairs."""
     layout = LAYOUTS["env_x2_actor_x3"]
     shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 12), layout)
     counts = {(c.src, c.dst): c.num_messages for c in shown.costs.iterate.crossings}
@@ -75,7 +75,7 @@ def test_messages_are_those_of_worker_processes(name):
 
 
 def graph(fn, *shapes) -> Graph:
-    """As much of a graph as is looked at."""
+    """A graph with the equations of `fn`; `largest_product` reads nothing else."""
     eqns = jax.make_jaxpr(fn)(*(jnp.zeros(shape) for shape in shapes)).jaxpr.eqns
     ops = tuple(Op(eqn, (), (), frozenset()) for eqn in eqns)
     return Graph("iterate", Body((), ops, (), {}, 0, 0), (), (), 1)
@@ -95,11 +95,11 @@ def image(x, kernel):
         (jax.jit(lambda x, y: x @ y), [(3, 5), (5, 7)], 3 * 5 * 7),
         (lambda x: lax.scan(lambda c, _: (c @ c, None), x, length=9)[0], [(4, 4)], 4 * 4 * 4),
     ],
-    ids=["none", "matrices", "batch", "convolution", "in a jit", "in a scan: of one round"],
+    ids=["none", "matrices", "batch", "convolution", "in a jit", "in a scan: one round"],
 )
 def test_the_largest_product(fn, shapes, expected):
     assert largest_product(graph(fn, *shapes)) == expected
 
 
-def test_of_several_the_largest():
+def test_the_largest_of_several_products():
     assert largest_product(graph(lambda x, y: (x @ y, y @ x), (3, 50), (50, 3))) == 50 * 3 * 50

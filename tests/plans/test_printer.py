@@ -1,4 +1,4 @@
-"""Plans as text: a change in the cut shows in the diff."""
+"""Plans as text, compared with golden prints: every change of a partition shows in a diff."""
 
 import pickle
 
@@ -14,12 +14,12 @@ from tiny import Tiny
 
 
 def printed(name: str) -> str:
-    """What `test_print` compares with."""
+    """The golden print; `test_print` checks that the plan prints it."""
     return (FOLDER / f"plan_{name}.txt").read_text()
 
 
-def test_every_preset_is_here():
-    """But one: none of these has agents."""
+def test_every_preset_has_a_golden():
+    # `per_agent` needs an algorithm with agents: see test_agents.
     assert {layout.name for layout in LAYOUTS.values()} >= {*PRESETS} - {"per_agent"}
 
 
@@ -36,7 +36,7 @@ def test_print(name):
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_promise_is_that_of_the_law():
+def test_promise_states_the_level_of_the_law():
     promises = {name: printed(name).split("Promise: ")[1] for name in LAYOUTS}
     for name in ("fused", "coarse_x1", "coarse_x2_exact"):
         assert promises[name].startswith("bit for bit"), name
@@ -44,12 +44,14 @@ def test_promise_is_that_of_the_law():
         assert promises[name].startswith("what jax.jit(iterate) computes, up to rounding"), name
     for name in ("fused_2_devices", "multi_learner_x2", "sebulba_x4_x2"):
         assert promises[name].startswith("what vmap(iterate) over 4 learner shards computes, up to rounding"), name
-        assert "exact" not in promises[name]  # which shards do not go with
+        assert "exact" not in promises[name]  # exact=True is refused with shards
     assert "bit for bit" not in promises["coarse_x2_lag"] + promises["a2c_a3c_x2"]
-    assert promises["coarse_x2_lag"].startswith("what a worker reads is at most 4 updates old (max_lag=4). Results")
+    assert promises["coarse_x2_lag"].startswith(
+        "workers read values that are at most 4 updates old (max_lag=4). Results"
+    )
 
 
-def test_who_carries_how_many_shards_and_combines_them():
+def test_shards_of_replicas_and_all_reduce_are_printed():
     text = {name: " ".join(printed(name).split()) for name in LAYOUTS}
     assert all("12 environments, 4 learner shards" in text[name] for name in ("multi_learner_x2", "sebulba_x4_x2"))
     assert "2 replicas, 6 environments each, 2 shards each" in text["multi_learner_x2"]
@@ -61,7 +63,7 @@ def test_who_carries_how_many_shards_and_combines_them():
     assert "all-reduce" not in text["central_x2"] + text["coarse_x2"]
 
 
-def test_what_may_be_out_of_date():
+def test_lag_is_printed():
     assert "receive from buffer+learner, up to 4 updates old" in printed("coarse_x2_lag")
     assert "updates old" not in printed("coarse_x2")
     assert "1 site, 6 environments at a time" in printed("a2c_a3c_x2")

@@ -59,8 +59,8 @@ class Group:
                 f"Group({self.name!r}, devices={devices!r}) needs at least one device.", fix="Use devices=1."
             )
         if devices > 1 and replicas is not None:
-            raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}, devices={devices!r}): several devices are for a "
-                              "group that is one site.", fix="Leave out replicas, or devices.")  # fmt: skip
+            raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}, devices={devices!r}): only a group that is one site "
+                              "can have several devices.", fix="Leave out replicas, or devices.")  # fmt: skip
 
     @property
     def name(self) -> GroupName:
@@ -184,8 +184,8 @@ class Layout:
         divided = [group for group in self.groups if group.replicas is not None]
         if self.merge == "any" and (len(divided) != 1 or len(self.groups) != 2 or self.shards > 1 or self.exact):
             raise LayoutError(
-                f'{self!r}: merge="any" needs one group of workers and one site that learns from each as it comes; no '
-                "shards, no exact.",
+                f'{self!r}: merge="any" needs one group of workers (with replicas) and one group that learns (without), and '
+                "allows neither shards nor exact.",
                 fix='Write Layout(Group("env", "actor", replicas=4), Group("learner"), merge="any", max_lag=8).',
             )
 
@@ -193,8 +193,8 @@ class Layout:
         others = [group for group in self.groups if group.axis != self.axis and (group.replicas or 1) > 1]
         if not count:
             raise LayoutError(
-                f"The layout divides an axis {self.axis!r}, and no fragment is called under a vmap of that name.",
-                fix=f'Call what is done once per {self.axis} under jax.vmap(..., axis_name="{self.axis}").',
+                f"The layout divides an axis {self.axis!r}, but no fragment is called under a vmap of that axis_name.",
+                fix=f'Call the fragments of one {self.axis} under jax.vmap(..., axis_name="{self.axis}").',
             )
         if others or self.shards > 1 or self.merge == "any":
             raise LayoutError(
@@ -203,8 +203,9 @@ class Layout:
         for group in self.groups:
             if group.axis and group.replicas and count % group.replicas:
                 raise LayoutError(
-                    f"{count} along {self.axis!r} cannot be divided evenly among {group.replicas} replicas of `{group.name}`.",
-                    fix=f"Use {count} replicas, or leave them out.",
+                    f"The axis {self.axis!r} has size {count}, and cannot be divided evenly among {group.replicas} replicas of "
+                    f"`{group.name}`.",
+                    fix=f"Use {count} replicas, or leave out replicas.",
                 )
 
     def check_counts(self, num_envs: int) -> None:
@@ -217,15 +218,14 @@ class Layout:
     def _check_shards(self, num_envs: int) -> None:
         shards = self.shards
         if shards < 1 or num_envs % shards:
-            near = [n for n in range(1, num_envs + 1) if num_envs % n == 0]
+            near, more = _nearest_divisors(num_envs, shards), _round_up(num_envs, max(shards, 1))
             raise LayoutError(
                 f"{num_envs} environments cannot be divided evenly among {shards} learner shards.",
-                fix=f"Use {' or '.join(map(str, sorted(sorted(near, key=lambda n: abs(n - shards))[:2])))} shards, or "
-                f"{-(-num_envs // max(shards, 1)) * max(shards, 1)} environments.",
+                fix=f"Use {' or '.join(map(str, near))} shards, or {more} environments.",
             )
         if shards > 1 and self.exact:
-            raise LayoutError(f"exact=True and {shards} learner shards do not go together: with shards, what a site computes "
-                              "at once depends on how many of them it carries.",
+            raise LayoutError(f"exact=True cannot be combined with {shards} learner shards: the shapes that a site computes "
+                              "depend on how many shards the site has.",
                               fix="Leave out exact, or use one shard.")  # fmt: skip
 
     def _check_known(self, role: Role, roles: list[Role]) -> None:
@@ -243,19 +243,28 @@ class Layout:
         if wanted is None or (blocks is None and shards > 1):
             return
         if shards > 1 and shards % wanted:
-            more = -(-shards // wanted) * wanted
+            more = _round_up(shards, wanted)
             raise LayoutError(
                 f"{shards} learner shards cannot be divided evenly among {wanted} replicas of `{group.name}`.",
-                fix=f"With several shards, each site carries whole ones: use {more} shards (--shards {more}), or another "
-                f"number of replicas.",
+                fix=f"Every replica must have the same number of whole shards: use {more} shards (--shards {more}), or another "
+                "number of replicas.",
             )
         total, what = (blocks or 1, "block") if self.exact else (num_envs, "environment")
         if total % wanted:
-            counts = [n for n in range(1, total + 1) if total % n == 0]
-            near = sorted(sorted(counts, key=lambda n: abs(n - wanted))[:2])
-            more = -(-num_envs // wanted) * wanted
+            near, more = _nearest_divisors(total, wanted), _round_up(num_envs, wanted)
             ways = f"Use {' or '.join(map(str, near))} {'worker' if near == [1] else 'workers'}"
             raise LayoutError(
                 f"{total} {what}{'s' if total > 1 else ''} cannot be divided evenly among {wanted} replicas of `{group.name}`.",
                 fix=f"{ways}." if self.exact else f"{ways}, or {more} environments (--num-envs {more}).",
             )
+
+
+def _nearest_divisors(total: int, wanted: int) -> list[int]:
+    """The two divisors of `total` that are nearest to `wanted`, the smaller one first."""
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:2])
+
+
+def _round_up(number: int, factor: int) -> int:
+    """The smallest multiple of `factor` that is not less than `number`."""
+    return -(-number // factor) * factor

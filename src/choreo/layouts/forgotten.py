@@ -33,7 +33,7 @@ def forgotten_marks(traced: Traced, layout: Layout, sites: Sites) -> tuple[str, 
 
 
 def _warning(role: str, layout: Layout, placed: str) -> str:
-    where = f"What is not marked runs where it costs the fewest bytes: {placed}. " if placed else ""
+    where = f"Unmarked code runs where it costs the fewest bytes: {placed}. " if placed else ""
     return (
         f"No fragment has the role `{role}`, for which {layout.name} has the group `{layout.group_of(role).name}`. {where}"
         f'Mark the function that should run there: @choreo.fragment("{role}").'

@@ -50,9 +50,9 @@ def _check_buffers(algo: Any, layout: Layout) -> None:
         name = type(algo).__name__
         raise LayoutError(
             f"{buffers} replicas of `{layout.group_of('buffer').name}` cannot share {shards} buffer shard{'s' * (shards > 1)}: "
-            f"every batch of {name} would have to be drawn by all of them together.",
-            fix=f"Use {name}(buffer_shards={buffers}) (--buffer-shards {buffers}): a replay for each, part of the results. "
-            "Or use one replica.",
+            f"all replicas together would have to draw every batch of {name}.",
+            fix=f"Use {name}(buffer_shards={buffers}) (--buffer-shards {buffers}), so that each replica has a replay of its own; "
+            "this changes the results. Or use one replica.",
         )
 
 
@@ -103,8 +103,8 @@ def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
     """Refuse an axis as long as that of the environments: axes of the carry are recognised by their length."""
     if count == num_envs:
         raise LayoutError(
-            f"There are {count} along {axis!r} and {num_envs} environments: the axis that this layout divides is recognised by "
-            "its length, and cannot be told from that of the environments.",
+            f"The axis {axis!r} has size {count}, and there are {num_envs} environments: this layout finds the axis that it "
+            "divides by its size, and cannot tell the two apart.",
             fix=f"Use another number of environments (--num-envs {2 * num_envs}), or a layout that does not divide {axis!r}.",
         )
 

@@ -68,7 +68,8 @@ def export_segment(segment: Segment, replicas: int) -> bytes:
         return bytes(export.export(jitted)(index, scalar, *given).serialize())
     except NotImplementedError as error:
         raise PartitionError(
-            f"The segment `{segment.name}` of `{segment.group}` calls Python while it runs, and cannot leave this process: {error}",
+            f"The segment `{segment.name}` of `{segment.group}` calls Python while it runs, and cannot be sent to another "
+            f"process: {error}",
             fix="Remove jax.debug.print and other callbacks, or make the call a choreo.host_fragment; "
             "`--runtime inprocess` runs it as it is.",
         ) from error

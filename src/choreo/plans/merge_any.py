@@ -48,13 +48,14 @@ def blocks_of_workers(iterate: Program, traced: Traced, sites: Sites) -> Program
         held = {group: (ref, axis if sites.size(group) else None) for group, (ref, _) in port.held.items()}
         if axis is not None and not all(sites.size(group) for group in held):
             raise PartitionError(
-                f'With merge="any" the learner hears one worker at a time, and `{named(port.name)}`, which it keeps, has the '
-                "environments of all of them.",
-                fix='Use merge="all" (with max_lag, workers need not wait for it); with replay, the layout apex.',
+                f'With merge="any" the learner takes the results of one worker at a time, but `{named(port.name)}`, which the '
+                "learner keeps, has the environments of all workers.",
+                fix='Use merge="all" (with max_lag, workers need not wait for the learner). With replay, use the layout apex.',
             )
         if axis is None and all(sites.size(group) for group in held) and _is_written(iterate, port, num_carry):
             raise PartitionError(
-                f'With merge="any" every worker would have its own `{named(port.name)}`, which has no env axis.',
+                f'With merge="any" every worker would compute a `{named(port.name)}` of its own, and without an env axis these '
+                "cannot be combined.",
                 fix='Let the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".',
             )
         return replace(port, held=held)

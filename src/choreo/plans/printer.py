@@ -125,9 +125,9 @@ def promise(plan: Plan) -> str:
     """Which level of the law holds (`docs/law.md`)."""
     words = _relaxed(plan) if plan.layout.is_relaxed else _lockstep(plan)
     host = any(isinstance(step, HostCall) for program in (plan.init, plan.iterate) for step, _ in walk(program.steps))
-    python = " Python fragments must themselves give the same results again." if host else ""
+    python = " Host fragments (Python) must themselves be deterministic." if host else ""
     names = ", ".join(f"`{name}`" for name in plan.trusted)
-    vouched = f" That environments do not meet in a fragment is trusted, not proved: {names}." if names else ""
+    vouched = f" It is trusted, not proved, that environments do not mix in {names}." if names else ""
     return f"Promise: {words}{python}{vouched}"
 
 
@@ -136,18 +136,18 @@ def _lockstep(plan: Plan) -> str:
     if plan.layout.exact:
         return (
             f"bit for bit what {shards} computes (on CPU), for any number of replicas (exact=True): "
-            "the blocks in which environments are computed do not depend on it."
+            "the blocks in which environments are computed do not depend on the number of replicas."
         )
     replicated = any(plan.processes(group.name) > 1 for group in plan_groups(plan))
     divided = any(group.devices > 1 for group in plan_groups(plan))
     if not replicated and not divided and plan.shards == 1:
-        return f"bit for bit what {shards} computes (on CPU), since nothing is replicated."
-    why = "replicas" if replicated else "devices" if divided else "shards computed together"
+        return f"bit for bit what {shards} computes (on CPU), because nothing is replicated."
+    why = "replicas" if replicated else "devices" if divided else "several shards together"
     can_be = replicated and plan.shards == 1 and plan.layout.axis is None
-    exact = "; exact=True makes it bit for bit" if can_be else ""
+    exact = "; with exact=True, bit for bit" if can_be else ""
     return (
-        f"what {shards} computes, up to rounding ({why} have other shapes): 1e-5 in float32 "
-        f"over 3 iterations, equal in distribution over thousands{exact}."
+        f"what {shards} computes, up to rounding ({why} compute arrays of other shapes): to 1e-5 in float32 "
+        f"over 3 iterations, and in distribution over thousands{exact}."
     )
 
 
@@ -155,10 +155,10 @@ def _relaxed(plan: Plan) -> str:
     """The promise of a layout in which sites do not wait for each other."""
     lag, relaxations = plan.layout.max_lag, []
     if lag:
-        relaxations += [f"what a worker reads is at most {count(lag, 'update')} old (max_lag={lag})"]
+        relaxations += [f"workers read values that are at most {count(lag, 'update')} old (max_lag={lag})"]
     if plan.layout.merge == "any":
-        relaxations += ['whoever learns takes each worker\'s part as it arrives (merge="any")']
+        relaxations += ['the learner takes the results of each worker as they arrive (merge="any")']
     return (
-        f"{', and '.join(relaxations)}. Results depend on who was faster; versions read and order of arrival are logged, and "
-        "replayed in one process the log gives the same parameters."
+        f"{', and '.join(relaxations)}. Results depend on timing. The versions that were read and "
+        "the order of arrival are logged; replaying the log in one process gives the same parameters."
     )
