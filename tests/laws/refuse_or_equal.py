@@ -76,9 +76,9 @@ class OpByOp(InProcess):
 
     def __init__(self, plan: Plan, **options: Any):
         super().__init__(plan, **options)
-        self.device.compiled = lambda fn, *_: SimpleNamespace(call=fn)
-        self.device.loaded.clear()
-        self.execution = type(self.execution)(self.execution.orders, self.execution.hood, self.device)
+        self.backend.compiled = lambda fn, *_: SimpleNamespace(call=fn)
+        self.backend.loaded.clear()
+        self.execution = type(self.execution)(self.execution.programs, self.execution.topology, self.backend)
 
 
 def refuse_or_equal(

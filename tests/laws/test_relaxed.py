@@ -19,7 +19,7 @@ from choreo.algos.a2c import A2C
 from choreo.errors import LayoutError, RunError
 from choreo.partition.program import Transfer
 from choreo.plans.build import plan
-from choreo.runtime.engine.schedule import Traffic
+from choreo.runtime.engine.schedule import LagSchedule
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from laws.reference import assert_close, assert_same_bits, check_bounds, named, run_of
@@ -96,17 +96,17 @@ def test_merge_any_without_lag_is_iterate_on_one_part_after_the_other():
 
 
 @given(st.integers(1, 6), st.integers(0, 7), st.integers(1, 60), st.randoms(use_true_random=False))
-def test_traffic_never_stops_and_never_exceeds_the_lag(workers, max_lag, total, random):
-    traffic, most = Traffic(workers, max_lag), 0
+def test_a_schedule_never_stops_and_never_exceeds_the_lag(workers, max_lag, total, random):
+    schedule, most = LagSchedule(workers, max_lag), 0
     for done in range(total):
-        traffic.start(total - done)
-        most = max(most, len(traffic.under_way))
-        eligible = traffic.eligible()
+        schedule.start(total - done)
+        most = max(most, len(schedule.busy))
+        eligible = schedule.eligible()
         assert eligible
-        lag = traffic.version - traffic.under_way[chosen := random.choice(eligible)]
+        lag = schedule.version - schedule.busy[chosen := random.choice(eligible)]
         assert 0 <= lag <= max_lag
-        traffic.learned_from(chosen)
-    assert not traffic.under_way
+        schedule.learned_from(chosen)
+    assert not schedule.busy
     assert most == min(workers, max_lag + 1, total)
 
 

@@ -12,7 +12,7 @@ from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.program import Transfer, walk
 from choreo.plans.build import plan
 from choreo.plans.costs import largest_product
-from choreo.runtime.engine.messages import Neighbourhood, messages
+from choreo.runtime.engine.messages import Topology, messages
 from choreo.runtime.inprocess import InProcess
 from plans.planned import LAYOUTS, planned
 from tiny import Tiny
@@ -23,14 +23,14 @@ class Weighing(InProcess):
 
     def __init__(self, plan):
         super().__init__(plan)
-        self.received, reshard = 0, self.device.reshard
+        self.received, reshard = 0, self.backend.reshard
 
         def weigh(parts, move, receiver, receivers, transfer):
             value = reshard(parts, move, receiver, receivers, transfer)
             self.received += value.nbytes
             return value
 
-        self.device.reshard = weigh
+        self.backend.reshard = weigh
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_messages_between_replicas_that_share_environments():
 def test_messages_are_those_of_worker_processes(name):
     shown = planned(name)
     alone = {(group, 0): group for group in shown.sites.replicas}
-    homes = alone if shown.num_workers > 1 else {site: f"{site}" for site in shown.all_sites}
-    hood = Neighbourhood(me="", homes=homes)
+    process_of_site = alone if shown.num_workers > 1 else {site: f"{site}" for site in shown.all_sites}
+    topology = Topology(me="", process_of_site=process_of_site)
     transfers = [step for step, _ in walk(shown.iterate.steps) if isinstance(step, Transfer)]
-    counts = [len(messages(step, hood)) * shown.num_workers for step in transfers]
+    counts = [len(messages(step, topology)) * shown.num_workers for step in transfers]
     assert counts == [c.num_messages for c in shown.costs.iterate.crossings]
 
 

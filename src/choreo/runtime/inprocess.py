@@ -12,11 +12,11 @@ import numpy as np
 
 from choreo.plans.plan import Plan
 from choreo.runtime.engine.arrivals import Arrivals
-from choreo.runtime.engine.assemble import join_carry, orders_of, split_carry, split_key
+from choreo.runtime.engine.assemble import join_carry, programs_of, split_carry, split_key
 from choreo.runtime.engine.backend import Site
-from choreo.runtime.engine.device import Device
 from choreo.runtime.engine.execution import Execution
-from choreo.runtime.engine.messages import Neighbourhood
+from choreo.runtime.engine.jax_backend import JaxBackend
+from choreo.runtime.engine.messages import Topology
 from choreo.runtime.engine.metrics import join_metrics
 from choreo.runtime.engine.profile import Profile, Recorder
 from choreo.runtime.engine.schedule import VersionRead
@@ -31,21 +31,21 @@ class InProcess:
         """`replay`: the log of another run of this plan, if what it read may have been out of date."""
         self.plan, self.recorder = plan, Recorder() if profile else None
         self.replayed, self.log = replay, []
-        watch = self.recorder and self.recorder.watch
+        timed = self.recorder and self.recorder.timed
         start_jax(plan)
         platforms = {group: plan.platform(group) for group in plan.sites.replicas}
-        self.device = Device(platforms, watch, carry_axes=plan.carry_axes, partitioned=plan.partitioned,
-                             spread={group: plan.replicas(group) for group in plan.combining})  # fmt: skip
+        self.backend = JaxBackend(platforms, timed, carry_axes=plan.carry_axes, partitioned=plan.partitioned,
+                             num_devices={group: plan.replicas(group) for group in plan.combining})  # fmt: skip
         for group in plan.layout.groups:
             if group.name in platforms:
-                self.device.check_devices(group.name, group.devices)
-        orders = orders_of(plan, plan.init, plan.iterate)
-        hood = Neighbourhood(me="here", homes=dict.fromkeys(plan.all_sites, "here"))
-        self.execution = (Arrivals if orders.num_workers > 1 else Execution)(orders, hood, self.device, watch)
+                self.backend.check_devices(group.name, group.devices)
+        programs = programs_of(plan, plan.init, plan.iterate)
+        topology = Topology(me="here", process_of_site=dict.fromkeys(plan.all_sites, "here"))
+        self.execution = (Arrivals if programs.num_workers > 1 else Execution)(programs, topology, self.backend, timed)
 
     @property
     def compile_seconds(self) -> float:
-        return self.device.compile_seconds
+        return self.backend.compile_seconds
 
     @property
     def differences(self) -> dict[str, dict[str, str]]:
@@ -73,11 +73,11 @@ class InProcess:
         self.execution.restore(leaves, split_key(key)[1])
 
     def _put(self, leaf: Any, site: Site) -> Any:
-        return jax.device_put(jnp.copy(leaf), self.device.device(site))
+        return jax.device_put(jnp.copy(leaf), self.backend.device(site))
 
     def profile(self) -> Profile:
         assert self.recorder is not None, "made without profile=True"
-        return Profile({"this process": self.recorder.take()})
+        return Profile({"this process": self.recorder.to_json()})
 
     def close(self) -> None:
         self.execution.close()

@@ -149,21 +149,21 @@ class Worker:
         from choreo.runtime.engine.arrivals import Arrivals
         from choreo.runtime.engine.backend import PythonOnly
         from choreo.runtime.engine.execution import Execution
-        from choreo.runtime.engine.messages import Neighbourhood
+        from choreo.runtime.engine.messages import Topology
 
-        orders = _load(arrays[0].tobytes())
+        programs = _load(arrays[0].tobytes())
         process_of_site = {(group, r): process for group, r, process in header["process_of_site"]}
-        hood = Neighbourhood(me=self.name, homes=process_of_site, links=self.links.by_peer)
+        topology = Topology(me=self.name, process_of_site=process_of_site, links=self.links.by_peer)
         if header["profile"]:
             from choreo.runtime.engine.profile import Recorder
 
             self.recorder = Recorder()
-        watch = self.recorder and self.recorder.watch
+        timed = self.recorder and self.recorder.timed
         if collective:
             _join_collective(collective, rendezvous[collective["group"]])
             self.in_collective = True
-        backend = _device(header, watch) if header["platforms"] else PythonOnly()
-        self.execution = (Arrivals if orders.num_workers > 1 else Execution)(orders, hood, backend, watch)
+        backend = _jax_backend(header, timed) if header["platforms"] else PythonOnly()
+        self.execution = (Arrivals if programs.num_workers > 1 else Execution)(programs, topology, backend, timed)
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
 
     def _next(self, kind: str) -> dict[str, Any]:
@@ -196,8 +196,8 @@ class Worker:
         self._send({"kind": "carry", "names": [name for name, _ in held]}, [to_host(leaf) for _, leaf in held])
 
     def _restore(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        backend, program, num_carry = self.execution.backend, self.execution.orders.iterate, header["num_carry"]
-        leaves: dict[Any, list[Any]] = {site: [None] * num_carry for site in self.execution.hood.sites}
+        backend, program, num_carry = self.execution.backend, self.execution.programs.iterate, header["num_carry"]
+        leaves: dict[Any, list[Any]] = {site: [None] * num_carry for site in self.execution.topology.sites}
         for (group, r, i), array in zip(header["names"], arrays[1:], strict=True):
             leaves[group, r][i] = backend.from_host(array, program.ins[i].aval, (group, r))
         self._expect_a_sign_of_life()
@@ -205,7 +205,7 @@ class Worker:
         self._done()
 
     def _profile(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        self._send({"kind": "profile", "recorded": self.recorder.take()})
+        self._send({"kind": "profile", "recorded": self.recorder.to_json()})
 
     def _done(self) -> None:
         self._send({"kind": "done", **self._state()})
@@ -289,12 +289,12 @@ class Worker:
         )
 
 
-def _load(orders: bytes) -> Any:
+def _load(programs: bytes) -> Any:
     """What to run."""
     import cloudpickle
 
     try:
-        return cloudpickle.loads(orders)
+        return cloudpickle.loads(programs)
     except (ImportError, AttributeError) as error:
         raise RunError(
             f"What this worker is to run needs something it cannot import: {error}",
@@ -331,7 +331,7 @@ def _join_collective(collective: dict[str, Any], rendezvous: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # NCCL's default is any interface but this one
 
 
-def _device(header: dict[str, Any], watch: Any) -> Any:
+def _jax_backend(header: dict[str, Any], timed: Any) -> Any:
     import jax
 
     jax.config.update("jax_enable_x64", header["x64"])
@@ -340,10 +340,10 @@ def _device(header: dict[str, Any], watch: Any) -> Any:
     if header["num_devices"]:  # without accelerators, as many as the layout wants; with some, this changes nothing
         jax.config.update("jax_num_cpu_devices", max(header["num_devices"].values()))
     from choreo.runtime.compilation_cache import use_compilation_cache
-    from choreo.runtime.engine.device import Device
+    from choreo.runtime.engine.jax_backend import JaxBackend
 
     use_compilation_cache()
-    return Device(header["platforms"], watch, spread=header["num_devices"])
+    return JaxBackend(header["platforms"], timed, num_devices=header["num_devices"])
 
 
 def _end_now() -> None:

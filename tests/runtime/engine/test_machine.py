@@ -11,8 +11,9 @@ from choreo.host import HostObjects
 from choreo.partition.program import Constant, HostCall, Input, Loop, LoopPart, Move, Port, Program, Segment, Transfer
 from choreo.runtime.engine import machine
 from choreo.runtime.engine.backend import PythonOnly
-from choreo.runtime.engine.device import block, reshard
-from choreo.runtime.engine.messages import Neighbourhood, messages
+from choreo.runtime.engine.blocks import block
+from choreo.runtime.engine.jax_backend import reshard
+from choreo.runtime.engine.messages import Topology, messages
 
 AXES = st.sampled_from([None, 0, 1])
 COUNTS = st.sampled_from([1, 2, 3, 4])
@@ -23,8 +24,8 @@ def test_pieces_make_up_what_each_receiver_gets(senders, receivers, src_axis, ds
     whole = np.arange(12 * 24 * 2).reshape(12, 24, 2)
     move = Move("x", jax.ShapeDtypeStruct(whole.shape, whole.dtype), 0, src_axis, 1, dst_axis)
     held = [block(whole, src_axis, s, senders) for s in range(senders)]
-    homes = {("a", s): f"a-{s}" for s in range(senders)} | {("b", d): f"b-{d}" for d in range(receivers)}
-    found = messages(Transfer("a", "b", (move,)), Neighbourhood(me="a-0", homes=homes))
+    process_of_site = {("a", s): f"a-{s}" for s in range(senders)} | {("b", d): f"b-{d}" for d in range(receivers)}
+    found = messages(Transfer("a", "b", (move,)), Topology(me="a-0", process_of_site=process_of_site))
     for d in range(receivers):
         expected = np.asarray(reshard([jax.numpy.asarray(x) for x in held], move, d, receivers))
         np.testing.assert_array_equal(expected, block(whole, dst_axis, d, receivers))
@@ -39,22 +40,24 @@ def test_pieces_make_up_what_each_receiver_gets(senders, receivers, src_axis, ds
 
 def test_a_value_that_everybody_holds_is_sent_once():
     move = Move("x", jax.ShapeDtypeStruct((4,), np.dtype(np.float32)), 0, None, 1, None)
-    homes = {("a", 0): "a-0", ("a", 1): "a-1", ("b", 0): "b"}
-    assert list(messages(Transfer("a", "b", (move,)), Neighbourhood(me="b", homes=homes))) == [("a-0", "b")]
+    process_of_site = {("a", 0): "a-0", ("a", 1): "a-1", ("b", 0): "b"}
+    assert list(messages(Transfer("a", "b", (move,)), Topology(me="b", process_of_site=process_of_site))) == [
+        ("a-0", "b")
+    ]
 
 
 @pytest.mark.parametrize(("src", "dst", "count"), [(0, 0, 4), (0, 1, 16), (None, 0, 4), (0, None, 16)])
 def test_only_blocks_that_meet_are_sent(src, dst, count):
     move = Move("x", jax.ShapeDtypeStruct((8, 8), np.dtype(np.float32)), 0, src, 1, dst)
-    homes = {("a", s): f"a-{s}" for s in range(4)} | {("b", d): f"b-{d}" for d in range(4)}
-    found = messages(Transfer("a", "b", (move,)), Neighbourhood(me="a-0", homes=homes))
+    process_of_site = {("a", s): f"a-{s}" for s in range(4)} | {("b", d): f"b-{d}" for d in range(4)}
+    found = messages(Transfer("a", "b", (move,)), Topology(me="a-0", process_of_site=process_of_site))
     assert sum(len(pieces) for pieces in found.values()) == count
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_loop_stacks_what_its_steps_give(reverse):
     """Small rows, large ones, which are written where they stay, and one that is always the same."""
-    large = machine.SMALL  # in numbers of 4 bytes
+    large = machine.SMALL_BYTES  # in numbers of 4 bytes
     again = np.empty(1, np.int32)
 
     def count(x):
@@ -74,7 +77,9 @@ def test_a_loop_stacks_what_its_steps_give(reverse):
         outs=tuple(Port(str(slot), None, {"env": (slot, None)}) for slot in (11, 12, 13, 14)),
     )
     site = ("env", 0)
-    runs = machine.Machine(program, Neighbourhood(me="env", homes={site: "env"}), PythonOnly(), {site: HostObjects()})
+    runs = machine.Machine(
+        program, Topology(me="env", process_of_site={site: "env"}), PythonOnly(), {site: HostObjects()}
+    )
     for first in (0, 5):
         last, small, rows, same = runs.run({site: {0: np.full(1, first, np.int32)}})[site]
         in_order = np.arange(first, first + 4)[:: -1 if reverse else 1]

@@ -36,8 +36,8 @@ def test_nobody_waits():
 
 def test_time_within_a_span_is_counted_once():
     recorder = Recorder()
-    inner = recorder.watch("compile", "x", lambda: time.sleep(0.02))
-    recorder.watch("learn", "learn", inner)()
+    inner = recorder.timed("compile", "x", lambda: time.sleep(0.02))
+    recorder.timed("learn", "learn", inner)()
     assert recorder.totals["compile", "x"] >= 0.02 > recorder.totals["learn", "learn"]
     assert [span[0] for span in recorder.spans] == ["compile", "learn"]
 

@@ -12,7 +12,7 @@ from choreo.errors import PartitionError
 from choreo.partition.program import HostCall, walk
 from choreo.plans.export import export_program
 from choreo.runtime.coordinator.deployment import Deployment
-from choreo.runtime.engine.assemble import orders_of
+from choreo.runtime.engine.assemble import programs_of
 from choreo.runtime.engine.threads import XLA_THREADS, useful_threads
 
 
@@ -21,7 +21,7 @@ def pickled_programs(deployment: Deployment, worker: str) -> bytes:
     plan, groups = deployment.plan, deployment.groups(worker)
     init, iterate = (export_program(program, groups, plan.sites.replicas) for program in (plan.init, plan.iterate))
     try:
-        return cloudpickle.dumps(orders_of(plan, init, iterate))
+        return cloudpickle.dumps(programs_of(plan, init, iterate))
     except (TypeError, AttributeError, ValueError, NotImplementedError, OSError) as error:
         python = [step.name for step, _ in walk(iterate.steps) if isinstance(step, HostCall)]
         raise PartitionError(

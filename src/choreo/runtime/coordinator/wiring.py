@@ -13,7 +13,7 @@ from choreo.runtime.channels.shm import ReceiverEnd, SenderEnd, make_shm_channel
 from choreo.runtime.coordinator.deployment import Deployment
 from choreo.runtime.engine.backend import host_type
 from choreo.runtime.engine.bundles import BUNDLE
-from choreo.runtime.engine.messages import Neighbourhood, Piece, messages
+from choreo.runtime.engine.messages import Piece, Topology, messages
 
 SLOTS = 2
 """Messages that may wait in a channel."""
@@ -42,27 +42,27 @@ def make_channels(deployment: Deployment) -> tuple[Links, Ends]:
 
 def _channel_bytes(deployment: Deployment) -> dict[tuple[str, str, str], int]:
     """The size of the largest message of each channel, by sender, receiver and kind (`BUNDLE` or "")."""
-    plan, everybody = deployment.plan, Neighbourhood(me="coordinator", homes=deployment.process_of_site)
+    plan, everybody = deployment.plan, Topology(me="coordinator", process_of_site=deployment.process_of_site)
     sizes: dict[tuple[str, str, str], int] = {}
     for program, participants in ((plan.init, [everybody]), (plan.iterate, _participants(deployment, everybody))):
-        for (step, _), hood in itertools.product(walk(program.steps), participants):
+        for (step, _), topology in itertools.product(walk(program.steps), participants):
             if not isinstance(step, Transfer):
                 continue
             kind = BUNDLE if step.lag is not None else ""
-            for pair, pieces in messages(step, hood).items():
+            for pair, pieces in messages(step, topology).items():
                 if pair[0] != pair[1]:
                     sizes[*pair, kind] = max(sizes.get((*pair, kind), 0), _message_bytes(pieces))
     return sizes
 
 
-def _participants(deployment: Deployment, everybody: Neighbourhood) -> list[Neighbourhood]:
+def _participants(deployment: Deployment, everybody: Topology) -> list[Topology]:
     """The processes that take part in one run of `iterate`: all; with merge="any", each worker in turn with the learner."""
     plan = deployment.plan
     if plan.num_workers == 1:
         return [everybody]
     learner = plan.sites.default
     return [
-        Neighbourhood(me="coordinator", homes={
+        Topology(me="coordinator", process_of_site={
             (group, 0): deployment.process_of_site[group, 0 if group == learner else worker]
             for group in plan.sites.replicas
         }) for worker in range(plan.num_workers)

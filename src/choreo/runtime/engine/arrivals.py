@@ -1,11 +1,12 @@
-"""merge="any": one site learns from the part of each worker as it arrives.
+"""merge="any": the learner makes one update from each worker's data, in the order in which the data arrives.
 
     worker 0   reads version 0 ── acts ──▶ update 1 ── reads version 1 ── acts ──────▶ update 3
     worker 1   reads version 0 ── acts ──────────▶ update 2 ── reads version 2 ── acts ──▶ update 4
 
-Every worker runs the same program, with environments of its own; who learns holds what is shared. What a run means is given
-by its log: the workers in the order in which they were learned from, each with the version it had read. In this process the
-order is drawn at random from a seed, or taken from a log; among processes it is that of arrival.
+Each worker has its own environments and runs the same program, one *round* per update; the learner holds the shared state.
+An iteration is as many updates as there are workers. The meaning of a run is its log: for every update, the worker that it
+learned from and the version which that worker had read. In one process a seed or a given log decides the order of workers;
+among processes the order of arrival does.
 """
 
 import time
@@ -16,123 +17,131 @@ import numpy as np
 
 from choreo.errors import RunError
 from choreo.host import HostObjects
-from choreo.runtime.engine.backend import Backend, Site, Watch
+from choreo.runtime.engine.backend import Backend, Site, Timed
 from choreo.runtime.engine.bundles import NoMoreWork
-from choreo.runtime.engine.execution import Execution, Orders
+from choreo.runtime.engine.execution import Execution, Programs
 from choreo.runtime.engine.machine import Machine
-from choreo.runtime.engine.messages import Neighbourhood
-from choreo.runtime.engine.schedule import Seeded, Traffic, VersionRead
+from choreo.runtime.engine.messages import Topology
+from choreo.runtime.engine.schedule import LagSchedule, SeededVersions, VersionRead
 
-POLL_S = 50e-6
-"""How long to sleep between two looks for an arrival; it doubles up to `LONGEST_POLL_S`."""
+FIRST_POLL_S = 50e-6
+"""The first pause between two polls for arrivals; each pause is twice as long as the one before, up to `LONGEST_POLL_S`."""
 LONGEST_POLL_S = 1e-3
+"""The longest pause between two polls for arrivals."""
+
+Rows = dict[Site, list[dict[str, Any]]]
+"""For each site here, the metrics of each round."""
 
 
 class Arrivals(Execution):
-    """Executes the programs of the workers, or of the site that learns, or of all."""
+    """Executes a plan with merge="any" in this process: one worker, the learner, or all of them."""
 
-    def __init__(self, orders: Orders, hood: Neighbourhood, backend: Backend, watch: Watch | None = None):
-        super().__init__(orders, hood, backend, watch)
-        self.workers = [c for c in range(orders.num_workers) if self._lives_here(c)]
-        self.machines = {c: self._machine(c, watch) for c in self.workers}
-        self.parts = dict.fromkeys(self.workers, 0)
-        """How many parts each worker has made."""
-        watch = watch or (lambda kind, name, fn: fn)
-        self.sleeps = {c: watch("wait", self._homes_of(c)[0], time.sleep) for c in self.workers}
-        self.traffic = Traffic(orders.num_workers, orders.max_lag)
+    def __init__(self, programs: Programs, topology: Topology, backend: Backend, timed: Timed | None = None):
+        super().__init__(programs, topology, backend, timed)
+        self.workers = [worker for worker in range(programs.num_workers) if self._is_here(worker)]
+        """The workers whose programs have a site here: all of them at the learner, else one."""
+        self.machines = {worker: self._machine(worker, timed) for worker in self.workers}
+        self.rounds = dict.fromkeys(self.workers, 0)
+        """How many rounds of each worker have been run."""
+        timed = timed or (lambda kind, name, fn: fn)
+        self.sleeps = {worker: timed("wait", self._processes_of(worker)[0], time.sleep) for worker in self.workers}
+        self.schedule = LagSchedule(programs.num_workers, programs.max_lag)
         self.replayed: list[VersionRead] | None = None
         self.reads_at: dict[int, list[int]] = {}
-        """By the log that is replayed: the workers that read a version."""
+        """The workers that read each version, in the log that is replayed."""
 
-    def _lives_here(self, worker: int) -> bool:
-        return any(self._site(site, worker) in self.hood.sites for site in self._program_sites())
+    def _is_here(self, worker: int) -> bool:
+        return any(self._site(site, worker) in self.topology.sites for site in self._program_sites())
 
     def _program_sites(self) -> list[Site]:
-        return [(group, 0) for group in dict.fromkeys(group for group, _ in self.hood.homes)]
+        """The sites of a worker's program: replica 0 of each group."""
+        return [(group, 0) for group in dict.fromkeys(group for group, _ in self.topology.process_of_site)]
 
     def _site(self, site: Site, worker: int) -> Site:
-        """The site of the plan that a site of one worker's program stands for."""
-        return site if site[0] == self.orders.learner else (site[0], worker)
+        """The site of the plan, for a site of one worker's program."""
+        return site if site[0] == self.programs.learner else (site[0], worker)
 
-    def _machine(self, worker: int, watch: Watch | None) -> Machine:
-        homes = {site: self.hood.homes[self._site(site, worker)] for site in self._program_sites()}
-        hood = Neighbourhood(me=self.hood.me, homes=homes, links=self.hood.links)
-        hosts = {
-            site: HostObjects(worker, self.orders.num_workers, sharing=self.hosts[own], each=True)
-            for site in homes if (own := self._site(site, worker)) in self.hosts
+    def _machine(self, worker: int, timed: Timed | None) -> Machine:
+        own = {site: self._site(site, worker) for site in self._program_sites()}
+        process_of_site = {site: self.topology.process_of_site[own[site]] for site in own}
+        topology = Topology(me=self.topology.me, process_of_site=process_of_site, links=self.topology.links)
+        objects = {
+            site: HostObjects(worker, self.programs.num_workers, sharing=self.objects[own[site]], each=True)
+            for site in own if own[site] in self.objects
         }  # fmt: skip
-        return Machine(self.orders.iterate, hood, self.backend, hosts, watch, one_by_one=True)
+        return Machine(self.programs.iterate, topology, self.backend, objects, timed, one_by_one=True)
 
     def host_objects(self) -> list[HostObjects]:
-        return super().host_objects() + [own for machine in self.machines.values() for own in machine.hosts.values()]
+        return super().host_objects() + [own for machine in self.machines.values() for own in machine.objects.values()]
 
     def replay(self, log: list[VersionRead]) -> None:
         self.replayed, self.reads_at = log, {}
         for read in log:
-            self.reads_at.setdefault(read.version, []).append(_copy_of(read.reader))
+            self.reads_at.setdefault(read.version, []).append(read.worker)
 
     @property
     def learns(self) -> bool:
-        return (self.orders.learner, 0) in self.hood.sites
+        """Is the learner here?"""
+        return (self.programs.learner, 0) in self.topology.sites
 
     def run(
         self, first: int, stop: int, begins: Callable[[int], None] | None = None
     ) -> dict[Site, dict[str, np.ndarray]]:
-        """Learn from so many parts as there are workers, in every iteration; see `Execution.run`."""
+        """Make as many updates in each iteration as there are workers; see `Execution.run`."""
         self.log = []
-        rows: dict[Site, list[dict[str, Any]]] = {site: [] for site in self.hood.sites}
+        rows: Rows = {site: [] for site in self.topology.sites}
         if not self.learns:
-            self._work(rows, begins)
-        elif len(self.hood.homes) > len(self.hood.sites):
-            self._learn_from_others(first, stop, rows, begins)
+            self._run_worker(rows, begins)
+        elif self.has_all_sites:
+            self._run_all(first, stop, rows)
         else:
-            self._do_all(first, stop, rows)
+            self._run_learner(first, stop, rows, begins)
         return {
             site: {name: np.stack([self.backend.to_host(row[name]) for row in got]) for name in got[0]}
             for site, got in rows.items()
             if got
         }
 
-    def _do_all(self, first: int, stop: int, rows: dict[Site, list[dict[str, Any]]]) -> None:
-        for number in range(first * self.orders.num_workers, stop * self.orders.num_workers):
+    def _run_all(self, first: int, stop: int, rows: Rows) -> None:
+        """Run all workers and the learner, one round after the other."""
+        for number in range(first * self.programs.num_workers, stop * self.programs.num_workers):
             if self.replayed is None:
-                for worker in self.traffic.start(stop * self.orders.num_workers - number):
+                for worker in self.schedule.start(stop * self.programs.num_workers - number):
                     self._publish(worker, number)
-                worker = self.pick(self.traffic.eligible())
+                worker = self._pick(self.schedule.eligible())
             else:
                 worker = self._next_logged(number)
-            self._one_part(worker, number, rows)
+            self._run_round(worker, number, rows)
 
-    def pick(self, eligible: list[int]) -> int:
-        assert isinstance(self.versions, Seeded)
-        return self.versions.pick(eligible)
+    def _pick(self, eligible: list[int]) -> int:
+        assert isinstance(self.choose_version, SeededVersions)
+        return self.choose_version.pick(eligible)
 
     def _next_logged(self, number: int) -> int:
-        """By the log: let workers read now who did so then, and say whose part is next."""
+        """By the log that is replayed: let workers read this version, and return the worker to learn from next."""
         assert self.replayed is not None
         if number >= len(self.replayed):
             raise RunError(f"The log ends before update {number}.", fix="Replay no more than was logged.")
         for worker in self.reads_at.get(number, ()):
             self._publish(worker, number)
-            self.traffic.under_way[worker] = number
-        return _copy_of(self.replayed[number].reader)
+            self.schedule.busy[worker] = number
+        return self.replayed[number].worker
 
-    def _learn_from_others(
-        self, first: int, stop: int, rows: dict[Site, list[dict[str, Any]]], begins: Callable[[int], None] | None
-    ) -> None:
-        for number in range(first * self.orders.num_workers, stop * self.orders.num_workers):
-            if begins is not None and number % self.orders.num_workers == 0:
-                begins(number // self.orders.num_workers)
-            for worker in self.traffic.start(stop * self.orders.num_workers - number):
+    def _run_learner(self, first: int, stop: int, rows: Rows, begins: Callable[[int], None] | None) -> None:
+        """Run the learner: one update for each round of a worker that arrives."""
+        for number in range(first * self.programs.num_workers, stop * self.programs.num_workers):
+            if begins is not None and number % self.programs.num_workers == 0:
+                begins(number // self.programs.num_workers)
+            for worker in self.schedule.start(stop * self.programs.num_workers - number):
                 self._publish(worker, number)
-            self._one_part(self._arrived(self.traffic.eligible()), number, rows)
+            self._run_round(self._arrived(self.schedule.eligible()), number, rows)
         for machine in self.machines.values():
-            machine.say_no_more_work()
+            machine.send_no_more_work()
 
     def _arrived(self, eligible: list[int]) -> int:
-        """The first of these workers whose part is here."""
-        pause = POLL_S
-        ready = {c: self.hood.links[home].ready for c in eligible for home in self._homes_of(c)}
+        """Wait for the data of one of these workers; returns the worker."""
+        pause = FIRST_POLL_S
+        ready = {worker: self.topology.links[name].ready for worker in eligible for name in self._processes_of(worker)}
         while True:
             for worker in eligible:
                 if ready[worker]():
@@ -140,58 +149,59 @@ class Arrivals(Execution):
             self.sleeps[eligible[0]](pause)
             pause = min(2 * pause, LONGEST_POLL_S)
 
-    def _homes_of(self, worker: int) -> list[str]:
-        return [home for site, home in self.machines[worker].hood.homes.items() if site[0] != self.orders.learner]
+    def _processes_of(self, worker: int) -> list[str]:
+        """The processes of a worker's program, without the learner's."""
+        processes = self.machines[worker].topology.process_of_site
+        return [process for (group, _), process in processes.items() if group != self.programs.learner]
 
-    def _work(self, rows: dict[Site, list[dict[str, Any]]], begins: Callable[[int], None] | None) -> None:
+    def _run_worker(self, rows: Rows, begins: Callable[[int], None] | None) -> None:
+        """Run rounds of the one worker here, until the learner wants no more."""
         ((worker, _),) = self.machines.items()
         while True:
             if begins is not None:
-                begins(self.parts[worker])
+                begins(self.rounds[worker])
             try:
-                self._one_part(worker, 0, rows)
+                self._run_round(worker, 0, rows)
             except NoMoreWork:
                 return
 
     def _publish(self, worker: int, number: int) -> None:
-        self.machines[worker].updates.number = number
+        """Send a worker the current version, which includes `number` updates."""
+        self.machines[worker].update.number = number
         self.machines[worker].publish(self._given(worker))
 
-    def _one_part(self, worker: int, number: int, rows: dict[Site, list[dict[str, Any]]]) -> None:
-        """Run the program of one worker, as far as it lives here."""
+    def _run_round(self, worker: int, number: int, rows: Rows) -> None:
+        """Run one round of a worker's program at the sites here."""
         machine, read = self.machines[worker], number
-        machine.updates.number = number
+        machine.update.number = number
         given = self._given(worker)
         results = machine.run(given)
         if self.learns:
-            read = self.traffic.under_way[worker] if self.replayed is not None else self.traffic.learned_from(worker)
-            group = next(name for name, _ in self._program_sites() if name != self.orders.learner)
+            read = self.schedule.busy[worker] if self.replayed is not None else self.schedule.learned_from(worker)
+            group = next(name for name, _ in self._program_sites() if name != self.programs.learner)
             self.log.append(VersionRead(f"{group}-{worker}", number, read))
-        machine.updates.log.clear()
-        owned = self._owned(self.orders.iterate, results)
+        machine.update.log.clear()
+        owned = self._owned(self.programs.iterate, results)
         for site, leaves in owned.items():
             self.leaves[self._site(site, worker)] = leaves
         for site, metrics in self._metrics(results, owned).items():
             rows[self._site(site, worker)].append(metrics)
-        self.parts[worker] += 1
+        self.rounds[worker] += 1
 
     def _given(self, worker: int) -> Mapping[Site, Mapping[int, Any]]:
-        num_carry, given = self.orders.num_carry, {}
+        """The inputs of a worker's program at the sites here."""
+        num_carry, given = self.programs.num_carry, {}
         for site in self.machines[worker].stores:
             own = self._site(site, worker)
             leaves = dict(enumerate(self.leaves[own]))
-            number = np.asarray(self.parts[worker], np.int32)
+            number = np.asarray(self.rounds[worker], np.int32)
             given[site] = {**leaves, num_carry: self.keys[worker, site[0]], num_carry + 1: number}
         return given
 
     def _set_keys(self, run_key: np.ndarray) -> None:
-        """Every worker has a key of its own."""
+        """Give every worker its own key."""
         super()._set_keys(run_key)
         self.keys = {
             (worker, site[0]): self.backend.fold_in(self._keys(run_key, site), worker)
             for worker in self.workers for site in self.machines[worker].stores
         }  # fmt: skip
-
-
-def _copy_of(reader: str) -> int:
-    return int(reader.rpartition("-")[2])

@@ -9,16 +9,17 @@ import numpy as np
 from choreo.partition.program import Program, Segment
 from choreo.plans.plan import Plan
 from choreo.runtime.engine.backend import Site
-from choreo.runtime.engine.device import block, join
-from choreo.runtime.engine.execution import Orders
+from choreo.runtime.engine.blocks import block
+from choreo.runtime.engine.execution import Programs
+from choreo.runtime.engine.jax_backend import join
 from choreo.types import Key, PyTree
 
 
-def orders_of(plan: Plan, init: Program, iterate: Program) -> Orders:
+def programs_of(plan: Plan, init: Program, iterate: Program) -> Programs:
     """What a process must know to run a plan. `init` and `iterate` are the plan's programs, or exported copies of them."""
     single = iterate.steps[0] if plan.single else None
     assert single is None or isinstance(single, Segment)
-    return Orders(
+    return Programs(
         init=init, iterate=iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes, shards=plan.shards,
         max_lag=plan.layout.max_lag, num_workers=plan.num_workers, learner=plan.sites.default, single=single,
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""What a runtime does with compiled functions and device arrays: an interface, and its form for sites that compile nothing.
+"""`Backend`: all that a `Machine` does with compiled functions and device arrays.
 
-Nothing here imports JAX; `device.py` does.
+Two classes implement it: `PythonOnly`, for processes that run Python alone, and `JaxBackend` in `jax_backend.py`. Nothing
+here imports JAX.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +13,9 @@ from choreo.partition.program import KeyType, Move, Program, Ref, Segment, Trans
 from choreo.types import GroupName
 
 Site = tuple[GroupName, int]
-"""A group and the number of one of its replicas."""
-Watch = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
-"""From a kind of work, its name and a function to the same function, timed."""
+"""A group, and the number of one of its replicas."""
+Timed = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
+"""(kind of work, name, function) -> the same function, timed; see `profile.py`."""
 
 
 @runtime_checkable
@@ -22,82 +23,82 @@ class Loaded(Protocol):
     """A function that is compiled when it is first called."""
 
     call: Callable[..., Any]
-    """Not the same after that: to be looked up whenever it is called."""
+    """The function to call. The first call replaces this attribute, so read it anew for every call."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """What can be done with compiled functions and device arrays."""
+    """Operations on compiled functions and device arrays."""
 
     def load(self, segment: Segment, replica: int = 0) -> Loaded:
-        """The compiled function `(replica, step, *inputs) -> results`, to run at one of the replicas."""
+        """The function `(replica, step, *inputs) -> results` of a segment, compiled for the device of one replica."""
         ...
 
     def scalar(self, number: int) -> Any:
-        """A number as a compiled function likes it best."""
+        """A number in the form that a compiled function takes fastest."""
         ...
 
     def to_host(self, value: Any) -> np.ndarray:
-        """A value as numpy, to be sent."""
+        """A value as a numpy array; random keys as their key data."""
         ...
 
     def on_host(self, value: Any) -> bool:
-        """Is it cheap to read from Python?"""
+        """Is the value in host memory, so that `to_host` copies nothing?"""
         ...
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
-        """A compiled function whose replicas combine values: `(step, inputs of each replica here) -> results of each`."""
+        """A function whose replicas combine values: `(step, inputs of each replica here) -> results of each of them`."""
         ...
 
     def from_host(self, array: np.ndarray, like: Any, site: Site) -> Any:
-        """What was received, on the site's device; `like` tells its type."""
+        """A received array on the device of a site; `like` has the type of the value."""
         ...
 
     def host_type(self, like: Any) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and type of a value as it is sent."""
+        """Shape and dtype of `to_host` of such a value."""
         ...
 
     def stack(self, slices: list[Any], like: Any) -> Any:
-        """Slices of a loop as one array."""
+        """The slices of all steps of a loop, stacked; `like` has the type of the stack."""
         ...
 
     def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
-        """What a receiver here gets from senders that are all here."""
+        """The value of one receiver, from the `parts` of all senders; they are all in this process."""
         ...
 
     def key(self, data: np.ndarray, site: Site) -> Any:
-        """A random key from its numbers."""
+        """A random key from its key data."""
         ...
 
     def fold_in(self, key: Any, number: int) -> Any:
-        """Another random key."""
+        """`jax.random.fold_in`."""
         ...
 
     def copy(self, value: Any) -> Any:
-        """The same in memory of its own."""
+        """A copy that shares no memory with the value."""
         ...
 
     def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
-        """What is carried on, each value in memory of its own."""
+        """The leaves of a new carry, such that no two share memory: a segment may donate each of them."""
         ...
 
-    def chunks(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
-        """Runs several iterations at once."""
+    def iteration_loop(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
+        """An `IterationLoop`, which runs several iterations in one compiled call; None if this segment allows none."""
         ...
 
 
 def host_type(like: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of a value as it is sent: random keys go as their numbers."""
+    """Shape and dtype of a value in host memory; random keys are their key data."""
     if isinstance(like.dtype, KeyType):
         return (*like.shape, like.dtype.words), np.dtype(np.uint32)
     return tuple(like.shape), np.dtype(like.dtype)
 
 
 class PythonOnly:
-    """The `Backend` of sites that compile nothing."""
+    """The `Backend` of a process that runs Python alone."""
 
     def load(self, segment: Segment, replica: int = 0) -> Loaded:
-        raise AssertionError(f"`{segment.group}` was to run nothing but Python, and got the segment `{segment.name}`")
+        raise AssertionError(f"`{segment.group}` was to run Python alone, and got the segment `{segment.name}`")
 
     def scalar(self, number: int) -> int:
         return number
@@ -109,7 +110,7 @@ class PythonOnly:
         return True
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
-        raise AssertionError(f"`{segment.group}` was to run nothing but Python, and got the segment `{segment.name}`")
+        raise AssertionError(f"`{segment.group}` was to run Python alone, and got the segment `{segment.name}`")
 
     def from_host(self, array: np.ndarray, like: Any, site: Site) -> np.ndarray:
         return array
@@ -121,7 +122,7 @@ class PythonOnly:
         return np.stack(slices) if slices else np.empty(*host_type(like))
 
     def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
-        raise AssertionError("a worker that only runs Python holds sites of one group")
+        raise AssertionError("a process that only runs Python holds sites of one group")
 
     def key(self, data: np.ndarray, site: Site) -> np.ndarray:
         return data
@@ -133,7 +134,7 @@ class PythonOnly:
         return np.array(value)
 
     def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
-        return values  # nothing here takes over memory
+        return values  # nothing here donates memory
 
-    def chunks(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
-        raise AssertionError("Python alone is never one compiled segment")
+    def iteration_loop(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
+        raise AssertionError("a process that only runs Python has no compiled segment")

@@ -1,10 +1,12 @@
-"""What may be out of date: a bundle is sent whenever there is a new version, and read as it is.
+"""Bundles: values that a reader may use although they are up to `max_lag` updates old.
 
-    here       sender and reader in this process: the last versions are kept, a schedule says which is read
-    sender     to another process, one message per version
-    receiver   takes what has come; waits only if what it has is older than allowed
+All such values of a pair of groups travel together, as one version; the sender sends one with every update.
 
-With merge="any" (`one_by_one`) every version is sent to one worker, which reads it once; see `arrivals.py`.
+    BundleHere       sender and reader in this process: keeps the last versions, and a schedule chooses the one to read
+    BundleSender     to another process: one message per version
+    BundleReceiver   from other processes: takes every version that has arrived; waits only if the last one is too old
+
+With merge="any" (`one_by_one`) each version goes to one worker, which reads it once; see `arrivals.py`.
 """
 
 import itertools
@@ -16,76 +18,80 @@ from typing import Any
 import numpy as np
 
 from choreo.partition.program import Ref, Transfer
-from choreo.runtime.engine.backend import Backend, Site, Watch
-from choreo.runtime.engine.messages import Neighbourhood, Piece, piece_type, taken_type
+from choreo.runtime.engine.backend import Backend, Site, Timed
+from choreo.runtime.engine.messages import Piece, Topology, received_type, sent_type
 from choreo.runtime.engine.schedule import ChooseVersion, VersionRead
 
 BUNDLE = " (bundle)"
-"""After the name of a peer: the link for what may be out of date."""
+"""Appended to the name of a peer: the name of the link for bundles."""
 Stores = Mapping[Site, dict[Ref, Any]]
+"""For each site here, the values that it holds."""
 
 
 class NoMoreWork(Exception):
-    """Whoever learns wants no more parts for now."""
+    """With merge="any": the learner needs no more work from this worker until the next call of `run`."""
 
 
 @dataclass(kw_only=True)
-class Updates:
-    """The update that a run of a program goes into, and what has been read for it."""
+class CurrentUpdate:
+    """The update that the program is being run for, and the versions that were read for it."""
 
     one_by_one: bool = False
-    versions: ChooseVersion | None = None
-    """Says which version is read, where sender and reader are both here."""
+    """Is merge="any"? Then each version goes to one worker, which reads it once."""
+    choose_version: ChooseVersion | None = None
+    """Chooses the version to read, where sender and reader are both here; None: the oldest one that is kept."""
     number: int = 0
+    """The number of the update."""
     log: list[VersionRead] = field(default_factory=list)
+    """The versions that were read."""
 
 
 class BundleHere:
-    """From all sites of a group to all of another, in this process."""
+    """From all sites of one group to all sites of another, all in this process."""
 
-    def __init__(self, step: Transfer, stores: Stores, hood: Neighbourhood, backend: Backend, updates: Updates):
+    def __init__(self, step: Transfer, stores: Stores, topology: Topology, backend: Backend, update: CurrentUpdate):
         assert step.lag is not None
-        self.step, self.stores, self.backend, self.updates = step, stores, backend, updates
-        self.senders, self.receivers = hood.here(step.src), hood.here(step.dst)
-        self.kept: deque[tuple[int, list[list[Any]]]] = deque(maxlen=1 if updates.one_by_one else step.lag + 1)
+        self.step, self.stores, self.backend, self.update = step, stores, backend, update
+        self.senders, self.receivers = topology.here(step.src), topology.here(step.dst)
+        self.kept: deque[tuple[int, list[list[Any]]]] = deque(maxlen=1 if update.one_by_one else step.lag + 1)
 
     def publish(self, _: int) -> None:
         stores = [self.stores[self.step.src, r] for r in self.senders]
         parts = [[self.backend.copy(store[move.src]) for store in stores] for move in self.step.moves]
-        self.kept.append((self.updates.number, parts))
+        self.kept.append((self.update.number, parts))
 
     def read(self, _: int) -> None:
         for r in self.receivers:
             reader = f"{self.step.dst}-{r}"
             version = self._version(reader)
-            self.updates.log.append(VersionRead(reader, self.updates.number, version))
+            self.update.log.append(VersionRead(reader, self.update.number, version))
             parts = next(parts for v, parts in self.kept if v == version)
             for move, own in zip(self.step.moves, parts, strict=True):
                 value = self.backend.reshard(own, move, r, len(self.receivers), self.step)
                 self.stores[self.step.dst, r][move.dst] = value
 
     def _version(self, reader: str) -> int:
-        oldest, choose = self.kept[0][0], self.updates.versions
-        return oldest if choose is None else choose(reader, self.updates.number, oldest)
+        oldest, choose = self.kept[0][0], self.update.choose_version
+        return oldest if choose is None else choose(reader, self.update.number, oldest)
 
 
 class BundleSender:
-    """From this process to one other."""
+    """From this process to one other process."""
 
     def __init__(
-        self, step: Transfer, peer: str, message: list[Piece], stores: Stores, hood: Neighbourhood, backend: Backend,
-        updates: Updates, watch: Watch,
+        self, step: Transfer, peer: str, message: list[Piece], stores: Stores, topology: Topology, backend: Backend,
+        update: CurrentUpdate, timed: Timed,
     ):  # fmt: skip
-        self.backend, self.updates = backend, updates
-        self.send = watch("send", peer, hood.links[peer + BUNDLE].send)
+        self.backend, self.update = backend, update
+        self.send = timed("send", peer, topology.links[peer + BUNDLE].send)
         self.sources = [(stores[step.src, piece.sender], piece.move.src, piece.take) for piece in message]
-        self.types = [taken_type(backend, piece, hood.replicas(step.src)) for piece in message]
+        self.types = [sent_type(backend, piece, topology.replicas(step.src)) for piece in message]
 
     def publish(self, _: int) -> None:
-        to_host, head = self.backend.to_host, np.array([self.updates.number, True], np.int64)
+        to_host, head = self.backend.to_host, np.array([self.update.number, True], np.int64)
         self.send([head, *(to_host(store[slot])[take] for store, slot, take in self.sources)])
 
-    def say_no_more_work(self) -> None:
+    def send_no_more_work(self) -> None:
         self.send([np.zeros(2, np.int64), *(np.zeros(shape, dtype) for shape, dtype in self.types)])
 
 
@@ -93,39 +99,41 @@ class BundleReceiver:
     """From other processes to this one."""
 
     def __init__(
-        self, step: Transfer, incoming: Mapping[str, list[Piece]], stores: Stores, hood: Neighbourhood,
-        backend: Backend, updates: Updates, watch: Watch,
+        self, step: Transfer, incoming: Mapping[str, list[Piece]], stores: Stores, topology: Topology,
+        backend: Backend, update: CurrentUpdate, timed: Timed,
     ):  # fmt: skip
-        self.step, self.stores, self.backend, self.updates = step, stores, backend, updates
-        self.readers = hood.here(step.dst)
+        self.step, self.stores, self.backend, self.update = step, stores, backend, update
+        self.readers = topology.here(step.dst)
         self.targets = list(itertools.product(step.moves, self.readers))
-        self.types = [piece_type(backend, move, hood.replicas(step.dst)) for move, _ in self.targets]
+        self.types = [received_type(backend, move, topology.replicas(step.dst)) for move, _ in self.targets]
         number = {(id(move), d): i for i, (move, d) in enumerate(self.targets)}
-        self.links = [hood.links[peer + BUNDLE] for peer in incoming]
-        self.receives = [watch("wait", peer, link.receive) for peer, link in zip(incoming, self.links, strict=True)]
+        self.links = [topology.links[peer + BUNDLE] for peer in incoming]
+        self.receives = [timed("wait", peer, link.receive) for peer, link in zip(incoming, self.links, strict=True)]
         self.puts = [[(number[id(p.move), p.receiver], p.put) for p in message] for message in incoming.values()]
         self.version: int | None = None
         self.held: list[Any] = []
 
     def read(self, _: int) -> None:
-        if self.updates.one_by_one or self._is_too_old():
+        if self.update.one_by_one or self._is_too_old():
             self._take_next()
-        while not self.updates.one_by_one and (self._is_too_old() or all(link.ready() for link in self.links)):
+        while not self.update.one_by_one and (self._is_too_old() or all(link.ready() for link in self.links)):
             self._take_next()
         assert self.version is not None
         for value, (move, d) in zip(self.held, self.targets, strict=True):
             self.stores[self.step.dst, d][move.dst] = value
         for d in self.readers:
-            self.updates.log.append(VersionRead(f"{self.step.dst}-{d}", self.updates.number, self.version))
+            self.update.log.append(VersionRead(f"{self.step.dst}-{d}", self.update.number, self.version))
 
     def _is_too_old(self) -> bool:
         assert self.step.lag is not None
-        return self.version is None or self.version < self.updates.number - self.step.lag
+        return self.version is None or self.version < self.update.number - self.step.lag
 
     def _take_next(self) -> None:
         buffers, head = [np.empty(shape, dtype) for shape, dtype in self.types], np.empty(2, np.int64)
         for receive, where in zip(self.receives, self.puts, strict=True):
-            receive([head, *(buffers[i][(*index, ...)] for i, index in where)])  # a view, also of one number
+            receive(
+                [head, *(buffers[i][(*index, ...)] for i, index in where)]
+            )  # `...`: a view even if the index selects one number
         version, is_work = head.tolist()
         if not is_work:
             raise NoMoreWork

@@ -1,4 +1,7 @@
-"""A plan, executed at the sites that live in this process: all of them (`inprocess`), or those of one worker."""
+"""Executes a plan at the sites of this process, iteration by iteration; `Machine` runs each of its two programs.
+
+The process holds all sites of the plan (`inprocess`), or those of one worker.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,192 +11,195 @@ import numpy as np
 
 from choreo.host import HostObjects
 from choreo.partition.program import Axis, HostCall, Program, Segment, walk
-from choreo.runtime.engine.backend import Backend, Site, Watch
+from choreo.runtime.engine.backend import Backend, Site, Timed
 from choreo.runtime.engine.machine import Machine
-from choreo.runtime.engine.messages import Neighbourhood
+from choreo.runtime.engine.messages import Topology
 from choreo.runtime.engine.profile import kind_of
-from choreo.runtime.engine.schedule import ChooseVersion, Replayed, Seeded, VersionRead
+from choreo.runtime.engine.schedule import ChooseVersion, ReplayedVersions, SeededVersions, VersionRead
 from choreo.types import GroupName
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
-    """What a process must know of a plan."""
+class Programs:
+    """The programs of a plan, and what a process must know to run them."""
 
     init: Program
-    """key -> carry"""
+    """Computes the carry from a key."""
     iterate: Program
-    """carry, key, iteration -> carry, metrics"""
+    """Computes the next carry and metrics from the carry, the key of the iterations and the number of the iteration."""
     num_carry: int
     """How many of iterate's inputs and outputs are the carry."""
     carry_axes: tuple[Axis, ...] = ()
     """The env axis of each leaf of the carry."""
     shards: int = 1
+    """The number of learner shards."""
     max_lag: int = 0
+    """How many updates old a version may be that a worker reads."""
     num_workers: int = 1
-    """With merge="any": how many workers are learned from one by one."""
+    """With merge="any", the number of workers that are learned from one by one; else 1."""
     learner: GroupName = ""
-    """With merge="any": who learns."""
+    """With merge="any", the group that learns."""
     single: Segment | None = None
-    """The one segment of an iteration, if everything is compiled into one."""
+    """The segment that is a whole iteration, if the plan has such a segment."""
 
 
-SiteLeaves = dict[Site, list[Any]]
-"""For each site here, what it holds of a list of values; None where it holds nothing."""
+SiteValues = dict[Site, list[Any]]
+"""For each site here, a list of values; None in the place of a value that the site does not hold."""
 
 
 class Execution:
-    """Runs iterations. Between calls every site stands at a boundary, and `leaves` is what it holds of the carry."""
+    """Runs iterations. Between calls every site is at a boundary, and `leaves` are the leaves of the carry that it holds."""
 
     def __init__(
         self,
-        orders: Orders,
-        hood: Neighbourhood,
+        programs: Programs,
+        topology: Topology,
         backend: Backend,
-        watch: Watch | None = None,
+        timed: Timed | None = None,
     ):
-        self.orders, self.hood, self.backend = orders, hood, backend
-        self.hosts = {site: HostObjects(site[1], hood.replicas(site[0])) for site in hood.sites}
-        self.leaves: SiteLeaves = {}
+        self.programs, self.topology, self.backend = programs, topology, backend
+        self.objects = {site: HostObjects(site[1], topology.replicas(site[0])) for site in topology.sites}
+        self.leaves: SiteValues = {}
         self.key: dict[Site, Any] = {}
-        self.init = Machine(orders.init, hood, backend, self.hosts, watch)
-        self.versions: ChooseVersion | None = None
-        """Who reads which version, where that is decided here."""
+        self.init = Machine(programs.init, topology, backend, self.objects, timed)
+        self.choose_version: ChooseVersion | None = None
+        """Chooses the versions to read, if all sites are in this process."""
         self.log: list[VersionRead] = []
-        """What was read in the last call of `run`."""
-        if orders.num_workers > 1:
-            return  # see `Arrivals`
-        self.iterate = Machine(orders.iterate, hood, backend, self.hosts, watch, versions=self._version)
-        self.chunks = None
-        if orders.single is not None and self.decides:
-            here = hood.here(orders.single.group)
-            self.chunks = backend.chunks(orders.iterate, orders.single, orders.num_carry, here)
-        if self.chunks is not None:
-            assert orders.single is not None
-            run = self.chunks.run
-            self.run_chunk = watch(kind_of(orders.single.roles), orders.single.name, run) if watch else run
+        """The versions that were read in the last call of `run`."""
+        if programs.num_workers > 1:
+            return  # the subclass `Arrivals` runs the iterations
+        self.iterate = Machine(programs.iterate, topology, backend, self.objects, timed, choose_version=self._version)
+        self.loop = None
+        if programs.single is not None and self.has_all_sites:
+            here = topology.here(programs.single.group)
+            self.loop = backend.iteration_loop(programs.iterate, programs.single, programs.num_carry, here)
+        if self.loop is not None:
+            assert programs.single is not None
+            run = self.loop.run
+            self.run_loop = timed(kind_of(programs.single.roles), programs.single.name, run) if timed else run
 
     def start(self, init_key: np.ndarray, run_key: np.ndarray) -> None:
-        """Run `init`; keys are given as their numbers."""
-        given = {site: {0: self._keys(init_key, site)} for site in self.hood.sites}
+        """Run `init`. Both keys are key data."""
+        given = {site: {0: self._keys(init_key, site)} for site in self.topology.sites}
         self.leaves = {site: self._divided(leaves, site) for site, leaves in
-                       self._owned(self.orders.init, self.init.run(given)).items()}  # fmt: skip
+                       self._owned(self.programs.init, self.init.run(given)).items()}  # fmt: skip
         self._set_keys(run_key)
 
-    def restore(self, leaves: SiteLeaves, run_key: np.ndarray) -> None:
+    def restore(self, leaves: SiteValues, run_key: np.ndarray) -> None:
         """Take a carry in place of running `init`."""
         self.leaves = leaves
         self._set_keys(run_key)
 
     def _set_keys(self, run_key: np.ndarray) -> None:
-        self.key = {site: self._keys(run_key, site) for site in self.hood.sites}
-        if self.decides:
-            self.versions = Seeded(run_key.tolist(), self.orders.max_lag)
+        self.key = {site: self._keys(run_key, site) for site in self.topology.sites}
+        if self.has_all_sites:
+            self.choose_version = SeededVersions(run_key.tolist(), self.programs.max_lag)
 
     @property
-    def decides(self) -> bool:
-        """Is all of it here? Then what may be out of date is drawn at random, from the run's key."""
-        return len(self.hood.sites) == len(self.hood.homes)
+    def has_all_sites(self) -> bool:
+        """Are all sites in this process? Then the versions to read are drawn at random, from the key of the run."""
+        return len(self.topology.sites) == len(self.topology.process_of_site)
 
     def replay(self, log: list[VersionRead]) -> None:
-        """Read what another run has read."""
-        self.versions = Replayed(log)
+        """From now on, read the versions that another run has read."""
+        self.choose_version = ReplayedVersions(log)
 
     def _version(self, reader: str, update: int, oldest: int) -> int:
-        return oldest if self.versions is None else self.versions(reader, update, oldest)
+        return oldest if self.choose_version is None else self.choose_version(reader, update, oldest)
 
     def run(
         self, first: int, stop: int, begins: Callable[[int], None] | None = None
     ) -> dict[Site, dict[str, np.ndarray]]:
-        """Run iterations first .. stop - 1: the metrics each site holds, one entry per iteration.
+        """Run iterations first .. stop - 1; returns the metrics that each site holds, one entry per iteration.
 
-        `begins` is called with the number of each iteration that begins.
+        Calls `begins` with the number of each iteration when it begins, unless they are one compiled loop.
         """
-        if self.chunks is not None and stop > first:
-            return self._run_chunk(first, stop)
+        if self.loop is not None and stop > first:
+            return self._run_loop(first, stop)
         rows = []
         for i in range(first, stop):
             if begins is not None:
                 begins(i)
             rows.append(self._run_one(i))
-        self.log = list(self.iterate.updates.log)
-        self.iterate.updates.log.clear()
+        self.log = list(self.iterate.update.log)
+        self.iterate.update.log.clear()
         return {
             site: {name: np.stack([self.backend.to_host(row[site][name]) for row in rows]) for name in rows[0][site]}
-            for site in (self.hood.sites if rows else [])
+            for site in (self.topology.sites if rows else [])
         }
 
     @property
     def runs_python(self) -> bool:
-        """Are there calls of Python among what is to be run here?"""
-        return any(isinstance(step, HostCall) for step, _ in walk(self.orders.iterate.steps))
+        """Does an iteration call Python here?"""
+        return any(isinstance(step, HostCall) for step, _ in walk(self.programs.iterate.steps))
 
     def host_calls(self) -> int:
-        """Counts up at the beginning and at the end of every call of Python: odd while one is running."""
+        """A number that grows by one at the beginning and at the end of every Python call: odd during a call."""
         return sum(objects.calls for objects in self.host_objects())
 
     def current_env(self) -> int | None:
-        """The environment that is being stepped, if one is."""
+        """The number of the Python environment that is being stepped; None if none is."""
         return next((i for objects in self.host_objects() if (i := objects.current()) is not None), None)
 
     def host_objects(self) -> list[HostObjects]:
-        return list(self.hosts.values())
+        """The Python objects of all sites here."""
+        return list(self.objects.values())
 
     def close(self) -> None:
         self.leaves.clear()
-        for objects in self.hosts.values():
+        for objects in self.objects.values():
             objects.close()
 
     def _run_one(self, i: int) -> dict[Site, dict[str, Any]]:
-        num_carry = self.orders.num_carry
+        num_carry = self.programs.num_carry
         given = {
             site: {**dict(enumerate(leaves)), num_carry: self.key[site], num_carry + 1: np.asarray(i, np.int32)}
             for site, leaves in self.leaves.items()
         }
-        self.leaves = {}  # segments may take over their memory
-        self.iterate.updates.number = i
+        self.leaves = {}  # segments may donate their memory
+        self.iterate.update.number = i
         results = self.iterate.run(given)
         del given
-        self.leaves = self._owned(self.orders.iterate, results)
+        self.leaves = self._owned(self.programs.iterate, results)
         return self._metrics(results, self.leaves)
 
-    def _metrics(self, results: Mapping[Site, list[Any]], owned: "SiteLeaves") -> dict[Site, dict[str, Any]]:
-        num_carry = self.orders.num_carry
+    def _metrics(self, results: Mapping[Site, list[Any]], owned: "SiteValues") -> dict[Site, dict[str, Any]]:
+        num_carry = self.programs.num_carry
         metrics: dict[Site, dict[str, Any]] = {site: {} for site in results}
         for site, values in results.items():
             carried = {id(leaf) for leaf in owned[site]}
-            for port, value in zip(self.orders.iterate.outs[num_carry:], values[num_carry:], strict=True):
+            for port, value in zip(self.programs.iterate.outs[num_carry:], values[num_carry:], strict=True):
                 if next(iter(port.held)) == site[0]:
-                    # The next iteration may take over the memory of what is carried.
+                    # The next iteration may donate the memory of the carry.
                     metrics[site][port.name] = self.backend.copy(value) if id(value) in carried else value
         return metrics
 
-    def _run_chunk(self, first: int, stop: int) -> dict[Site, dict[str, np.ndarray]]:
-        assert self.chunks is not None
+    def _run_loop(self, first: int, stop: int) -> dict[Site, dict[str, np.ndarray]]:
+        assert self.loop is not None
         sites, carries = list(self.leaves), list(self.leaves.values())
         self.leaves = {}
-        results = self.run_chunk(carries, [self.key[site] for site in sites], first, stop)
+        results = self.run_loop(carries, [self.key[site] for site in sites], first, stop)
         self.leaves = {site: carry for site, (carry, _) in zip(sites, results, strict=True)}
-        names = [port.name for port in self.orders.iterate.outs[self.orders.num_carry :]]
+        names = [port.name for port in self.programs.iterate.outs[self.programs.num_carry :]]
         return {site: dict(zip(names, rows, strict=True)) for site, (_, rows) in zip(sites, results, strict=True)}
 
-    def _owned(self, program: Program, results: Mapping[Site, list[Any]]) -> SiteLeaves:
-        ports = program.outs[: self.orders.num_carry]
+    def _owned(self, program: Program, results: Mapping[Site, list[Any]]) -> SiteValues:
+        ports = program.outs[: self.programs.num_carry]
         owned = {}
         for site, values in results.items():
             refs = [port.held[site[0]][0] if site[0] in port.held else None for port in ports]
-            owned[site] = self.backend.own(values[: self.orders.num_carry], refs)
+            owned[site] = self.backend.own(values[: self.programs.num_carry], refs)
         return owned
 
     def _divided(self, leaves: list[Any], site: Site) -> list[Any]:
-        """What `init` has made, as `iterate` reads it: the environments of each shard apart."""
-        if self.orders.shards == 1:
+        """The carry from `init` in the shapes that `iterate` reads: the env axis divided into (shard, environment)."""
+        if self.programs.shards == 1:
             return leaves
         divided = []
-        for leaf, axis, port in zip(leaves, self.orders.carry_axes, self.orders.iterate.ins, strict=False):
+        for leaf, axis, port in zip(leaves, self.programs.carry_axes, self.programs.iterate.ins, strict=False):
             if leaf is not None and axis is not None:
-                held = self.hood.replicas(site[0]) if port.held[site[0]][1] is not None else 1
-                shards, shape = self.orders.shards // held, leaf.shape
+                held = self.topology.replicas(site[0]) if port.held[site[0]][1] is not None else 1
+                shards, shape = self.programs.shards // held, leaf.shape
                 leaf = leaf.reshape(*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
             divided.append(leaf)
         return divided

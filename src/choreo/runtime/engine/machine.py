@@ -1,14 +1,14 @@
-"""Executes a program at the sites that live in this process: all of them (`inprocess`), or those of one worker.
+"""Executes a program at the sites of this process: at all sites (`inprocess`), or at those of one worker.
 
-    step      at a site that lives here             between sites
-    Segment   a compiled call
-    HostCall  Python on numpy arrays
-    Loop      its body again and again
-    Transfer                                        handed over, if both live here; else a message through a channel
+    step       what this process does for it
+    Segment    calls a compiled function at each of its sites
+    HostCall   calls a Python function on numpy arrays at each of its sites
+    Loop       repeats the steps of the body
+    Transfer   hands values over, if sender and receiver are both here; else sends or receives one message
 
-A program is one global order, and every process runs a subsequence of it. It is turned into a list of functions once, so
-that a step costs little more than what it calls. Nothing here imports JAX: what is done with compiled functions and device
-arrays is the `Backend`'s.
+A program is one global order of steps, and every process runs a subsequence of it. `Machine` turns the steps into a list
+of Python functions once, so that a step costs little more than the call that it makes. Nothing here imports JAX: the
+`Backend` handles compiled functions and device arrays.
 """
 
 import itertools
@@ -21,7 +21,6 @@ import numpy as np
 
 from choreo.host import HostObjects
 from choreo.partition.program import (
-    Axis,
     Constant,
     HostCall,
     Loop,
@@ -33,55 +32,56 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
-from choreo.runtime.engine.backend import Backend, Loaded, Site, Watch
-from choreo.runtime.engine.bundles import BundleHere, BundleReceiver, BundleSender, Updates
-from choreo.runtime.engine.messages import Neighbourhood, Piece, messages, piece_type
+from choreo.runtime.engine.backend import Backend, Loaded, Site, Timed
+from choreo.runtime.engine.blocks import block
+from choreo.runtime.engine.bundles import BundleHere, BundleReceiver, BundleSender, CurrentUpdate
+from choreo.runtime.engine.messages import Piece, Topology, messages, received_type
 from choreo.runtime.engine.profile import kind_of
 from choreo.runtime.engine.schedule import ChooseVersion
 
 Store = dict[Ref, Any]
-"""What one site holds, by slot."""
+"""The values that one site holds, by slot."""
 Action = Callable[[int], None]
-"""One step of a program at the sites here; its argument is the step of the loop around."""
-SMALL = 4096
-"""Bytes."""
+"""One step of a program at the sites here; its argument is the number of the round of the enclosing loop."""
+SMALL_BYTES = 4096
+"""Results of a loop's rounds that are no larger are stacked at its end; see `_stack`."""
 
 
 class Machine:
-    """One program at the sites of this process."""
+    """Runs one program at the sites of this process."""
 
     def __init__(
         self,
         program: Program,
-        hood: Neighbourhood,
+        topology: Topology,
         backend: Backend,
-        hosts: Mapping[Site, HostObjects],
-        watch: "Watch | None" = None,
+        objects: Mapping[Site, HostObjects],
+        timed: "Timed | None" = None,
         *,
-        versions: ChooseVersion | None = None,
+        choose_version: ChooseVersion | None = None,
         one_by_one: bool = False,
     ):
-        """`versions` says which version of a bundle is read, where sender and reader are both here. `one_by_one`: bundles
-        are sent by `publish`, and read once each."""
-        self.program, self.hood, self.backend, self.hosts = program, hood, backend, hosts
-        self.watch: Watch = watch or (lambda kind, name, fn: fn)
-        self.updates = Updates(one_by_one=one_by_one, versions=None if one_by_one else versions)
+        """`choose_version` chooses the version of a bundle to read, where sender and reader are both here. `one_by_one`:
+        `publish` sends bundles, instead of a step of the program, and each is read once."""
+        self.program, self.topology, self.backend, self.objects = program, topology, backend, objects
+        self.timed: Timed = timed or (lambda kind, name, fn: fn)
+        self.update = CurrentUpdate(one_by_one=one_by_one, choose_version=None if one_by_one else choose_version)
         self.publishers: list[BundleHere | BundleSender] = []
-        self.stores: dict[Site, Store] = {site: {} for site in hood.sites}
+        self.stores: dict[Site, Store] = {site: {} for site in topology.sites}
         self.read_once = _read_once(program)
         self.actions = self._lower(program.steps, self.stores, inside=False)
 
     def publish(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
-        """Send bundles, for a later run of the program."""
+        """Send bundles of these inputs now; a later run of the program reads them. Only with `one_by_one`."""
         self._load(given)
         for bundle in self.publishers:
             bundle.publish(0)
 
-    def say_no_more_work(self) -> None:
-        """Tell the worker that reads the bundles to stop."""
+    def send_no_more_work(self) -> None:
+        """Make the worker that reads the bundles raise `NoMoreWork`."""
         for bundle in self.publishers:
             assert isinstance(bundle, BundleSender)
-            bundle.say_no_more_work()
+            bundle.send_no_more_work()
 
     def _load(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
         for site, store in self.stores.items():
@@ -91,7 +91,10 @@ class Machine:
                     store[port.held[site[0]][0]] = given[site][position]
 
     def run(self, given: Mapping[Site, Mapping[int, Any]]) -> dict[Site, list[Any]]:
-        """Run the program once. `given`: inputs by position; returns every output at each site that holds it, else None."""
+        """Run the program once. `given` are the inputs of each site, by position.
+
+        Returns the outputs of each site; None in the place of an output that the site does not hold.
+        """
         self._load(given)
         for action in self.actions:
             action(0)
@@ -105,7 +108,7 @@ class Machine:
     def _lower(self, steps: Iterable[Step], stores: dict[Site, Store], *, inside: bool) -> list[Action]:
         actions: list[Action] = []
         for step in steps:
-            if not any(self.hood.here(group) for group in groups_of(step)):
+            if not any(self.topology.here(group) for group in groups_of(step)):
                 continue
             if isinstance(step, Segment):
                 actions += self._segment(step, stores)
@@ -121,19 +124,21 @@ class Machine:
         if step.combines:
             return [self._segment_together(step, stores)]
         scalar = self.backend.scalar
-        take, outs = _taking([given.slot for given in step.ins]), step.outs
+        take, outs = _getter([given.slot for given in step.ins]), step.outs
 
         def at(store: Store, index: Any, loaded: Loaded) -> Action:
             def run(t: int) -> None:
                 store.update(zip(outs, loaded.call(index, scalar(t), *take(store)), strict=True))
 
-            return self.watch(kind_of(step.roles), step.name, run)
+            return self.timed(kind_of(step.roles), step.name, run)
 
-        return [at(stores[step.group, r], scalar(r), self.backend.load(step, r)) for r in self.hood.here(step.group)]
+        return [
+            at(stores[step.group, r], scalar(r), self.backend.load(step, r)) for r in self.topology.here(step.group)
+        ]
 
     def _segment_together(self, step: Segment, stores: dict[Site, Store]) -> Action:
-        here, scalar = self.hood.here(step.group), self.backend.scalar
-        call = self.backend.load_together(step, here, self.hood.replicas(step.group))
+        here, scalar = self.topology.here(step.group), self.backend.scalar
+        call = self.backend.load_together(step, here, self.topology.replicas(step.group))
         slots, outs = [given.slot for given in step.ins], step.outs
         held = [stores[step.group, r] for r in here]
 
@@ -142,15 +147,14 @@ class Machine:
             for store, values in zip(held, results, strict=True):
                 store.update(zip(outs, values, strict=True))
 
-        return self.watch(kind_of(step.roles), step.name, run)
+        return self.timed(kind_of(step.roles), step.name, run)
 
     def _host_call(self, step: HostCall, stores: dict[Site, Store]) -> list[Action]:
-        replicas, to_host, on_host = self.hood.replicas(step.group), self.backend.to_host, self.backend.on_host
+        replicas, to_host, on_host = self.topology.replicas(step.group), self.backend.to_host, self.backend.on_host
         wanted = [(i, slot) for i, slot in enumerate(step.outs) if slot is not None]
 
         def at(site: Site) -> Action:
-            store, call = stores[site], self.hosts[site].bind(step.fn, step.shards)
-            block = _block(0, site[1], replicas)
+            store, call = stores[site], self.objects[site].bind(step.fn, step.shards)
             ins = list(zip(step.ins, step.cuts, strict=True))
 
             def run(_: int) -> None:
@@ -160,19 +164,19 @@ class Machine:
                     if value.__class__ is not np.ndarray:
                         host = to_host(value)
                         if on_host(value) and not isinstance(ref, Constant):
-                            store[ref] = host  # who stacks it need not convert it again
+                            store[ref] = host  # a loop that stacks this value need not convert it again
                         value = host
-                    given.append(block(value) if cut else value)
+                    given.append(block(value, 0, site[1], replicas) if cut else value)
                 results = call(*given)
                 for i, slot in wanted:
                     store[slot] = results[i]
 
-            return self.watch("env", step.name, run)
+            return self.timed("env", step.name, run)
 
-        return [at((step.group, r)) for r in self.hood.here(step.group)]
+        return [at((step.group, r)) for r in self.topology.here(step.group)]
 
     def _loop(self, loop: Loop, outside: dict[Site, Store]) -> Action:
-        parts = {site: loop.parts[site[0]] for site in self.hood.sites if site[0] in loop.parts}
+        parts = {site: loop.parts[site[0]] for site in self.topology.sites if site[0] in loop.parts}
         inside: dict[Site, Store] = {site: {} for site in parts}
         body = self._lower(loop.body, inside, inside=True)
         runs = [_LoopRun(part, loop, outside[site], inside[site], self.backend) for site, part in parts.items()]
@@ -194,15 +198,15 @@ class Machine:
         return run
 
     def _transfer(self, step: Transfer, stores: dict[Site, Store], *, inside: bool) -> list[Action]:
-        senders, receivers = self.hood.replicas(step.src), self.hood.replicas(step.dst)
-        src_here, dst_here = self.hood.here(step.src), self.hood.here(step.dst)
+        senders, receivers = self.topology.replicas(step.src), self.topology.replicas(step.dst)
+        src_here, dst_here = self.topology.here(step.src), self.topology.here(step.dst)
         if step.lag is not None:
             return self._bundle(step, stores)
         if len(src_here) == senders and len(dst_here) == receivers:
             return [lambda _: self._hand_over(step, stores)]
-        pieces = messages(step, self.hood)
+        pieces = messages(step, self.topology)
         actions = []
-        me = self.hood.me
+        me = self.topology.me
         for (src, dst), message in pieces.items():
             if src == me != dst:
                 actions.append(self._send(step, dst, message, stores))
@@ -212,32 +216,32 @@ class Machine:
         return actions
 
     def _bundle(self, step: Transfer, stores: dict[Site, Store]) -> list[Action]:
-        common = stores, self.hood, self.backend, self.updates
-        if self.hood.here(step.src) and self.hood.here(step.dst):
+        common = stores, self.topology, self.backend, self.update
+        if self.topology.here(step.src) and self.topology.here(step.dst):
             here = BundleHere(step, *common)
             return [*self._publishing([here]), here.read]
-        pieces, me = messages(step, self.hood), self.hood.me
+        pieces, me = messages(step, self.topology), self.topology.me
         sent = {dst: message for (src, dst), message in pieces.items() if src == me}
         incoming = {src: message for (src, dst), message in pieces.items() if dst == me}
-        senders = [BundleSender(step, dst, message, *common, self.watch) for dst, message in sent.items()]
-        reads = [BundleReceiver(step, incoming, *common, self.watch).read] if incoming else []
+        senders = [BundleSender(step, dst, message, *common, self.timed) for dst, message in sent.items()]
+        reads = [BundleReceiver(step, incoming, *common, self.timed).read] if incoming else []
         return [*self._publishing(senders), *reads]
 
     def _publishing(self, bundles: "Sequence[BundleHere | BundleSender]") -> list[Action]:
-        """What sends them: a step of the program, unless `publish` does."""
+        """The actions that send these bundles: none, if `publish` sends them."""
         self.publishers += bundles
-        return [] if self.updates.one_by_one else [bundle.publish for bundle in bundles]
+        return [] if self.update.one_by_one else [bundle.publish for bundle in bundles]
 
     def _hand_over(self, step: Transfer, stores: dict[Site, Store]) -> None:
-        senders = [stores[step.src, r] for r in self.hood.here(step.src)]
-        receivers = [stores[step.dst, r] for r in self.hood.here(step.dst)]
+        senders = [stores[step.src, r] for r in self.topology.here(step.src)]
+        receivers = [stores[step.dst, r] for r in self.topology.here(step.dst)]
         for move in step.moves:
             parts = [store[move.src] for store in senders]
             for r, store in enumerate(receivers):
                 store[move.dst] = self.backend.reshard(parts, move, r, len(receivers), step)
 
     def _send(self, step: Transfer, dst: str, message: "list[Piece]", stores: dict[Site, Store]) -> Action:
-        send, to_host = self.watch("send", dst, self.hood.links[dst].send), self.backend.to_host
+        send, to_host = self.timed("send", dst, self.topology.links[dst].send), self.backend.to_host
         sources = [(stores[step.src, piece.sender], piece.move.src, piece.take) for piece in message]
 
         def run(_: int) -> None:
@@ -248,15 +252,15 @@ class Machine:
     def _receive(
         self, step: Transfer, incoming: "dict[str, list[Piece]]", stores: dict[Site, Store], *, inside: bool
     ) -> Action:
-        backend, receivers, me = self.backend, self.hood.replicas(step.dst), self.hood.me
-        targets = list(itertools.product(range(len(step.moves)), self.hood.here(step.dst)))
-        types = [piece_type(backend, step.moves[m], receivers) for m, _ in targets]
+        backend, receivers, me = self.backend, self.topology.replicas(step.dst), self.topology.me
+        targets = list(itertools.product(range(len(step.moves)), self.topology.here(step.dst)))
+        types = [received_type(backend, step.moves[m], receivers) for m, _ in targets]
         number = {(id(step.moves[m]), d): i for i, (m, d) in enumerate(targets)}
         put = {src: [(number[id(p.move), p.receiver], p) for p in message] for src, message in incoming.items()}
         own = put.pop(me, [])
         gets = []
         for src, message in put.items():
-            receive = self.watch("wait", src, self.hood.links[src].receive)
+            receive = self.timed("wait", src, self.topology.links[src].receive)
             gets.append((receive, [(i, piece.put) for i, piece in message]))
         moves = [((step.dst, d), step.moves[m].dst, step.moves[m].aval) for m, d in targets]
 
@@ -265,22 +269,24 @@ class Machine:
             for i, piece in own:
                 buffers[i][piece.put] = backend.to_host(stores[step.src, piece.sender][piece.move.src])[piece.take]
             for receive, where in gets:
-                receive([buffers[i][(*index, ...)] for i, index in where])  # a view, also of one number
-            # A compiled function takes numpy as it is; what is read again and again is put on the device once.
+                receive(
+                    [buffers[i][(*index, ...)] for i, index in where]
+                )  # `...`: a view even if the index selects one number
+            # A compiled function accepts numpy arrays. A value that is read several times is put on the device once.
             for buffer, (site, slot, aval) in zip(buffers, moves, strict=True):
-                as_it_is = _is_plain(aval) and (inside or slot in self.read_once)
-                stores[site][slot] = buffer if as_it_is else backend.from_host(buffer, aval, site)
+                stays_numpy = _is_plain(aval) and (inside or slot in self.read_once)
+                stores[site][slot] = buffer if stays_numpy else backend.from_host(buffer, aval, site)
 
         return wait
 
 
 class _LoopRun:
-    """One site's side of a split scan."""
+    """A loop at one site: the loop's own store, and the stacks of its results."""
 
     def __init__(self, part: LoopPart, loop: Loop, outer: Store, inner: Store, backend: Backend):
         self.part, self.loop, self.outer, self.inner, self.backend = part, loop, outer, inner, backend
-        self.results = _taking([ref for ref, _, _ in part.ys])
-        self.slots, self.nexts = [slot for slot, *_ in part.carry], _taking([after for _, _, after, _ in part.carry])
+        self.results = _getter([ref for ref, _, _ in part.ys])
+        self.slots, self.nexts = [slot for slot, *_ in part.carry], _getter([after for _, _, after, _ in part.carry])
         refs = itertools.chain((ref for ref, _, _ in part.ys), (after for _, _, after, _ in part.carry))
         self.constants: Store = {ref: ref.value for ref in refs if isinstance(ref, Constant)}
         self.stacks: list[Any] = []
@@ -298,7 +304,7 @@ class _LoopRun:
             self.inner[slot] = _read(self.outer, ref)[t]
 
     def keep(self, t: int) -> None:
-        """Stack what this step gave, and go on to the next."""
+        """At the end of a round: add its results to the stacks, and move the carry on."""
         inner = self.inner
         results = self.results(inner)
         if not self.stacks:
@@ -328,26 +334,17 @@ class _LoopRun:
 
 
 def _stack(value: Any, aval: Any) -> Any:
-    """What will hold a result of every step: large ones of Python's go where they stay, others are joined at the end,
-    which takes a fifth of the time of as many small writes."""
-    in_place = value.__class__ is np.ndarray and value.nbytes > SMALL and _is_plain(aval)
+    """The container for one result of every round: an array, or a list that is joined at the end.
+
+    Large numpy results are written into the array at once. Joining small ones at the end takes a fifth of the time of
+    writing each of them.
+    """
+    in_place = value.__class__ is np.ndarray and value.nbytes > SMALL_BYTES and _is_plain(aval)
     return np.empty(aval.shape, aval.dtype) if in_place else []
 
 
-def _block(axis: Axis, r: int, n: int) -> Callable[[Any], Any]:
-    """Rows [r E/n, (r+1) E/n) of an axis."""
-
-    def cut(value: Any) -> Any:
-        if axis is None or n == 1:
-            return value
-        size = value.shape[axis] // n
-        return value[(slice(None),) * axis + (slice(r * size, (r + 1) * size),)]
-
-    return cut
-
-
 def _read_once(program: Program) -> set[int]:
-    """Slots that one compiled call reads, and nobody else."""
+    """Slots that are read by one segment, once, and by no other step or output."""
     segments = [{given.slot for given in step.ins} for step in program.steps if isinstance(step, Segment)]
     others: list[Ref] = [ref for port in program.outs for ref, _ in port.held.values()]
     for step in program.steps:
@@ -362,13 +359,13 @@ def _read_once(program: Program) -> set[int]:
     return {slot for slot, count in counts.items() if count == 1} - {ref for ref in others if isinstance(ref, int)}
 
 
-def _taking(refs: Sequence[Ref]) -> Callable[[Store], Sequence[Any]]:
-    """What a store holds there."""
+def _getter(refs: Sequence[Ref]) -> Callable[[Store], Sequence[Any]]:
+    """A fast function from a store to its values at `refs`."""
     return operator.itemgetter(*refs) if len(refs) > 1 else lambda store: [store[ref] for ref in refs]
 
 
 def _is_plain(aval: Any) -> bool:
-    """Is it an array of numbers, not of random keys?"""
+    """Is this a type of numbers, not of random keys?"""
     return isinstance(aval.dtype, np.dtype)
 
 

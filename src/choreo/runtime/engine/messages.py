@@ -1,4 +1,7 @@
-"""Who lives where, and what each process sends to each other one for a transfer: the same list at both ends."""
+"""Which process each site lives in, and the messages that a transfer needs between them.
+
+Sender and receiver compute the same list of pieces for a message, so no description of a message is ever sent.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -14,7 +17,7 @@ from choreo.types import GroupName
 
 @runtime_checkable
 class TwoWayChannel(Protocol):
-    """The two channels between this worker and another."""
+    """The channels from this process to another and back; see `channels.base`."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> None: ...
     def receive(self, into: Sequence[np.ndarray]) -> None: ...
@@ -22,65 +25,71 @@ class TwoWayChannel(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Neighbourhood:
-    """Who lives where."""
+class Topology:
+    """The process of every site, and the channels from this process to the others."""
 
     me: str
     """The name of this process."""
-    homes: Mapping[Site, str]
+    process_of_site: Mapping[Site, str]
     """The process in which each site lives."""
     links: Mapping[str, TwoWayChannel] = field(default_factory=dict)
-    """How to reach the other processes."""
+    """The channels to each other process, by its name; see also `bundles.BUNDLE`."""
 
     def replicas(self, group: GroupName) -> int:
-        return sum(site[0] == group for site in self.homes)
+        """How many replicas a group has in all processes."""
+        return sum(site[0] == group for site in self.process_of_site)
 
     def here(self, group: GroupName) -> list[int]:
-        return [r for (g, r), home in self.homes.items() if g == group and home == self.me]
+        """The replicas of a group that live in this process."""
+        return [r for (g, r), process in self.process_of_site.items() if g == group and process == self.me]
 
     @property
     def sites(self) -> list[Site]:
-        return [site for site, home in self.homes.items() if home == self.me]
+        """All sites of this process."""
+        return [site for site, process in self.process_of_site.items() if process == self.me]
 
 
-def messages(step: Transfer, hood: Neighbourhood) -> "dict[tuple[str, str], list[Piece]]":
-    """What each process sends to each other one for a transfer: the same list at both ends."""
-    senders, receivers = hood.replicas(step.src), hood.replicas(step.dst)
+def messages(step: Transfer, topology: Topology) -> "dict[tuple[str, str], list[Piece]]":
+    """For each pair (sending process, receiving process), the pieces of the message that a transfer sends between them."""
+    senders, receivers = topology.replicas(step.src), topology.replicas(step.dst)
     found: dict[tuple[str, str], list[Piece]] = {}
     for move in step.moves:
         for s, d in itertools.product(range(senders), range(receivers)):
             if overlap := _overlap(move, s, senders, d, receivers):
-                ends = hood.homes[step.src, s], hood.homes[step.dst, d]
+                ends = topology.process_of_site[step.src, s], topology.process_of_site[step.dst, d]
                 found.setdefault(ends, []).append(Piece(move, s, d, *overlap))
     return found
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one sender has for one receiver of a value."""
+    """The part of a value that one sending replica has for one receiving replica."""
 
     move: Move
+    """The value."""
     sender: int
+    """The sending replica."""
     receiver: int
+    """The receiving replica."""
     take: tuple[slice, ...]
-    """Which part of what the sender holds."""
+    """The index of the piece in the block that the sender holds."""
     put: tuple[slice, ...]
-    """Where in what the receiver will hold."""
+    """The index of the piece in the block that the receiver will hold."""
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a value of this shape, what is sent."""
+        """The shape of the piece, if the value as a whole has the shape `whole`."""
         cut = [a if b == slice(None) else b for a, b in zip(self.put, self.take, strict=True)]
         sizes = [n if c == slice(None) else c.stop - c.start for n, c in zip(whole, cut, strict=False)]
         return (*sizes, *whole[len(cut) :])
 
 
 def _overlap(move: Move, s: int, senders: int, d: int, receivers: int) -> "tuple[tuple[slice, ...], ...] | None":
-    """(what sender s takes, where receiver d puts it); None if it has nothing for it."""
+    """`Piece.take` and `Piece.put` for sender s and receiver d; None if s has nothing for d."""
     rank = len(move.aval.shape)
     take, put = [slice(None)] * rank, [slice(None)] * rank
     have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
     if have is None and s != d * senders // receivers:
-        return None  # every sender holds all of it: each sends to receivers of its own
+        return None  # every sender holds the whole value: each receiver gets it from one of them
     if have is not None and have == want:
         total = move.aval.shape[have]
         low = max(s * total // senders, d * total // receivers)
@@ -99,15 +108,16 @@ def _overlap(move: Move, s: int, senders: int, d: int, receivers: int) -> "tuple
     return tuple(take), tuple(put)
 
 
-def taken_type(backend: Backend, piece: "Piece", senders: int) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and type of what is sent of a value."""
+def sent_type(backend: Backend, piece: "Piece", senders: int) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of a piece as it is sent."""
     shape, dtype = backend.host_type(piece.move.aval)
     if piece.move.src_axis is not None:
         shape = tuple(n // senders if axis == piece.move.src_axis else n for axis, n in enumerate(shape))
     return np.empty(shape, np.bool_)[piece.take].shape, dtype
 
 
-def piece_type(backend: Backend, move: Move, receivers: int) -> tuple[tuple[int, ...], np.dtype]:
+def received_type(backend: Backend, move: Move, receivers: int) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of the block of a value that one of so many receivers gets."""
     shape, dtype = backend.host_type(move.aval)
     if move.dst_axis is not None:
         shape = tuple(n // receivers if axis == move.dst_axis else n for axis, n in enumerate(shape))

@@ -33,12 +33,11 @@ def _join_updates(plan: Plan, metrics: SiteMetrics, log: list[VersionRead]) -> d
 
     Every site returns its metrics in the order in which it computed them; `log` says which worker each update came from.
     """
-    order = [int(read.reader.rpartition("-")[2]) for read in log]
     joined = {}
     for port in plan.iterate.outs[plan.num_carry :] if metrics else ():
         group = next(iter(port.held))
         rows = {r: iter(values[port.name]) for (g, r), values in metrics.items() if g == group}
-        found = [next(rows[worker if plan.sites.size(group) else 0]) for worker in order]
+        found = [next(rows[worker if plan.sites.size(group) else 0]) for worker in (read.worker for read in log)]
         joined[port.name] = np.stack(found).reshape(-1, plan.num_workers, *found[0].shape)
     return combine_metrics(joined, plan.reductions)
 

@@ -1,16 +1,17 @@
-"""What each site did when: who computes, who waits, and for whom.
+"""What each process spends its time on: computing, sending, and waiting for which other process.
 
-A `Recorder` in every process times the steps of its sites; `Profile` puts them together, as a table with one sentence that
-names who waits for whom, and as a trace that Perfetto opens. Clocks agree on one machine: the system's monotonic clock.
+A `Recorder` in every process times the steps of its sites. A `Profile` joins the records of all processes: to a table, to
+one sentence that names the bottleneck, and to a trace for Perfetto. Times are those of the system's monotonic clock, which
+all processes of one machine share.
 
-    kind      what the time went into
-    env       environments: Python, or compiled by themselves
-    act       the actor's fragments; `env+act` where both are one compiled program
-    learn     the learner's
-    send      a channel was full, or the copy into it
-    wait      for a message of the named site
-    compile   before a compiled program runs for the first time
-    other     the rest: conversions, Choreo's own work, waiting for the coordinator
+    kind      what the time was spent on
+    env       stepping environments: in Python, or compiled without other roles
+    act       fragments of the actor; `env+act` if environments and actor are one compiled program
+    learn     fragments of the learner
+    send      copying a message into a channel, and waiting while the channel is full
+    wait      waiting for a message of the named process
+    compile   compiling a program before its first run
+    other     everything else: conversions, Choreo's own work, waiting for the coordinator
 """
 
 import json
@@ -19,17 +20,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MOST_SPANS = 20_000
-"""Spans kept per process for the trace; totals go on."""
+MAX_SPANS = 20_000
+"""The trace shows so many spans of each process; totals count all of them."""
 WORDS = {"actor": "act", "learner": "learn"}
-"""Roles, as the table calls what they do."""
+"""The kind of work of a role, if it is not the role's name."""
 
 Span = tuple[str, str, float, float]
-"""kind, name, begin, end in seconds"""
+"""Kind, name, begin and end in seconds."""
 
 
 def kind_of(roles: Iterable[str]) -> str:
-    """What a segment with fragments of these roles does.
+    """The kind of work of a segment with fragments of these roles.
 
     >>> kind_of(["env", "actor"]), kind_of([])
     ('env+act', 'other')
@@ -43,14 +44,16 @@ class Recorder:
     def __init__(self):
         self.began = time.monotonic()
         self.totals: dict[tuple[str, str], float] = {}
+        """Seconds by kind and name; the time of a nested span counts for the inner span alone."""
         self.spans: list[Span] = []
+        """The first MAX_SPANS spans."""
         self._inner = 0.0
-        """Time spent in spans within the current one."""
+        """Seconds spent in spans nested in the current span."""
 
-    def watch(self, kind: str, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+    def timed(self, kind: str, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function `fn`, with every call timed."""
 
-        def timed(*args: Any) -> Any:
+        def call(*args: Any) -> Any:
             outer, self._inner = self._inner, 0.0
             begin = time.monotonic()
             try:
@@ -59,52 +62,52 @@ class Recorder:
                 end = time.monotonic()
                 self.totals[kind, name] = self.totals.get((kind, name), 0.0) + end - begin - self._inner
                 self._inner = outer + end - begin
-                if len(self.spans) < MOST_SPANS:
+                if len(self.spans) < MAX_SPANS:
                     self.spans.append((kind, name, begin, end))
 
-        return timed
+        return call
 
-    def take(self) -> dict[str, Any]:
-        """Everything so far, as JSON would have it."""
+    def to_json(self) -> dict[str, Any]:
+        """Everything recorded so far."""
         totals = [[kind, name, seconds] for (kind, name), seconds in self.totals.items()]
         return {"seconds": time.monotonic() - self.began, "totals": totals, "spans": self.spans}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What every worker did."""
+    """What all workers of a run have spent their time on."""
 
     workers: Mapping[str, dict[str, Any]]
-    """By name: what its `Recorder` took down."""
+    """For each worker, `Recorder.to_json()`."""
 
     def shares(self, worker: str) -> dict[str, float]:
-        """Of a worker's time, the share of each kind."""
-        taken = self.workers[worker]
+        """The share of a worker's time that each kind of work took."""
+        record = self.workers[worker]
         found: dict[str, float] = {}
-        for kind, _, seconds in taken["totals"]:
-            found[kind] = found.get(kind, 0.0) + seconds / taken["seconds"]
+        for kind, _, seconds in record["totals"]:
+            found[kind] = found.get(kind, 0.0) + seconds / record["seconds"]
         found["other"] = found.get("other", 0.0) + max(0.0, 1.0 - sum(found.values()))
         return found
 
     def waits(self, worker: str) -> dict[str, float]:
-        """For whom a worker waited, as shares of its time."""
-        taken = self.workers[worker]
+        """The share of its time that a worker waited for each other worker."""
+        record = self.workers[worker]
         found: dict[str, float] = {}
-        for kind, name, seconds in taken["totals"]:
+        for kind, name, seconds in record["totals"]:
             if kind == "wait":
-                found[name] = found.get(name, 0.0) + seconds / taken["seconds"]
+                found[name] = found.get(name, 0.0) + seconds / record["seconds"]
         return found
 
     @property
     def kinds(self) -> list[str]:
-        """All kinds that occur, in the order of the table."""
+        """All kinds of work that occur, in the order of the table's columns."""
         known = ["env", "act", "env+act", "learn", "send", "wait", "compile"]
         seen = dict.fromkeys(kind for name in self.workers for kind in self.shares(name) if kind != "other")
         return [*(k for k in known if k in seen), *(k for k in seen if k not in known), "other"]
 
     @property
     def verdict(self) -> str:
-        """One sentence: who waits for whom."""
+        """One sentence: the worker that waits longest, and the chain of workers that it waits for."""
         longest = max(
             ((share, who, whom) for who in self.workers for whom, share in self.waits(who).items()), default=None
         )
@@ -112,7 +115,7 @@ class Profile:
             return "Nobody waits for anybody."
         share, who, whom = longest
         said, seen = f"`{who}` waits {share:.0%} of its time for `{whom}`", {who}
-        while whom not in seen:  # whoever is waited for may wait for another
+        while whom not in seen:  # the worker that is waited for may itself wait for another
             seen.add(whom)
             busy = {kind: s for kind, s in self.shares(whom).items() if kind not in ("wait", "other")}
             waits = self.waits(whom)
@@ -125,12 +128,12 @@ class Profile:
         return f"{said}."
 
     def trace(self) -> str:
-        """The spans as a trace that Perfetto and chrome://tracing open."""
-        first = min((span[2] for taken in self.workers.values() for span in taken["spans"]), default=0.0)
+        """The spans in the JSON format of Chrome traces, which Perfetto opens."""
+        first = min((span[2] for record in self.workers.values() for span in record["spans"]), default=0.0)
         events: list[dict[str, Any]] = []
-        for pid, (worker, taken) in enumerate(self.workers.items()):
+        for pid, (worker, record) in enumerate(self.workers.items()):
             events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": worker}})
-            for kind, name, begin, end in taken["spans"]:
+            for kind, name, begin, end in record["spans"]:
                 times = {"ts": round(1e6 * (begin - first), 1), "dur": round(1e6 * (end - begin), 1)}
                 events.append({"ph": "X", "name": f"{kind} {name}", "cat": kind, "pid": pid, "tid": 0, **times})
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -1,10 +1,10 @@
-"""Who reads which version, and whose part is learned from next: by a seed, by what arrives, or by the log of another run.
+"""Asynchronous runs: which version each worker reads, and which worker's data is learned from next.
 
-With `max_lag`, a reader may use a version up to so many updates old. What was read is logged; replaying the log gives the
-same run.
+With `max_lag` = k, a reader may use a version up to k updates old. Every read is logged, and replaying the log gives the
+same run bit for bit. In one process a seed draws the versions; among processes the order of arrival decides.
 
-    merge="all"   one update per iteration, from all workers      log: at iteration 7, env+actor-1 read version 5
-    merge="any"   one update per worker's part, as it arrives     log: update 7 was learned from worker 1, which read version 5
+    merge="all"   one update per iteration, from all workers         log: for update 7, env+actor-1 read version 5
+    merge="any"   one update per worker, as soon as its data is here log: update 7 is from worker 1, which read version 5
 """
 
 from collections.abc import Callable, Iterable
@@ -16,26 +16,32 @@ from choreo.errors import RunError
 
 
 class VersionRead(NamedTuple):
-    """One entry of the log."""
+    """One entry of the log: a worker read a version."""
 
     reader: str
-    """The worker."""
+    """The worker's group and number, `env+actor-1` for example."""
     update: int
-    """The update that its data goes into."""
+    """The number of the update that the worker's data goes into."""
     version: int
-    """How many updates were in what it read."""
+    """The version that was read: the number of updates before it."""
 
     @property
     def lag(self) -> int:
+        """How many updates old the version was."""
         return self.update - self.version
+
+    @property
+    def worker(self) -> int:
+        """The number of the worker within its group."""
+        return int(self.reader.rpartition("-")[2])
 
 
 ChooseVersion = Callable[[str, int, int], int]
-"""From a reader, the number of the update, and the oldest version there is, to the version it reads."""
+"""(reader, number of the update, oldest version that is kept) -> the version to read."""
 
 
-class Seeded:
-    """Lags drawn at random: the same for the same seed. Versions never go back."""
+class SeededVersions:
+    """Draws lags at random: the same lags for the same seed. A reader never goes back to an older version."""
 
     def __init__(self, seed: Iterable[int], max_lag: int):
         self.rng, self.max_lag = np.random.default_rng(list(seed)), max_lag
@@ -47,11 +53,12 @@ class Seeded:
         return self.last[reader]
 
     def pick(self, eligible: list[int]) -> int:
+        """One of these workers."""
         return eligible[int(self.rng.integers(len(eligible)))]
 
 
-class Replayed:
-    """What another run read."""
+class ReplayedVersions:
+    """Chooses the versions that another run has read, from its log."""
 
     def __init__(self, log: Iterable[VersionRead]):
         self.versions = {(read.reader, read.update): read.version for read in log}
@@ -63,44 +70,45 @@ class Replayed:
         return version
 
 
-class Traffic:
-    """With merge="any": who may start, and whose part may be learned from next, so that none is older than `max_lag`.
+class LagSchedule:
+    """With merge="any": which workers may start, and which may be learned from next, so that no lag exceeds `max_lag`.
 
-    Workers under way are kept in the order in which they started. The j-th of them has read a version at most
-    max_lag - j updates old; starting one, and learning from one whose elders stay within that, keeps it so. The eldest may
-    always be next.
+    Busy workers are kept in the order in which they started. Invariant: the version that the j-th of them has read is at
+    most max_lag - j updates old. Starting a worker keeps the invariant; learning from a worker keeps it if all workers that
+    started before stay within their bound after one more update. The worker that started first is always eligible.
     """
 
     def __init__(self, workers: int, max_lag: int):
         self.max_lag, self.version = max_lag, 0
         self.idle = list(range(workers))
-        self.under_way: dict[int, int] = {}
-        """What each worker has read."""
+        self.busy: dict[int, int] = {}
+        """The version that each busy worker has read."""
 
     def start(self, left: int) -> list[int]:
-        """Workers that begin now, with the current version; `left`: how many parts are still wanted."""
-        room = min(self.max_lag + 1, left) - len(self.under_way)
+        """Workers that start now, with the current version; `left` is the number of updates that are still wanted."""
+        room = min(self.max_lag + 1, left) - len(self.busy)
         chosen, self.idle = self.idle[: max(room, 0)], self.idle[max(room, 0) :]
-        self.under_way.update(dict.fromkeys(chosen, self.version))
+        self.busy.update(dict.fromkeys(chosen, self.version))
         return chosen
 
     def eligible(self) -> list[int]:
+        """Workers that may be learned from next."""
         found = []
-        for j, (worker, version) in enumerate(self.under_way.items()):
+        for j, (worker, version) in enumerate(self.busy.items()):
             found.append(worker)
             if self.version + 1 - version > self.max_lag - j:
-                break  # it cannot wait any longer: nobody who started after it may go first
+                break  # this worker cannot wait for another update: later workers must not come first
         return found
 
     def learned_from(self, worker: int) -> int:
-        """One update more; returns the version that the worker had read."""
+        """Count one update, from this worker's data; returns the version that the worker had read."""
         self.version += 1
         self.idle.append(worker)
-        return self.under_way.pop(worker)
+        return self.busy.pop(worker)
 
 
 def lag_metrics(log: list[VersionRead], updates: range, per_iteration: int = 1) -> dict[str, np.ndarray]:
-    """Mean and largest lag of each iteration."""
+    """Mean and largest lag of each iteration, which is `per_iteration` updates."""
     lags: dict[int, list[int]] = {}
     for read in log:
         lags.setdefault((read.update - updates.start) // per_iteration, []).append(read.lag)
@@ -109,4 +117,5 @@ def lag_metrics(log: list[VersionRead], updates: range, per_iteration: int = 1) 
 
 
 def from_json(rows: Iterable[Any]) -> list[VersionRead]:
+    """A log that was sent as JSON."""
     return [VersionRead(*row) for row in rows]

@@ -1,8 +1,9 @@
-"""How many threads XLA computes with on a CPU: one, where every product of matrices is small.
+"""How many threads XLA uses on a CPU: one, if every matrix product of the plan is small.
 
-XLA hands the operations of a program to a pool of threads. With networks as small as those of most RL algorithms that takes
-longer than it saves. On two cores, an iteration of DQN (batches of 64, 2 x 128) takes 1.24 times as long with two threads as
-with one, and PPO's (minibatches of 256) 1.25, 1.27 and 1.15 times with 2 x 64, 128 and 256; with 2 x 512 they are even.
+XLA divides operations over a pool of threads. With the small networks of most RL algorithms, handing work to a thread costs
+more than it saves. On two cores, an iteration of DQN (batches of 64, two layers of 128) takes 1.24 times as long with two
+threads as with one. PPO (minibatches of 256) takes 1.25, 1.27 and 1.15 times as long with two layers of 64, 128 and 256, and
+the same time with two layers of 512.
 """
 
 import os
@@ -12,19 +13,22 @@ import jax
 from choreo import _compat
 from choreo.plans.plan import Plan
 
-FEW = 2**25
-"""So many multiplications one core does in about a millisecond: 256 x 256 x 512."""
+SMALL_PRODUCT = 2**25
+"""Multiplications of a matrix product, 256 x 256 x 512 for example, that one core does in about a millisecond."""
 XLA_THREADS = ("NPROC", "PJRT_NPROC")
-"""XLA reads these when its client is made."""
+"""The variables from which XLA reads its number of threads when its client is made."""
 
 
 def useful_threads(plan: Plan, cores: int) -> int:
-    """How many of so many cores can help with one operation."""
-    return cores if plan.largest_product >= FEW else 1
+    """The number of threads that makes this plan fastest on so many cores."""
+    return cores if plan.largest_product >= SMALL_PRODUCT else 1
 
 
 def start_jax(plan: Plan) -> None:
-    """Make JAX's clients, with as many threads as this plan can use; not where they exist already, or the user has said."""
+    """Make JAX's clients with as many threads as this plan can use.
+
+    Does nothing if the clients exist already, or if the user has set the number of threads.
+    """
     if _compat.clients_exist() or any(name in os.environ for name in XLA_THREADS):
         return
     threads = useful_threads(plan, os.cpu_count() or 1)
@@ -32,5 +36,5 @@ def start_jax(plan: Plan) -> None:
     try:
         jax.devices()
     finally:
-        for name in XLA_THREADS:  # what this process starts decides for itself
+        for name in XLA_THREADS:  # child processes must not inherit the choice
             del os.environ[name]
