@@ -9,7 +9,6 @@ time, and how many cores other processes kept busy.
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import statistics
 import time
@@ -19,6 +18,7 @@ import jax
 import numpy as np
 from harness import write_result
 from parts import rival
+from parts.mujoco import without_mujoco_if_missing
 from parts.turns import ratios, take_turns
 
 import choreo
@@ -35,9 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
     envs = [options.env] if options.env else list(ENVS)
-    if importlib.util.find_spec("mujoco") is None and "Hopper-v5" in envs:
-        print("MuJoCo is not installed; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")
-        envs.remove("Hopper-v5")
+    envs = without_mujoco_if_missing(envs, "Hopper-v5")
     for env in reversed(envs[:1] if options.quick else envs):
         compare(env, quick=options.quick, with_rival=not options.quick and rival.is_installed())
 

@@ -8,7 +8,6 @@ and how many cores other processes kept busy; two workers that compute need two 
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import statistics
 
@@ -16,6 +15,7 @@ import jax
 from harness import write_result
 from parts.envs import Computing, Waiting
 from parts.load import Others
+from parts.mujoco import without_mujoco_if_missing
 from parts.running import Running
 
 import choreo
@@ -35,9 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
     cases = [options.case] if options.case else list(CASES)[::-1]
-    if importlib.util.find_spec("mujoco") is None and "mujoco" in cases:
-        print("MuJoCo is not installed; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")
-        cases.remove("mujoco")
+    cases = without_mujoco_if_missing(cases, "mujoco")
     for case in cases[-1:] if options.quick else cases:
         compare(case, quick=options.quick)
 
