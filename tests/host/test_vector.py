@@ -74,8 +74,8 @@ class Native(VectorEnv):
         self.time = np.where(self.done, 0, self.time + 1)
         reward = np.where(self.done, 0.0, actions)
         self.done = self.time >= 2 + np.arange(self.num_envs)
-        nobody = np.zeros_like(self.done)
-        ends = (nobody, self.done) if self.truncates else (self.done, nobody)
+        nowhere = np.zeros_like(self.done)
+        ends = (nowhere, self.done) if self.truncates else (self.done, nowhere)
         return self.observe(), reward, *ends, {}
 
 
