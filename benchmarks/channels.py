@@ -1,10 +1,10 @@
 """How long does a message take there and back, through shared memory and through TCP, and does it pay to spin?
 
-A driver and an echo, each a process of its own, hand one array to and fro. Over shared memory: as it is by default
-(`sleep`: whoever waits sleeps at once), with 50 us of spinning first (`spin`), and with a byte through the doorbell for
-every message whether or not anybody sleeps (`bell`: what the sleep flag saves). One pair, and as many pairs as fill the
-cores twice. Printed and written: microseconds per round trip, the median over repetitions taken in turns; the ratio is
-that of `sleep` to `spin` for one pair and 128 bytes (above 1: spinning is faster there).
+Two processes, a driver and an echo, send one array back and forth. Shared memory is measured in three ways: the default, where
+a waiting end sleeps at once (`sleep`); with 50 us of spinning first (`spin`); and with a byte through the doorbell for every
+message, even if the other end is awake (`bell`), which shows what the sleep flag saves. There is one pair, or as many pairs as
+fill the cores twice. The result is microseconds per round trip, the median over repetitions taken in turns. The ratio is
+`sleep` to `spin` for one pair and 128 bytes; above 1, spinning is faster.
 """
 
 import argparse
@@ -31,10 +31,10 @@ CASES = [
 
 
 def main() -> None:
-    from harness import write_result  # it imports JAX, which drivers and echoes must not
+    from harness import write_result  # imports JAX, which drivers and echoes must not
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a moment each: does it run?")
+    parser.add_argument("--quick", action="store_true", help="measure for a moment only, to test that it runs")
     quick = parser.parse_args().quick
     repeats, seconds = (1, 0.02) if quick else (7, 0.4)
     cases = [case for case in CASES if case[1] == "128B"] if quick else CASES
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def round_trip(way: str, size: str, pairs: int, seconds: float) -> float:
-    """Microseconds there and back; of several pairs at once, the mean."""
+    """Microseconds per round trip; with several pairs at once, their mean."""
     drivers, echoes = zip(*[start_pair(way, SIZES[size], seconds) for _ in range(pairs)], strict=True)
     for driver in drivers:
         driver.stdin.write("go\n")
@@ -67,7 +67,7 @@ def round_trip(way: str, size: str, pairs: int, seconds: float) -> float:
 
 
 def start_pair(way: str, size: int, seconds: float) -> tuple[subprocess.Popen, subprocess.Popen]:
-    """Both ready to go."""
+    """Start a driver and an echo, and wait until both are ready."""
     if way == "tcp":
         driver = start("drive", way=way, size=size, seconds=seconds)
         address = driver.stdout.readline().strip()
@@ -76,7 +76,7 @@ def start_pair(way: str, size: int, seconds: float) -> tuple[subprocess.Popen, s
         (out, out_there), (back_there, back) = make_shm_channel(size), make_shm_channel(size)
         driver = start("drive", way=way, size=size, seconds=seconds, ends=[out, back])
         echo = start("echo", way=way, size=size, ends=[back_there, out_there])
-    driver.stdout.readline()  # it has had one answer
+    driver.stdout.readline()  # printed after its first round trip
     return driver, echo
 
 
@@ -147,14 +147,14 @@ def drive(sender, receiver, message, seconds) -> float:
 
 
 class BellSender(ShmSender):
-    """Rings for every message."""
+    """Rings the doorbell for every message."""
 
     def _hand_over(self, counter, their_flag, payload):
         return super()._hand_over(counter, their_flag, payload) and (self._words[their_flag] or self._ring())
 
 
 class BellReceiver(ShmReceiver):
-    """Rings for every message it has read, and takes a byte for every message it gets."""
+    """Rings the doorbell for every message that it has read."""
 
     def _hand_over(self, counter, their_flag, payload):
         return super()._hand_over(counter, their_flag, payload) and (self._words[their_flag] or self._ring())

@@ -1,13 +1,13 @@
-"""How fast does DQN train on CartPole in one process: compiled whole, and on Gymnasium, beside Stable-Baselines3 and RLlib?
+"""How fast does DQN train on CartPole in one process, compiled and on Gymnasium, compared with Stable-Baselines3 and RLlib?
 
-Plain DQN (neither double nor dueling, 1-step), 8 environments, networks 2 x 128 ReLU, a buffer of 1e5 steps; for every 4 steps
-in each environment 8 updates with batches of 64 (Choreo's default), then the same with 1 (Stable-Baselines3's): `_seldom`.
-Equal for all but that Choreo's error is squared and the others' is Huber's. `fused` steps gymnax's CartPole (Choreo's own, if
-gymnax is not installed) in one compiled loop; `gymnasium` steps the environments that the others have too.
-Stable-Baselines3 has its DummyVecEnv; all have one thread each, and RLlib keeps everything in one process. All take
-short turns (RLlib's are longer), without compiling, so that other load of the machine meets all of them. Printed
-and written, for each pair: the median of the ratio of steps per second over the turns, the spread, the same ratio in CPU time,
-and how many cores other processes kept busy meanwhile.
+Plain DQN (neither double nor dueling, 1-step), 8 environments, networks 2 x 128 ReLU, a buffer of 1e5 steps. For every 4 steps
+in each environment there are 8 updates with batches of 64 (Choreo's default); then the same with 1 update (the default of
+Stable-Baselines3): `_seldom`. All have the same settings, except that Choreo's loss is squared and the others' is Huber's.
+`fused` steps gymnax's CartPole (Choreo's own, if gymnax is not installed) in one compiled loop; `gymnasium` steps the same
+environments as the others. Stable-Baselines3 uses its DummyVecEnv; each side has one thread, and RLlib keeps everything in one
+process. All sides take short turns (RLlib's are longer), without compilation, so that other load on the machine affects all of
+them. The result for each pair: the median ratio of steps per second over the turns, the spread, the same ratio in CPU time, and
+how many cores other processes kept busy.
 """
 
 import argparse
@@ -19,13 +19,13 @@ import statistics
 import time
 from pathlib import Path
 
-os.environ.setdefault("NPROC", "1")  # before JAX is used, which gymnax does while it is imported
+os.environ.setdefault("NPROC", "1")  # before the first use of JAX, which is in the import of gymnax
 
 import jax
 from harness import write_result
 from parts import dqn_numbers as same
 from parts import dqn_rivals
-from parts.load import Others
+from parts.turns import ratios, take_turns
 
 import choreo
 from choreo.networks.q import q_mlp
@@ -43,7 +43,7 @@ WORDS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short turn, without rivals: does it run?")
+    parser.add_argument("--quick", action="store_true", help="one short turn, without rivals, to test that it runs")
     quick = parser.parse_args().quick
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
     rivals = {} if quick else dqn_rivals.installed()
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool) -> None:
-    # Choreo runs in calls as long as those of choreo.train, unless this is a quick look.
+    # Choreo's calls are as long as those of choreo.train, unless this is a quick run.
     repeats, seconds, chunk = (1, 0.05, 2 * same.BLOCK) if quick else (21, 0.4, STEPS_PER_CHUNK // same.STEPS)
     with contextlib.ExitStack() as stack:
         rivals = {name: dqn_rivals.Process(*command, updates) for name, command in commands.items()}
@@ -64,7 +64,8 @@ def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool)
         }
         for side in [*ours.values(), *rivals.values()]:
             stack.callback(side.close)
-        wall, cpu, load = take_turns(ours | rivals, repeats, seconds, [side.process.pid for side in rivals.values()])
+        pids = [side.process.pid for side in rivals.values()]
+        wall, cpu, load = take_turns(ours | rivals, repeats, seconds, steps=same.STEPS, pids=pids, block=same.BLOCK)
     often = updates == same.UPDATES[0]
     for our, other in [("fused", "gymnasium")] if quick else [(our, other) for other in rivals for our in ours]:
         write_result(
@@ -83,28 +84,8 @@ def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool)
         )
 
 
-def take_turns(sides: dict, repeats: int, seconds: float, pids: list[int]) -> tuple[dict, dict, float]:
-    """Steps per second of wall and of CPU time for each side and turn, and how many cores others kept busy."""
-    # As many iterations per turn as take about the same time.
-    blocks = {name: max(1, round(seconds / side.seconds(same.BLOCK)[0])) for name, side in sides.items()}
-    wall: dict[str, list[float]] = {name: [] for name in sides}
-    cpu: dict[str, list[float]] = {name: [] for name in sides}
-    with Others(pids) as others:
-        for _ in range(repeats):
-            for name, side in sides.items():
-                iterations = blocks[name] * same.BLOCK
-                took = side.seconds(iterations)
-                wall[name].append(iterations * same.STEPS / took[0])
-                cpu[name].append(iterations * same.STEPS / took[1])
-    return wall, cpu, others.cores
-
-
-def ratios(ours: list[float], others: list[float]) -> list[float]:
-    return [a / b for a, b in zip(ours, others, strict=True)]
-
-
 class Training:
-    """Choreo, everything in this process, in calls of so many iterations."""
+    """Choreo, all in this process, in calls of `chunk` iterations."""
 
     def __init__(self, env: str, updates: int, chunk: int):
         algo = choreo.DQN(
@@ -129,7 +110,7 @@ class Training:
         self.run(chunk)  # compiles, and stores enough to learn from
 
     def run(self, iterations: int) -> float:
-        """Whether the last of them learned something."""
+        """Run so many iterations; returns whether the last one learned something."""
         metrics = self.runtime.run(self.done, self.done + iterations)
         self.done += iterations
         return metrics["learned"][-1]
@@ -139,7 +120,7 @@ class Training:
         wall, cpu = time.perf_counter(), time.process_time()
         learned = [self.run(min(self.chunk, iterations - i)) for i in range(0, iterations, self.chunk)]
         took = time.perf_counter() - wall, time.process_time() - cpu
-        assert all(learned), "that was not the work asked for"
+        assert all(learned), "an iteration learned nothing"
         return took
 
     def close(self) -> None:

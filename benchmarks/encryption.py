@@ -1,9 +1,9 @@
-"""What does it cost that channels over TCP are encrypted?
+"""How much does the encryption of channels over TCP cost?
 
-Two questions, each with sides that take turns: frames sealed as they are, and frames sent as they are (`parts/unsealed`).
-`coarse`: CPU time of all workers for PPO on CartPole with `coarse(workers=2)` over TCP. `4MB`: a message of 4 MiB from one
-process to another, and a short answer. Written: the ratio of CPU time, sealed to unsealed, the median over turns; beside it
-that of wall time.
+Two sides take turns: `sealed` encrypts its frames, `unsealed` does not (`parts/unsealed`). There are two measurements. `coarse`:
+the CPU time of all workers for PPO on CartPole with `coarse(workers=2)` over TCP. `4MB`: a message of 4 MiB from one process to
+another, and a short answer. The result is the ratio of CPU time, sealed to unsealed, the median over turns; and the same for
+wall time.
 """
 
 import argparse
@@ -29,10 +29,10 @@ LARGE_BYTES = 4 << 20
 
 
 def main() -> None:
-    from harness import write_result  # it imports JAX, which the processes of `4MB` must not
+    from harness import write_result  # imports JAX, which the processes of `4MB` must not
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a moment each: does it run?")
+    parser.add_argument("--quick", action="store_true", help="measure for a moment only, to test that it runs")
     quick = parser.parse_args().quick
     cases = {
         "coarse": (coarse, "CPU time of PPO on CartPole with two workers over TCP"),
@@ -58,7 +58,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def side(name: str):
-    """Processes that are started here are of this side."""
+    """Processes that are started within this block belong to this side."""
     before = os.environ.get("PYTHONPATH")
     if name == "unsealed":
         os.environ["PYTHONPATH"] = os.pathsep.join([str(UNSEALED), *filter(None, [before])])
@@ -101,12 +101,12 @@ def large_messages(quick: bool) -> list[dict[str, tuple[float, float]]]:
     with contextlib.ExitStack() as stack:
         pairs = {name: stack.enter_context(Pair(name)) for name in SIDES}
         for pair in pairs.values():
-            pair.exchange(3)  # until it has started
+            pair.exchange(3)  # wait until both have started
         return [{name: pairs[name].exchange(count) for name in order(i)} for i in range(repeats)]
 
 
 def order(turn: int) -> tuple[str, ...]:
-    """Whoever goes second finds warmer caches: in turns."""
+    """The order of the sides alternates, because the second one finds warmer caches."""
     return SIDES if turn % 2 else SIDES[::-1]
 
 
@@ -115,7 +115,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 class Pair:
-    """Two processes with a channel each way."""
+    """A reading and a writing process, with a channel in each direction."""
 
     def __init__(self, name: str):
         self.keys = KeyPair.new(), KeyPair.new()
@@ -130,6 +130,7 @@ class Pair:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def exchange(self, count: int) -> tuple[float, float]:
+        """CPU and wall seconds for one message and its answer, the mean of `count`."""
         pids = [self.reader.pid, self.writer.pid]
         before, began = cpu_seconds(pids), time.perf_counter()
         self.writer.stdin.write(f"{count}\n")
@@ -171,7 +172,7 @@ def work(*, job: str, address: str, keys: list[str]) -> None:
 
 if __name__ == "__main__":
     if "--job" in sys.argv:
-        with contextlib.suppress(ChannelError):  # the other one has finished
+        with contextlib.suppress(ChannelError):  # the other process has finished
             work(**json.loads(sys.argv[-1]))
     else:
         main()

@@ -1,8 +1,8 @@
 """Does `choreo.train(layout=fused)` cost anything over a bare `jax.jit` + `lax.scan` of the same `iterate`?
 
-Both train PPO on CartPole for the same iterations in the same process, turn by turn; times are without compiling. Choreo's
-side is all that `choreo.train` does per iteration: chunks, metrics on the host, rows, progress. Printed and written: the
-median of the ratio over the repetitions (above 1: Choreo is faster), and the spread.
+Both train PPO on CartPole for the same number of iterations in the same process, in turns; compilation is not counted. Choreo's
+time includes all that `choreo.train` does per iteration: chunks, metrics on the host, rows, progress. The result is the median
+ratio over the repetitions (above 1: Choreo is faster), and the spread.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import choreo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few iterations: does it run?")
+    parser.add_argument("--quick", action="store_true", help="few iterations, to test that it runs")
     quick = parser.parse_args().quick
     num_envs, iterations, repeats = (8, 2, 1) if quick else (8, 480, 5)
     env = choreo.envs.make("jax:CartPole-v1", num_envs)
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 class BareLoop:
-    """What one would write by hand: everything in one compiled scan."""
+    """A training loop written by hand: everything in one compiled scan."""
 
     def __init__(self, algo, env, iterations):
         def run(carry, key):

@@ -1,15 +1,14 @@
-"""How fast is PPO on Gymnasium environments in one process: beside the environments alone, and beside Stable-Baselines3?
+"""How fast is PPO on Gymnasium environments in one process, compared with the environments alone and Stable-Baselines3?
 
 8 environments, rollouts of 128 steps, 4 epochs, minibatches of 256, networks 2 x 64 tanh; the same for both. The
-environments alone are Gymnasium's SyncVectorEnv with random actions drawn beforehand; Stable-Baselines3 has its
-DummyVecEnv and one thread. All take short turns, without compiling, so that other load of the machine meets
-all of them. Printed and written, for each environment: the median of the ratio of steps per second over the turns, the
-spread, the same ratio in CPU time, and how many cores other processes kept busy meanwhile.
+environments alone are Gymnasium's SyncVectorEnv with random actions, drawn in advance. Stable-Baselines3 uses its
+DummyVecEnv and one thread. All sides take short turns, without compilation, so that other load on the machine affects all of
+them. The result for each environment: the median ratio of steps per second over the turns, the spread, the same ratio in CPU
+time, and how many cores other processes kept busy.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import statistics
 import time
@@ -19,7 +18,8 @@ import jax
 import numpy as np
 from harness import write_result
 from parts import rival
-from parts.load import Others
+from parts.mujoco import without_mujoco_if_missing
+from parts.turns import ratios, take_turns
 
 import choreo
 from choreo.runtime.make import make_runtime
@@ -30,14 +30,12 @@ ENVS = {"CartPole-v1": "cartpole", "Hopper-v5": "mujoco"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short turn: does it run?")
-    parser.add_argument("--env", choices=ENVS, help="only this one")
+    parser.add_argument("--quick", action="store_true", help="one short turn, to test that it runs")
+    parser.add_argument("--env", choices=ENVS, help="measure only this environment")
     options = parser.parse_args()
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
     envs = [options.env] if options.env else list(ENVS)
-    if importlib.util.find_spec("mujoco") is None and "Hopper-v5" in envs:
-        print("MuJoCo is not there; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")
-        envs.remove("Hopper-v5")
+    envs = without_mujoco_if_missing(envs, "Hopper-v5")
     for env in reversed(envs[:1] if options.quick else envs):
         compare(env, quick=options.quick, with_rival=not options.quick and rival.is_installed())
 
@@ -50,18 +48,8 @@ def compare(env: str, *, quick: bool, with_rival: bool) -> None:
             sides["sb3"] = rival.StableBaselines(env, NUM_ENVS)
         for side in sides.values():
             stack.callback(side.close)
-        # As many iterations per turn as take about the same time.
-        iterations = {name: max(1, round(seconds / side.seconds(1)[0])) for name, side in sides.items()}
-        wall: dict[str, list[float]] = {name: [] for name in sides}
-        cpu: dict[str, list[float]] = {name: [] for name in sides}
         pids = [side.process.pid for side in sides.values() if isinstance(side, rival.StableBaselines)]
-        with Others(pids) as others:
-            for _ in range(repeats):
-                for name, side in sides.items():
-                    took = side.seconds(iterations[name])
-                    steps = iterations[name] * UNROLL * NUM_ENVS
-                    wall[name].append(steps / took[0])
-                    cpu[name].append(steps / took[1])
+        wall, cpu, load = take_turns(sides, repeats, seconds, steps=UNROLL * NUM_ENVS, pids=pids)
     words = {"alone": "the same environments stepped alone", "sb3": "Stable-Baselines3 (one thread)"}
     for other in [name for name in reversed(sides) if name != "choreo"]:
         write_result(
@@ -73,18 +61,14 @@ def compare(env: str, *, quick: bool, with_rival: bool) -> None:
             ratio_of_cpu_time=statistics.median(ratios(cpu["choreo"], cpu[other])),
             choreo_steps_per_second=statistics.median(wall["choreo"]),
             other_steps_per_second=statistics.median(wall[other]),
-            busy_cores_of_others=others.cores,
+            busy_cores_of_others=load,
             num_envs=NUM_ENVS,
             repeats=repeats,
         )
 
 
-def ratios(ours: list[float], others: list[float]) -> list[float]:
-    return [a / b for a, b in zip(ours, others, strict=True)]
-
-
 class Alone:
-    """The environments with random actions, and nothing else."""
+    """Only the environments, with random actions."""
 
     def __init__(self, env: str):
         self.envs = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env)] * NUM_ENVS)
@@ -104,7 +88,7 @@ class Alone:
 
 
 class Training:
-    """Choreo, everything in this process."""
+    """Choreo, all in this process."""
 
     def __init__(self, env: str):
         algo = choreo.PPO(unroll=UNROLL, epochs=4, minibatch_size=256)

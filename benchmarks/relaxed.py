@@ -1,9 +1,9 @@
-"""Where one side is slow, how much do the two relaxations win?
+"""If one side is slow, how much faster do the two relaxations make a run?
 
 IMPALA with two workers in `coarse`: in lockstep, with `max_lag=4`, and with `max_lag=8, merge="any"`, on environments whose
-step sleeps. Three scenes: a large network makes the learner slow, the environments are slow, one of the two
-workers is four times slower than the other. All sides take turns of a second or so, without compiling. Printed and written:
-the median ratio of steps per second to lockstep, and who waits for whom, as `--profile` tells it.
+step sleeps. There are three scenes: a large network makes the learner slow; the environments are slow; one of the two workers
+is a straggler, four times slower than the other. All sides take turns of a few seconds, without compilation. The result is the
+median ratio of steps per second to lockstep, and the verdict of `--profile` on who waits for whom.
 """
 
 import argparse
@@ -37,8 +37,8 @@ LAYOUTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one iteration: does it run?")
-    parser.add_argument("--scene", choices=SCENES, help="only this one")
+    parser.add_argument("--quick", action="store_true", help="one iteration, to test that it runs")
+    parser.add_argument("--scene", choices=SCENES, help="measure only this scene")
     options = parser.parse_args()
     scenes = [options.scene] if options.scene else list(SCENES)
     for scene in scenes[-1:] if options.quick else scenes:
@@ -85,7 +85,7 @@ def _made(env, mark: str):
 
 
 class Training(Running):
-    """IMPALA in some layout, with worker processes."""
+    """IMPALA in a layout, with worker processes."""
 
     def __init__(self, env, layout, hidden):
         algo = IMPALA(unroll=UNROLL, network=functools.partial(networks.mlp, hidden=hidden))

@@ -1,11 +1,10 @@
-"""How many steps per second does a replay take in, and how many items give back, against flashbax and against cpprb?
+"""How many steps per second can be added to a replay, and how many items drawn, compared with flashbax and cpprb?
 
-Each in one compiled loop, with the state as its carry: add, draw, set priorities. Choreo and flashbax do the same, turn by turn,
-with transitions of CartPole in a buffer of 1e5 (and 1e6) steps. flashbax adds before it draws: the other way round it copies
-the buffer in every iteration (`sample_first_ratio`), as XLA does wherever nothing tells it to read before it overwrites.
-cpprb (C++ and NumPy, one process) is called from Python as its users call it. Printed and written: the median of the ratio of
-iterations per second over the repetitions (above 1: Choreo is faster), and the spread. A rival that is not installed is left
-out: `pip install -e .[bench]`.
+Choreo and flashbax take turns; each runs one compiled loop with the buffer as its carry: add, draw, set priorities. The buffer
+holds 1e5 (and 1e6) transitions of CartPole. flashbax adds before it draws. In the other order XLA would copy its buffer in every
+iteration (`sample_first_ratio`), because nothing makes the write depend on the read. cpprb (C++ and NumPy, one process) is
+called from Python, as its users do. The result is the median ratio of iterations per second over the repetitions (above 1:
+Choreo is faster), and the spread. A rival that is not installed is left out; `pip install -e .[bench]` installs them.
 """
 
 import argparse
@@ -30,12 +29,20 @@ ONE = StoredStep(jnp.zeros(4), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zero
 
 @dataclass(frozen=True)
 class Case:
+    """What is measured."""
+
     sampler: str
+    """"uniform" or "prioritized"."""
     capacity: int
+    """Steps that the buffer stores."""
     num_envs: int
+    """Number of environments."""
     batch: int
+    """Items in one draw."""
     unroll: int = 4
+    """Steps of each environment in one addition."""
     sample_first: bool = False
+    """Whether an iteration draws before it adds."""
 
     def __str__(self) -> str:
         return f"{self.sampler}_{self.capacity}_x{self.num_envs}_b{self.batch}"
@@ -43,7 +50,7 @@ class Case:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few iterations: does it run?")
+    parser.add_argument("--quick", action="store_true", help="few iterations, to test that it runs")
     quick = parser.parse_args().quick
     capacities, iterations, repeats = ((2_000,), 5, 2) if quick else ((100_000, 1_000_000), 1_500, 9)
     cases = [
@@ -57,7 +64,7 @@ def main() -> None:
             print(f"{rival} is not installed: left out")
             if not quick:
                 continue
-            rival, loop = "itself", choreo_loop  # a quick look asks whether this file runs
+            rival, loop = "itself", choreo_loop  # a quick run only tests that this file works
         report(rival, loop, cases, iterations, repeats, quick)
 
 
@@ -155,7 +162,7 @@ RIVALS = {"flashbax": flashbax_loop, "cpprb": cpprb_loop}
 
 
 def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) -> Callable[[], float]:
-    """The time of so many iterations, without compiling, of a buffer that is partly filled."""
+    """A function that returns the seconds of so many iterations with a partly filled buffer, without compilation."""
 
     def body(state, key):
         if not case.sample_first:
@@ -169,12 +176,12 @@ def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) ->
     fill = jax.jit(lambda state: jax.lax.fori_loop(0, additions, lambda _, state: add(state), state), donate_argnums=0)
     run = jax.jit(lambda s, key: jax.lax.scan(body, s, jax.random.split(key, iterations)), donate_argnums=0)
     state, _ = run(fill(state), jax.random.key(0))
-    # Twice: what comes out may have weak types where what went in had none, which compiles once more.
-    held = [jax.block_until_ready(run(state, jax.random.key(0)))[0]]
+    # Run twice before the measurement: the results may have weak types, for which `run` is compiled once more.
+    latest = [jax.block_until_ready(run(state, jax.random.key(0)))[0]]
 
     def seconds() -> float:
         start = time.perf_counter()
-        held[0], _ = jax.block_until_ready(run(held[0], jax.random.key(1)))
+        latest[0], _ = jax.block_until_ready(run(latest[0], jax.random.key(1)))
         return time.perf_counter() - start
 
     return seconds

@@ -1,14 +1,14 @@
-"""With replay at a site of its own, how many steps does it take in and how many items give out, beside Reverb and cpprb?
+"""How fast can steps be added to and items drawn from a replay at a site of its own, compared with Reverb and cpprb?
 
-One process makes steps, one holds the replay (1e5 steps of CartPole), one draws: for every 4 steps of each of 8 environments
-8 batches of 64 items, at the same ratio for all; uniformly, then by priority, with new priorities written back. Choreo's is an
-algorithm under a layout of three sites, in lockstep, over shared memory and over TCP; it steps CartPole meanwhile, where the
-rivals add steps made beforehand. Reverb has its server, an inserting and a sampling client over loopback, and prefetches: its
-priorities are a few batches old, Choreo's never. cpprb has no process for its buffer and sends nothing: a process that adds
-and one that draws look into the same memory, so its ratio says what a site of its own costs. Each rival is used as it is
-fastest here (`parts/reverb_split.py`, `parts/cpprb_split.py`). All take turns of a second or so, without compiling. Printed
-and written, for each pair: the median ratio of iterations per second over the turns, the spread, and how much is added and
-drawn per second.
+One process makes steps, one holds the replay (1e5 steps of CartPole), one draws. For every 4 steps of each of 8 environments, 8
+batches of 64 items are drawn; this ratio is the same for all sides. They are drawn uniformly, then by priority, with new
+priorities written back. Choreo runs an algorithm in a layout of three sites, in lockstep, over shared memory and over TCP. It
+also steps CartPole, while the rivals add steps made in advance. Reverb has a server, an inserting and a sampling client over
+loopback, and prefetches: its priorities are a few batches old, Choreo's are not. cpprb has no process for its buffer and sends
+nothing: the process that adds and the one that draws share memory, so its ratio shows the cost of a site of its own. Each rival
+is used in its fastest way (`parts/reverb_split.py`, `parts/cpprb_split.py`). All sides take turns of about a second, without
+compilation. The result for each pair: the median ratio of iterations per second over the turns, the spread, and the number of
+steps and items per second.
 """
 
 import argparse
@@ -30,13 +30,13 @@ LAYOUT = choreo.Layout(choreo.Group("env", "actor"), choreo.Group("buffer"), cho
 CARRIERS = {"shm": "shared memory", "tcp": "TCP"}
 WORDS = {"cpprb": "cpprb (in memory that two processes share)", "reverb": "Reverb over loopback", "tcp": "TCP"}
 CARRIER_OF = {"cpprb": "shm", "reverb": "tcp"}
-"""What a rival is nearest to; the ratio over the other carrier is written too."""
+"""The carrier that is most similar to each rival. The ratio with the other carrier is written too."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short turn, without rivals: does it run?")
-    parser.add_argument("--sampler", choices=("uniform", "prioritized"), help="only this one")
+    parser.add_argument("--quick", action="store_true", help="one short turn, without rivals, to test that it runs")
+    parser.add_argument("--sampler", choices=("uniform", "prioritized"), help="measure only this sampler")
     options = parser.parse_args()
     samplers = [options.sampler] if options.sampler else ["uniform", "prioritized"]
     rivals = {} if options.quick else replay_rivals.installed()
@@ -73,10 +73,10 @@ def compare(sampler: str, commands: dict[str, tuple[Path, str]], *, quick: bool)
 
 
 def take_turns(sides: dict[str, Any], repeats: int, seconds: float) -> tuple[dict[str, list[float]], float]:
-    """Iterations per second of each side and turn, and how many cores others kept busy."""
+    """Iterations per second of each side and turn, and the number of cores that other processes kept busy."""
     counts = {}
     for name, side in sides.items():
-        side.seconds(5)  # what a first draw prepares
+        side.seconds(5)  # the first draw is slower
         counts[name] = max(5, round(5 * seconds / side.seconds(5)))
     speeds: dict[str, list[float]] = {name: [] for name in sides}
     with Others([pid for side in sides.values() for pid in side.pids]) as others:
@@ -87,13 +87,13 @@ def take_turns(sides: dict[str, Any], repeats: int, seconds: float) -> tuple[dic
 
 
 class Site(Running):
-    """Choreo's, with a worker process for each of the three sites."""
+    """Choreo, with a worker process for each of the three sites."""
 
     def __init__(self, sampler: str, carrier: str, *, quick: bool):
         algo = Traffic(prioritized=sampler == "prioritized")
         plan = choreo.plan(algo, "jax:CartPole-v1", LAYOUT, num_envs=same.NUM_ENVS)
         super().__init__("local", plan, profile=False, carrier=carrier)
-        self.seconds(2 if quick else same.FILLED // same.STEPS)  # compiles, and fills
+        self.seconds(2 if quick else same.FILLED // same.STEPS)  # compiles, and fills the replay
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How soon is the first iteration finished, beside Stable-Baselines3, and how much memory does each kind of process take?
+"""How long does a run take to finish its first iteration, compared with Stable-Baselines3; and how much memory does it need?
 
-PPO on Gymnasium's CartPole-v1 with 8 environments. Start: new processes in turns, from their start to the end of the first
-iteration (128 steps, then 16 updates); compiled programs are in Choreo's cache, files in that of the system. Size: what is
-resident of the process of `fused`, of an acting worker (`coarse`) and of one that only steps environments (`fine`), as a ratio
-to what we allow it (below 1 is good); `pss` counts shared pages once.
+PPO on Gymnasium's CartPole-v1 with 8 environments. Start: new processes take turns; the time is from their start to the end of
+the first iteration (128 steps, then 16 updates). Compiled programs are in Choreo's cache, files in that of the system. Size: the
+resident memory of the process of `fused`, of an acting worker (`coarse`), and of a worker that only steps environments (`fine`),
+as a ratio to the limit that we set (below 1 is good). `pss` counts shared pages once.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROCESS = {"fused": ("fused", "coordinator"), "acting": ("coarse", "env+actor-0"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="once, and without what takes long: does it run?")
+    parser.add_argument("--quick", action="store_true", help="the shortest part only, to test that it runs")
     quick = parser.parse_args().quick
     if not quick and rival.is_installed():
         starts(repeats=9)
@@ -64,7 +64,7 @@ def starts(*, repeats: int) -> None:
 
 
 def start(python: Path, side: str) -> float:
-    """Seconds until the first iteration is finished."""
+    """Seconds from the start of a process to the end of its first iteration."""
     began = time.perf_counter()
     command = [python, "-W", "ignore", PARTS / "first_iteration.py", side]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

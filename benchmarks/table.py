@@ -1,4 +1,4 @@
-"""What do the results in `results/` say, as the table of README.md? `python benchmarks/table.py` writes it there."""
+"""Make the table in README.md from the results in `results/`: `python benchmarks/table.py`."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ BEGIN, END = "<!-- measured: begin", "<!-- measured: end -->"
 
 
 def table() -> str:
-    """One row per benchmark, and the machine they ran on."""
+    """One row for each benchmark, and the machine on which it ran."""
     results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     rows = ["| question | ratio (median) | spread |", "| --- | --- | --- |"]
     for result in results:
@@ -23,6 +23,7 @@ def table() -> str:
 
 
 def updated(readme: str) -> str:
+    """`readme` with the current table."""
     head, rest = readme.split(BEGIN, 1)
     marker, rest = rest.split("\n", 1)
     return f"{head}{BEGIN}{marker}\n{table()}\n{END}{rest.split(END, 1)[1]}"

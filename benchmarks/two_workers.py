@@ -1,14 +1,13 @@
-"""Where environments are slow, how much faster are two workers than one process?
+"""If environments are slow, how much faster are two workers than one process?
 
-PPO with 8 environments, in one process and with `coarse(workers=2)`: on environments whose step sleeps for 1 ms (a simulator
-elsewhere), computes for 1 ms (a simulator here), and on MuJoCo's Hopper-v5. Both take turns of a second or so, without
-compiling. Printed and written, for each environment: the median of the ratio of steps per second over the turns, the spread,
-and how many cores other processes kept busy meanwhile: on two cores, two workers that compute need both.
+PPO with 8 environments, in one process and with `coarse(workers=2)`: on environments whose step sleeps for 1 ms (like a
+simulator elsewhere), computes for 1 ms (like a simulator in this process), and on MuJoCo's Hopper-v5. Both take turns of a few
+seconds, without compilation. The result for each environment: the median ratio of steps per second over the turns, the spread,
+and how many cores other processes kept busy; two workers that compute need two free cores.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import statistics
 
@@ -16,6 +15,7 @@ import jax
 from harness import write_result
 from parts.envs import Computing, Waiting
 from parts.load import Others
+from parts.mujoco import without_mujoco_if_missing
 from parts.running import Running
 
 import choreo
@@ -30,14 +30,12 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one iteration: does it run?")
-    parser.add_argument("--case", choices=CASES, help="only this one")
+    parser.add_argument("--quick", action="store_true", help="one iteration, to test that it runs")
+    parser.add_argument("--case", choices=CASES, help="measure only this case")
     options = parser.parse_args()
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
     cases = [options.case] if options.case else list(CASES)[::-1]
-    if importlib.util.find_spec("mujoco") is None and "mujoco" in cases:
-        print("MuJoCo is not there; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")
-        cases.remove("mujoco")
+    cases = without_mujoco_if_missing(cases, "mujoco")
     for case in cases[-1:] if options.quick else cases:
         compare(case, quick=options.quick)
 
@@ -71,7 +69,7 @@ def compare(case: str, *, quick: bool) -> None:
 
 
 class Training(Running):
-    """PPO in some layout, in the runtime that `choreo.train` would take."""
+    """PPO in a layout, in the runtime that `choreo.train` would choose."""
 
     def __init__(self, env, layout, quick: bool):
         algo = choreo.PPO(unroll=8, epochs=1, minibatch_size=64) if quick else choreo.PPO(unroll=UNROLL)

@@ -1,12 +1,12 @@
-"""cpprb's buffer for several processes, with the numbers of the benchmark; driven line by line.
+"""cpprb's buffer for several processes, with the sizes of the benchmark, driven line by line (`line_process.py`).
 
-python cpprb_split.py uniform|prioritized      process ids of the others; then for each number of iterations on stdin: seconds
+    python cpprb_split.py uniform|prioritized      prints the id of the explorer; then, for each number of iterations, seconds
 
     explorer                 learner (this process)
     add 32 rows  --> shared memory --> sample 512 rows, sum them, update their priorities
 
-The buffer has no process of its own: both look into the same memory, behind cpprb's own locks. Two semaphores keep adding and
-drawing in step, as a user's own code has to. A row is a transition, with both observations.
+The buffer has no process of its own: both processes use the same memory, with cpprb's own locks. Two semaphores keep adding
+and drawing in step, as a user's code must do. A row is a transition with both observations.
 """
 
 import multiprocessing
@@ -34,7 +34,7 @@ def main() -> None:
     room, stored, (orders, others_end) = context.Semaphore(same.AHEAD), context.Semaphore(0), context.Pipe()
     explorer = context.Process(target=explore, args=(buffer, room, stored, others_end))
     explorer.start()
-    orders.recv()  # it has filled the buffer
+    orders.recv()  # wait until the buffer is filled
     print(explorer.pid, flush=True)
     for line in sys.stdin:
         began = time.perf_counter()
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def draw(buffer, prioritized: bool) -> float:
-    """An iteration's items in one call, as Choreo draws them."""
+    """Draw the items of one iteration in one call, as Choreo does; returns their sum."""
     rows = buffer.sample(same.ITEMS)
     total = sum(float(np.sum(rows[name], dtype=np.float32)) for name in ROW)
     if prioritized:
@@ -72,7 +72,7 @@ def explore(buffer, room, stored, orders) -> None:
 
 
 def _rows(num: int) -> dict[str, np.ndarray]:
-    # Made beforehand: the rivals step no environments.
+    # Made in advance, because the rivals do not step environments.
     rng = np.random.default_rng(0)
     return {
         "obs": rng.normal(size=(num, 4)).astype(np.float32),

@@ -1,4 +1,4 @@
-"""Others' DQN, each in an environment of its own: Stable-Baselines3 in `.venv-bench`, RLlib in `.venv-rllib`."""
+"""DQN of others, each in a Python environment of its own: Stable-Baselines3 in `.venv-bench`, RLlib in `.venv-rllib`."""
 
 import subprocess
 import sys
@@ -9,13 +9,13 @@ from parts import rival
 PARTS = Path(__file__).parent
 RLLIB = PARTS.parents[1] / ".venv-rllib" / "bin" / "python"
 SETUP = (
-    "RLlib is not there, so nothing is compared with it. To set it up:\n"
+    "RLlib is not installed, so nothing is compared with it. To set it up:\n"
     "  python -m venv .venv-rllib && .venv-rllib/bin/pip install 'ray[rllib]' torch"
 )
 
 
 def installed() -> dict[str, tuple[Path, str]]:
-    """Interpreter and script of each that is there, by name; says how to install what is not."""
+    """Interpreter and script of each installed rival, by name; prints how to install the others."""
     found = {}
     if rival.is_installed():
         found["sb3"] = (rival.PYTHON, "sb3_dqn.py")
@@ -26,11 +26,8 @@ def installed() -> dict[str, tuple[Path, str]]:
     return found
 
 
-class Process(rival.StableBaselines):
-    """A process that trains DQN with so many updates per iteration, some iterations at a time."""
+class Process(rival.TrainingProcess):
+    """Trains DQN with so many updates per iteration."""
 
     def __init__(self, python: Path, script: str, updates: int):
-        command = [python, "-W", "ignore", PARTS / script, str(updates)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        while self._line() != "ready\n":
-            pass
+        super().__init__(python, PARTS / script, str(updates))

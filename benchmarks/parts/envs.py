@@ -1,4 +1,4 @@
-"""Environments whose step takes a millisecond. Without JAX: workers import this file."""
+"""Environments whose step takes a millisecond. Workers import this file, so it does not import JAX."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ STEP_S = 1e-3
 
 
 class Waiting(gymnasium.Env):
-    """A step sleeps: like a simulator in another process, or a robot."""
+    """A step sleeps, like one of a simulator in another process, or of a robot."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -36,7 +36,7 @@ class Waiting(gymnasium.Env):
 
 
 class Computing(Waiting):
-    """A step computes: like a simulator in this process. Counted in CPU time, so that it is the same work on a busy machine."""
+    """A step computes, like one of a simulator in this process. Its length is CPU time: the same work on a busy machine."""
 
     def spend(self):
         until = time.thread_time() + STEP_S
@@ -45,7 +45,7 @@ class Computing(Waiting):
 
 
 class Straggling(Waiting):
-    """Those of one worker, whichever comes first to `mark`, take four times as long."""
+    """Steps take four times as long in one worker: the first that creates the file `mark`."""
 
     def __init__(self, mark: str, coordinator: int):
         if os.getpid() != coordinator:

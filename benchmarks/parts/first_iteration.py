@@ -1,4 +1,4 @@
-"""Train PPO on CartPole-v1 for one iteration in a new process, and say so: `python first_iteration.py choreo` or `sb3`."""
+"""Train PPO on CartPole-v1 for one iteration, then print "finished": `python first_iteration.py choreo` or `sb3`."""
 
 import sys
 
@@ -6,17 +6,17 @@ import sys
 def choreo() -> None:
     import choreo
 
-    choreo.train(choreo.PPO(), "CartPole-v1", num_envs=8, steps=1024, on_iteration=lambda i, row: say())
+    choreo.train(choreo.PPO(), "CartPole-v1", num_envs=8, steps=1024, on_iteration=lambda i, row: report())
 
 
 def sb3() -> None:
     from sb3 import make
 
     make("CartPole-v1", 8).learn(1024)
-    say()
+    report()
 
 
-def say() -> None:
+def report() -> None:
     print("finished", flush=True)
 
 

@@ -1,13 +1,13 @@
-"""What other processes did with the machine while something was measured. Imports nothing heavy."""
+"""The load that other processes put on the machine during a measurement. Imports nothing heavy."""
 
 import time
 from pathlib import Path
 
 
 class Others:
-    """`with Others(...) as others: ...`, then `others.cores`: how many cores others kept busy meanwhile, on average.
+    """After `with Others(...) as others: ...`, `others.cores` is the mean number of cores that other processes kept busy.
 
-    Ours is this process and every process it waits for; those that are still running are counted by `pids`.
+    Not counted as others: this process, its children that have ended, and the processes `pids`.
     """
 
     def __init__(self, pids: "list[int] | None" = None):
@@ -28,16 +28,16 @@ class Others:
 
 
 def _machine_s() -> float:
-    """Seconds that all cores together have been busy."""
+    """Busy seconds of all cores together, since the machine started."""
     user, nice, system, _idle, _iowait, irq, softirq, *_ = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     return (int(user) + int(nice) + int(system) + int(irq) + int(softirq)) / TICKS
 
 
 def _process_s(pid: str) -> float:
-    """Seconds that a process and those it has waited for have been busy."""
+    """CPU seconds of a process and of its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / TICKS
 
 
 TICKS = 100
-"""Of the kernel's clock, per second."""
+"""Ticks of the kernel's clock per second."""

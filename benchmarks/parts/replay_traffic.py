@@ -1,11 +1,11 @@
-"""Only the traffic of replay, as an algorithm: environments make steps, a replay stores them, a learner draws and sums them.
+"""An algorithm with only the traffic of replay: the replay stores random steps, and the learner sums the items it draws.
 
     env, actor          buffer               learner
     4 steps in each --> stored
                         512 items drawn  --> summed
-                        priorities      <--  theirs, if drawn by priority
+                        priorities      <--  new priorities, if drawn by priority
 
-Nothing leads from the learner to the actor, as nothing does in what it is compared with: actions are random.
+Actions are random and do not depend on the learner, as in the programs that it is compared with.
 """
 
 from dataclasses import dataclass
@@ -25,18 +25,20 @@ from choreo.types import Key
 
 
 class Train(NamedTuple):
+    """The learner's state."""
+
     total: jax.Array
-    """The sum of everything in the last batches."""
+    """The sum over all numbers in the last batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Adds, draws, and writes priorities back; learns nothing."""
+    """Adds steps, draws items, and sets priorities; learns nothing."""
 
     prioritized: bool = False
-    """Draw items in proportion to the priorities that the learner gives them."""
+    """Whether items are drawn in proportion to priorities, which the learner sets."""
     capacity: int = same.CAPACITY
-    """Steps that are stored."""
+    """Steps that the replay stores."""
     unroll: int = same.UNROLL
     """Steps per environment and iteration."""
 
@@ -58,13 +60,15 @@ class Traffic:
         return ()
 
     @choreo.fragment("actor")
-    def act(self, params: tuple[()], obs: jax.Array, key: Key):
-        """One environment: a random action."""
+    def act(self, params: tuple[()], obs: jax.Array, key: Key, *, greedy: bool = False):
+        """A random action for one environment; always the same one if `greedy`."""
+        if greedy:
+            return jnp.int32(0), None
         return jax.random.bernoulli(key).astype(jnp.int32), None
 
     @choreo.fragment("learner")
     def learn(self, batches: Batches) -> tuple[Train, jax.Array]:
-        """The sum of everything, and a priority for each item [batch, item]."""
+        """The sum over all numbers, and a priority for each item [batch, item]."""
         total = sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(batches))
         return Train(jnp.asarray(total)), jnp.abs(batches.steps.obs[:, :, 0, 0]) + batches.steps.reward[:, :, 0]
 
@@ -74,6 +78,6 @@ class Traffic:
         train, priorities = self.learn(batches)
         end, trajectory, _ = rollout(env, self.act, (), carry.position, key_act, self.unroll)
         if self.prioritized:
-            replay = off_policy.learned(self.replay, replay, where, priorities)
+            replay = off_policy.update_priorities(self.replay, replay, where, priorities)
         replay, stored = off_policy.add(self.replay, replay, trajectory, 1)
         return Carry(train, replay, end), {**stored, "total": train.total}

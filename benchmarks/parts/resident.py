@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def megabytes(pid: int) -> dict[str, float]:
-    """Resident (`rss`), and with what is shared divided among those who share it (`pss`)."""
+    """Resident memory (`rss`), and the same with each shared page divided among the processes that share it (`pss`)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {name: int(size.split()[0]) * 1024 / 1e6 for name, size in (line.split(":") for line in lines)}
     return {"rss": sizes["Rss"], "pss": sizes["Pss"]}

@@ -1,14 +1,14 @@
-"""Reverb's server with a client that inserts and one that samples, with the numbers of the benchmark; driven line by line.
+"""Reverb's server with an inserting and a sampling client, with the sizes of the benchmark (`line_process.py`).
 
-python reverb_split.py uniform|prioritized     process ids of the others; then for each number of iterations on stdin: seconds
+    python reverb_split.py uniform|prioritized     prints the ids of the others; then, for each number of iterations, seconds
 
     inserting client       server                       sampling client (this process)
     StructuredWriter --gRPC--> table, rate limiter --gRPC--> TrajectoryDataset, batches of 64; update_priorities
 
-As its documentation advises: a dataset in place of `Client.sample`, with three batches in flight and a worker for each core; a
-signature; a rate limiter that keeps 16 samples per insert. What was fastest here of what was tried: an item is one step with
-both observations (a fifth faster than two steps that share chunks with their neighbours), a StructuredWriter, which makes items
-in C++ (twice as fast as the TrajectoryWriter), batches of 64 rather than 512, priorities once per iteration.
+As Reverb's documentation advises, it has a dataset instead of `Client.sample`, with three batches in flight and a worker for each
+core; a signature; and a rate limiter that keeps 16 samples per insert. The following was the fastest of what we tried: an item
+is one step with both observations (a fifth faster than two steps that share chunks with their neighbours); a StructuredWriter,
+which makes items in C++ (twice as fast as the TrajectoryWriter); batches of 64 rather than 512; priorities once per iteration.
 """
 
 import os
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # TensorFlow speaks of GPUs, else
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # else TensorFlow logs about GPUs
 
 import numpy as np
 import replay_numbers as same  # pyright: ignore[reportMissingImports]
@@ -30,7 +30,7 @@ STEP = {
     "last": np.bool_(False), "next_obs": np.ones(4, np.float32),
 }  # fmt: skip
 PENDING = 16
-"""Items that may be on their way when the next iteration begins; Reverb warns of more than 50."""
+"""Items that may still be in flight when the next iteration begins; Reverb warns of more than 50."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def measure(sampler: str) -> None:
     server = _start("serve", sampler)
     address = f"localhost:{_line(server)}"
     inserter = _start("insert", address)
-    _line(inserter)  # it has filled the table
+    _line(inserter)  # wait until the table is filled
     batches = iter(_dataset(address))
     client = reverb.TFClient(address)
     print(server.pid, inserter.pid, flush=True)
@@ -60,11 +60,11 @@ def measure(sampler: str) -> None:
         print(time.perf_counter() - began, flush=True)
     del batches
     for process in (inserter, server):
-        process.communicate()  # its stdin ends, and so does it
+        process.communicate()  # closes its stdin, which ends it
 
 
 def draw(batches, client, *, prioritized: bool) -> float:
-    """An iteration's batches; what is drawn by priority gets new ones, all in one call."""
+    """Draw the batches of one iteration, and set the priorities of all items in one call; returns their sum."""
     total, keys, priorities = 0.0, [], []
     for _ in range(same.BATCHES):
         sample = next(batches)
@@ -88,9 +88,9 @@ def _dataset(address: str):
 
 
 def serve(sampler: str) -> None:
-    """Until stdin ends."""
+    """Run the server until stdin ends."""
     by_priority, uniform = reverb.selectors.Prioritized(same.EXPONENT), reverb.selectors.Uniform()
-    # What was drawn and what was inserted may be apart by as many iterations as with the other rival.
+    # Inserting may be ahead of sampling by as many iterations as with the other rival.
     limiter = reverb.rate_limiters.SampleToInsertRatio(
         same.ITEMS / same.STEPS, min_size_to_sample=same.FILLED, error_buffer=float(same.AHEAD * same.ITEMS)
     )
@@ -102,7 +102,7 @@ def serve(sampler: str) -> None:
         rate_limiter=limiter,
         signature={name: tf.TensorSpec(x.shape, x.dtype) for name, x in STEP.items()},
     )
-    with tempfile.TemporaryDirectory() as folder:  # it makes one anyway, and leaves it behind
+    with tempfile.TemporaryDirectory() as folder:  # else Reverb makes a folder and leaves it behind
         server = reverb.Server([table], port=None, checkpointer=reverb.checkpointers.DefaultCheckpointer(folder))
         print(server.port, flush=True)
         sys.stdin.read()

@@ -1,8 +1,8 @@
-"""RLlib's DQN with the numbers of the benchmark, in an environment of its own; driven line by line.
+"""RLlib's DQN with the settings of the benchmark, driven line by line (`line_process.py`).
 
-python rllib_dqn.py UPDATES      ready; then for each number of iterations on stdin: wall and CPU seconds of training
+    python rllib_dqn.py UPDATES      prints "ready"; then, for each number of iterations on stdin, wall and CPU seconds
 
-Environments and learner are in this process, with one thread; Ray's own processes stand by, and their CPU time is not counted.
+Environments and learner are in this process, with one thread. The CPU time of Ray's own idle processes is not counted.
 """
 
 import logging
@@ -13,7 +13,7 @@ import dqn_numbers as same  # pyright: ignore[reportMissingImports]
 
 
 def make(updates: int):
-    # In the environment that runs this file, they are there.
+    # Installed in the Python environment that runs this file.
     import ray  # pyright: ignore[reportMissingImports]
     import torch  # pyright: ignore[reportMissingImports]
     from ray.rllib.algorithms.dqn import DQNConfig  # pyright: ignore[reportMissingImports]
@@ -53,14 +53,14 @@ def main() -> None:
         wall, cpu, before = time.perf_counter(), time.process_time(), steps
         for _ in range(int(line) // same.BLOCK):
             steps = sampled(algo)
-        # Its runner does whole vector steps until there are enough that count, so it has done a few more than were asked for.
+        # RLlib takes whole vector steps until enough of them count, so it takes a few more steps than it was asked for.
         share = int(line) * same.STEPS / (steps - before)
         print(share * (time.perf_counter() - wall), share * (time.process_time() - cpu), flush=True)
     algo.stop()
 
 
 def sampled(algo) -> float:
-    """Train until the next report: steps so far."""
+    """Train until the next report; returns the number of steps so far."""
     return algo.train()["env_runners"]["num_env_steps_sampled_lifetime"]
 
 

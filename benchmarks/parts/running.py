@@ -1,4 +1,4 @@
-"""A plan that runs, some iterations at a time, in whatever processes its runtime has."""
+"""Run a plan, some iterations at a time."""
 
 import time
 from typing import Any
@@ -10,7 +10,7 @@ from choreo.runtime.make import make_runtime
 
 
 class Running:
-    """`options` are those of the runtime; None takes the one that `choreo.train` would."""
+    """A plan in a runtime, with the runtime's `options`. `runtime=None` means the one that `choreo.train` would choose."""
 
     def __init__(self, runtime: str | None, plan: Plan, **options: Any):
         self.runtime, self.done = make_runtime(runtime, plan, **options), 0
@@ -18,10 +18,11 @@ class Running:
 
     @property
     def pids(self) -> list[int]:
-        """Of its workers, if it has some."""
+        """The process ids of the workers; empty if there are none."""
         return [member.process.pid for member in getattr(self.runtime, "members", {}).values()]
 
     def seconds(self, iterations: int) -> float:
+        """Wall time of so many iterations."""
         began = time.perf_counter()
         self.runtime.run(self.done, self.done + iterations)
         self.done += iterations

@@ -1,6 +1,6 @@
-"""Stable-Baselines3's PPO with the numbers of the benchmark, in an environment of its own; driven line by line.
+"""Stable-Baselines3's PPO with the settings of the benchmark, driven line by line (`line_process.py`).
 
-python sb3.py ENV NUM_ENVS      ready; then for each number of iterations on stdin: wall and CPU seconds of training
+python sb3.py ENV NUM_ENVS      prints "ready"; then, for each number of iterations on stdin, wall and CPU seconds
 """
 
 import sys
@@ -14,11 +14,11 @@ NUMBERS = {
     "gae_lambda": 0.98,
     "ent_coef": 0.01,
 }
-"""Those of `choreo.PPO()`; its network, 2 x 64 tanh for actor and critic each, is also the one of Stable-Baselines3."""
+"""The defaults of `choreo.PPO()`. Both have the same network: 2 x 64 tanh for actor and critic each."""
 
 
 def make(env: str, num_envs: int):
-    # In the environment that runs this file, they are there.
+    # Installed in the Python environment that runs this file.
     import torch  # pyright: ignore[reportMissingImports]
     from stable_baselines3 import PPO  # pyright: ignore[reportMissingImports]
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]

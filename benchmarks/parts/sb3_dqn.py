@@ -1,6 +1,6 @@
-"""Stable-Baselines3's DQN with the numbers of the benchmark, in an environment of its own; driven line by line.
+"""Stable-Baselines3's DQN with the settings of the benchmark, driven line by line (`line_process.py`).
 
-python sb3_dqn.py UPDATES      ready; then for each number of iterations on stdin: wall and CPU seconds of training
+python sb3_dqn.py UPDATES      prints "ready"; then, for each number of iterations on stdin, wall and CPU seconds
 """
 
 import sys
@@ -10,7 +10,7 @@ import dqn_numbers as same  # pyright: ignore[reportMissingImports]
 
 
 def make(updates: int):
-    # In the environment that runs this file, they are there.
+    # Installed in the Python environment that runs this file.
     import torch  # pyright: ignore[reportMissingImports]
     from stable_baselines3 import DQN  # pyright: ignore[reportMissingImports]
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
@@ -46,7 +46,7 @@ def main() -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         model.learn(iterations * same.STEPS, reset_num_timesteps=False)
         took = time.perf_counter() - wall, time.process_time() - cpu
-        assert model._n_updates - before == iterations * updates, "that was not the work asked for"
+        assert model._n_updates - before == iterations * updates, "the number of updates is wrong"
         print(*took, flush=True)
 
 

@@ -14,25 +14,13 @@ from gymnasium.wrappers import (
 )
 
 from choreo.errors import EnvError, UnknownNameError
-from host.toys import Count, Faulty, Masked, Nested, batch, seeds
-
-
-def steps(block, count, action=lambda n: np.ones(n, np.int32), seed=0):
-    """The results of `count` steps, without their tokens."""
-    n = len(block.envs)
-    token, *_ = block.reset(np.arange(seed, seed + n, dtype=np.uint32))
-    out = []
-    for _ in range(count):
-        actions = action(n)
-        token, *results = block.step(token, *(actions if isinstance(actions, tuple) else (actions,)))
-        out.append(results)
-    return out
+from host.toys import Count, Faulty, Masked, Nested, batch, play, seeds
 
 
 @pytest.mark.parametrize("truncates", [False, True])
 def test_an_episode_ends_and_the_next_begins_in_the_same_step(truncates):
     block = batch(Count, truncates=truncates)
-    rows = steps(block, 7)
+    rows = play(block, 7)
     for t, (obs, reward, discount, last, next_obs, episode_return, episode_length) in enumerate(rows, start=1):
         ends = t % 3 == 0
         assert (obs[:, 0] == t % 3).all()
@@ -61,14 +49,14 @@ def test_results_of_a_call_are_never_changed_later():
 def test_episodes_of_different_environments_end_at_different_times():
     lengths = iter([2, 3])
     block = batch(lambda: Count(length=next(lengths, 2)), range(2))  # the probe uses up the first length
-    rows = steps(block, 6)
+    rows = play(block, 6)
     assert [row[3].tolist() for row in rows] == [[t % 3 == 0, t % 2 == 0] for t in range(1, 7)]
     assert [row[6].tolist() for row in rows][2:4] == [[3, 1], [1, 2]]
 
 
 def test_episodes_do_not_depend_on_the_division_into_blocks():
-    whole = steps(batch("CartPole-v1", range(4)), 60)
-    parts = [steps(batch("CartPole-v1", range(i, i + 2)), 60, seed=i) for i in (0, 2)]
+    whole = play(batch("CartPole-v1", range(4)), 60)
+    parts = [play(batch("CartPole-v1", range(i, i + 2)), 60, seed=i) for i in (0, 2)]
     for row, left, right in zip(whole, *parts, strict=True):
         for x, a, b in zip(row, left, right, strict=True):
             np.testing.assert_array_equal(x, np.concatenate([a, b]))
@@ -98,10 +86,10 @@ def test_the_same_steps_as_gymnasium_itself():
 
 def test_a_time_limit_around_or_below_other_wrappers():
     block = batch(lambda: TimeLimit(ClipReward(TimeLimit(Count(length=9), 4), 0, 0.5), 2))
-    rows = steps(block, 4)
+    rows = play(block, 4)
     assert [row[3][0] for row in rows] == [False, True, False, True]
     assert all(row[2][0] == 1 and row[1][0] == 0.5 for row in rows)
-    inner = steps(batch(lambda: ClipReward(TimeLimit(Count(length=9), 2), 0, 0.5)), 4)
+    inner = play(batch(lambda: ClipReward(TimeLimit(Count(length=9), 2), 0, 0.5)), 4)
     assert [row[3][0] for row in inner] == [False, True, False, True]
 
 
@@ -109,14 +97,14 @@ def test_gymnasiums_checker_is_skipped_after_its_first_step(monkeypatch):
     calls = []
     step = PassiveEnvChecker.step
     monkeypatch.setattr(PassiveEnvChecker, "step", lambda self, action: calls.append(action) or step(self, action))
-    rows = steps(batch(lambda: PassiveEnvChecker(ClipReward(Count(length=3), 0, 0.5)), range(1)), 8)
+    rows = play(batch(lambda: PassiveEnvChecker(ClipReward(Count(length=3), 0, 0.5)), range(1)), 8)
     assert [row[3][0] for row in rows] == [False, False, True, False, False, True, False, False]
     assert len(calls) == 3, "the checker runs in the first episode only"
 
 
 def test_wrappers_are_applied():
     block = batch(lambda: FrameStackObservation(NormalizeReward(Count()), 3))
-    (row, *_) = steps(block, 1)
+    (row, *_) = play(block, 1)
     assert row[0].shape == (2, 3, 2) and (row[0][0, :, 0] == [0, 0, 1]).all()
 
 
@@ -131,7 +119,7 @@ def test_box_actions_are_clipped_and_copied():
             return super().step(float(action[0]))
 
     actions = np.array([[9.0], [-9.0]], np.float32)
-    (row,) = steps(batch(Keeps), 1, lambda n: actions)
+    (row,) = play(batch(Keeps), 1, actions)
     actions.fill(1)
     assert row[1].tolist() == [2, -2]
     assert [x.tolist() for x in seen] == [[2], [-2]] and seen[0].dtype == np.float32
@@ -148,7 +136,7 @@ def test_a_discrete_action_is_an_int_with_the_attributes_of_numpys():
             assert self.action_space.contains(action)
             return super().step(action)
 
-    steps(batch(Keeps), 1, lambda n: np.array([5, 7], np.int32))
+    play(batch(Keeps), 1, np.array([5, 7], np.int32))
     assert seen == [5, 7] and isinstance(seen[0], int)
     assert (seen[1].item(), seen[1].dtype, seen[1].shape) == (7, np.int64, ())
 
@@ -184,7 +172,7 @@ def test_environments_of_gymnasium(name, types):
     low = np.zeros((3, 1), np.float32) if name == "Pendulum-v1" else np.zeros(3, np.int32)
     token, *obs = block.reset(seeds(1, 2, 3))
     assert [x.dtype.name for x in obs] == types
-    rows = steps(block, 30, lambda n: low)
+    rows = play(block, 30, low)
     assert all(row[0].shape[0] == 3 for row in rows)
     block.close()
 
@@ -207,11 +195,11 @@ def test_a_missing_action_mask_is_an_error():
             return obs, *rest, {}
 
     with pytest.raises(EnvError, match=r"Environment 0 of `Forgets` returned in step .*without info\['action_mask'\]"):
-        steps(batch(Forgets), 1)
+        play(batch(Forgets), 1)
 
 
 def test_info_keys_hold_the_numbers_of_the_running_episode():
-    rows = steps(batch(Count, info_keys=("time", "late", "never")), 4)
+    rows = play(batch(Count, info_keys=("time", "late", "never")), 4)
     seen = [[x[0] for x in row[-3:]] for row in rows]
     assert seen == [[1, 0, 0], [2, 1, 0], [3, 1, 0], [1, 0, 0]]
     assert rows[0][-1].dtype == np.float32
@@ -226,7 +214,7 @@ def test_an_info_that_is_not_a_number():
     with pytest.raises(
         EnvError, match=r"Environment 0 of `Wordy` returned in step a str as info\['word'\], not a number"
     ):
-        steps(batch(Wordy, info_keys=("word",)), 1)
+        play(batch(Wordy, info_keys=("word",)), 1)
 
 
 FAULTS = {
@@ -248,14 +236,14 @@ FAULTS = {
 def test_an_error_names_the_environment(fault):
     block = batch(Faulty, range(4, 7), fault=fault, seed=11)
     with pytest.raises(EnvError, match=FAULTS[fault]) as error:
-        steps(block, 6, seed=10)
+        play(block, 6, seed=10)
     if "raise" in fault:
         assert "toys.py" in str(error.traceback[-1].path) or error.value.__cause__ is not None
         assert isinstance(error.value.__cause__, ValueError | ZeroDivisionError)
 
 
 def test_without_a_fault_there_is_no_error():
-    assert len(steps(batch(Faulty, range(4, 7), fault="nothing"), 6)) == 6
+    assert len(play(batch(Faulty, range(4, 7), fault="nothing"), 6)) == 6
 
 
 def test_current_is_the_running_environment():
@@ -267,7 +255,7 @@ def test_current_is_the_running_environment():
             return super().step(action)
 
     block = batch(Watched, range(3, 6))
-    steps(block, 1)
+    play(block, 1)
     assert numbers == [3, 4, 5] and block.current is None
 
 

@@ -6,7 +6,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.vector.utils import batch_space
 
 from choreo.errors import EnvError
-from host.toys import Count, Nested, batch, seeds
+from host.toys import Count, Nested, batch, play, seeds
 
 ONES = np.ones(3, np.int32)
 
@@ -20,21 +20,12 @@ def vectorised(mode, length=3, truncates=False):
     return make
 
 
-def rows_of(block, count, action=ONES):
-    token, *_ = block.reset(seeds(1, 2, 3))
-    rows = []
-    for _ in range(count):
-        token, *results = block.step(token, *(action if isinstance(action, tuple) else (action,)))
-        rows.append(results)
-    return rows
-
-
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("truncates", [False, True])
 def test_every_mode_equals_single_environments(mode, truncates):
     singles = iter([3, 4, 5, 6])
-    expected = rows_of(batch(lambda: Count(next(singles), truncates), range(3), info_keys=("late",)), 20)
-    vector = rows_of(batch(vectorised(mode, 3, truncates), range(3), info_keys=("late",)), 20)
+    expected = play(batch(lambda: Count(next(singles), truncates), range(3), info_keys=("late",)), 20)
+    vector = play(batch(vectorised(mode, 3, truncates), range(3), info_keys=("late",)), 20)
     for one, other in zip(expected, vector, strict=True):
         for x, y in zip(one, other, strict=True):
             assert x.dtype == y.dtype
@@ -46,7 +37,7 @@ def test_every_mode_with_trees_of_observations(mode):
     make = lambda num_envs: SyncVectorEnv([Nested] * num_envs, autoreset_mode=mode)  # noqa: E731
     action = (ONES, np.full((3, 2), 0.5, np.float32))
     for one, other in zip(
-        rows_of(batch(Nested, range(3)), 9, action), rows_of(batch(make, range(3)), 9, action), strict=True
+        play(batch(Nested, range(3)), 9, *action), play(batch(make, range(3)), 9, *action), strict=True
     ):
         for x, y in zip(one, other, strict=True):
             np.testing.assert_array_equal(x, y)
@@ -54,7 +45,7 @@ def test_every_mode_with_trees_of_observations(mode):
 
 def test_an_async_vector_environment():
     block = batch(lambda num_envs: AsyncVectorEnv([Count] * num_envs, context="spawn"), range(3))
-    rows = rows_of(block, 4)
+    rows = play(block, 4)
     block.close()
     assert [row[3].all() for row in rows] == [False, False, True, False]
     assert [row[0][0, 0] for row in rows] == [1, 2, 0, 1] and rows[2][4][0, 0] == 3
@@ -83,14 +74,14 @@ class Native(VectorEnv):
         self.time = np.where(self.done, 0, self.time + 1)
         reward = np.where(self.done, 0.0, actions)
         self.done = self.time >= 2 + np.arange(self.num_envs)
-        nobody = np.zeros_like(self.done)
-        ends = (nobody, self.done) if self.truncates else (self.done, nobody)
+        nowhere = np.zeros_like(self.done)
+        ends = (nowhere, self.done) if self.truncates else (self.done, nowhere)
         return self.observe(), reward, *ends, {}
 
 
 @pytest.mark.parametrize("truncates", [False, True])
 def test_the_step_between_two_episodes_changes_no_return_and_no_target(truncates):
-    rows = rows_of(batch(lambda num_envs: Native(num_envs, truncates), range(3)), 12)
+    rows = play(batch(lambda num_envs: Native(num_envs, truncates), range(3)), 12)
     obs, reward, discount, last, next_obs, episode_return, episode_length = (
         np.stack(x) for x in zip(*rows, strict=True)
     )
@@ -119,7 +110,7 @@ def test_the_vector_entry_point_of_gymnasium():
 
     source = Source.of_id("CartPole-v1", {}, vector=True)
     block = MakeBatch(source=source, form=probe(source))(range(3))
-    rows = rows_of(block, 40)
+    rows = play(block, 40, seed=1)
     lengths = [row[6][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
     returns = [row[5][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
     assert (
@@ -139,7 +130,7 @@ def test_errors():
             return super().step(actions)[:4]
 
     with pytest.raises(EnvError, match="`Short` returned in step 4 values, not"):
-        rows_of(batch(Short, range(3)), 1)
+        play(batch(Short, range(3)), 1)
 
     class Raises(Native):
         def step(self, actions):
@@ -148,7 +139,7 @@ def test_errors():
     with pytest.raises(
         EnvError, match="One of the environments 4 to 6 of `Raises` raised ValueError in step: out of mem"
     ):
-        rows_of(batch(Raises, range(4, 7)), 1)
+        play(batch(Raises, range(4, 7)), 1)
 
     class Wide(Native):
         def observe(self):
@@ -157,7 +148,7 @@ def test_errors():
     with pytest.raises(
         EnvError, match=r"returned in reset observations float64\[3, 2\] where its space says float32\[3, 2\]"
     ):
-        rows_of(batch(Wide, range(3)), 1)
+        play(batch(Wide, range(3)), 1)
 
 
 def test_envpool():
@@ -165,7 +156,7 @@ def test_envpool():
     from choreo.host.envpool import make_envpool
 
     whole = batch(make_envpool, range(3), env_id="CartPole-v1", num_threads=1)
-    rows = rows_of(whole, 25)
+    rows = play(whole, 25, seed=1)
     assert any(row[3].any() for row in rows)
     for obs, reward, discount, last, next_obs, episode_return, episode_length in rows:
         assert (episode_return == episode_length).all() and (discount == 1 - last).all() and (reward == 1).all()

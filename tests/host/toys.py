@@ -19,6 +19,17 @@ def seeds(*values):
     return np.array(values, np.uint32)
 
 
+def play(block, count, *action, seed=0):
+    """The results of `count` steps, without tokens; `action` are the leaves of the actions, by default all 1."""
+    action = action or (np.ones(len(block.envs), np.int32),)
+    token, *_ = block.reset(np.arange(seed, seed + len(block.envs), dtype=np.uint32))
+    rows = []
+    for _ in range(count):
+        token, *results = block.step(token, *action)
+        rows.append(results)
+    return rows
+
+
 class Count(gymnasium.Env):
     """Observes the number of steps so far and the seed's last digit; reward = action; ends after `length` steps."""
 

@@ -1,4 +1,4 @@
-"""With this folder in PYTHONPATH, channels over TCP send their frames as they are: what encryption is measured against."""
+"""With this folder in PYTHONPATH, channels over TCP send frames unencrypted. Encryption is measured against this."""
 
 import numpy as np
 import zmq
@@ -7,7 +7,7 @@ from choreo.runtime.channels import sockets, tcp_ends
 
 
 class Unsealed(tcp_ends.TcpConnection):
-    """As a channel was before its frames were sealed: not a copy more than that takes."""
+    """A connection without encryption, and with as few copies as this allows."""
 
     def next(self):
         try:

@@ -41,8 +41,8 @@ class Batch:
         """The latest token."""
         # In the type of the results, so that returning them needs no conversion.
         self.returns = np.zeros(len(envs), self.float)
-        self.ones, self.nowhere = np.ones(len(envs), self.float), np.zeros(len(envs), np.bool_)
-        for shared in (self.ones, self.nowhere):  # returned by every step in which no episode ends
+        self.all_ones, self.all_false = np.ones(len(envs), self.float), np.zeros(len(envs), np.bool_)
+        for shared in (self.all_ones, self.all_false):  # returned by every step in which no episode ends
             shared.setflags(write=False)
         self.began = np.zeros(len(envs), np.int32)
         """The token at which each running episode began."""
@@ -106,7 +106,7 @@ class Batch:
         returns = self.returns = self.returns + reward
         token = self.token = token + 1  # overflows after 2**31 steps, which is harmless
         totals = [returns, token - self.began, *(values.copy() for values in self.infos)]
-        obs, discount, last = next_obs, self.ones, self.nowhere
+        obs, discount, last = next_obs, self.all_ones, self.all_false
         if ended:
             self.returns = returns.copy()
             obs, discount, last = [leaf.copy() for leaf in next_obs], discount.copy(), last.copy()

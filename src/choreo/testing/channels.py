@@ -180,7 +180,7 @@ def check_failure(make: MakeChannel) -> None:
         _fail(sender)
         arrived: list[int] = []
         error = _expect(PeerLost, "`receive` after the sender failed", _drain, receiver, arrived)
-        _require(arrived in ([], [0]), "what arrives after a failure is not what was sent before it.")
+        _require(arrived in ([], [0]), "after a failure, a message arrives that was not sent before it.")
         _require(error.peer == receiver.peer, "PeerLost does not name the peer.")
     sender, receiver = _pair(make, slots=2)
     with sender:

@@ -1,0 +1,33 @@
+"""A process that is driven line by line: it gets a number of iterations on stdin, and answers with measured seconds."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class LineProcess:
+    """A rival's process, in a Python environment of its own."""
+
+    def __init__(self, python: Path, script: Path, *args: str):
+        command = [python, "-W", "ignore", script, *args]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def line(self) -> str:
+        """The next line that the process prints."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the process ended; its error stands above"
+        return line
+
+    def ask(self, iterations: int) -> Sequence[float]:
+        """The seconds that the process needs for so many iterations, in as many ways as it measures them."""
+        assert self.process.stdin is not None
+        print(iterations, file=self.process.stdin, flush=True)
+        return [float(word) for word in self.line().split()]
+
+    def close(self) -> None:
+        """Let the process end, and wait for it."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()

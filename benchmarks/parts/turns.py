@@ -1,0 +1,43 @@
+"""Measure several sides in short turns, so that other load on the machine affects all of them alike."""
+
+from typing import Protocol
+
+from parts.load import Others
+
+
+class Side(Protocol):
+    """One of the programs that are compared."""
+
+    def seconds(self, iterations: int) -> tuple[float, float]:
+        """Wall and CPU time of so many iterations."""
+        ...
+
+
+Speeds = dict[str, list[float]]
+"""Steps per second of each side, by turn."""
+
+
+def take_turns(
+    sides: dict[str, Side], repeats: int, seconds: float, *, steps: int, pids: list[int], block: int = 1
+) -> tuple[Speeds, Speeds, float]:
+    """Steps per second of wall time and of CPU time, and the number of cores that other processes kept busy.
+
+    An iteration takes `steps` steps. A side does a multiple of `block` iterations in each turn, which takes about `seconds`.
+    `pids` are the processes of the sides, besides this one.
+    """
+    blocks = {name: max(1, round(seconds / side.seconds(block)[0])) for name, side in sides.items()}
+    wall: Speeds = {name: [] for name in sides}
+    cpu: Speeds = {name: [] for name in sides}
+    with Others(pids) as others:
+        for _ in range(repeats):
+            for name, side in sides.items():
+                iterations = blocks[name] * block
+                wall_s, cpu_s = side.seconds(iterations)
+                wall[name].append(iterations * steps / wall_s)
+                cpu[name].append(iterations * steps / cpu_s)
+    return wall, cpu, others.cores
+
+
+def ratios(ours: list[float], theirs: list[float]) -> list[float]:
+    """Our speed divided by theirs, for each turn."""
+    return [our / their for our, their in zip(ours, theirs, strict=True)]
