@@ -40,7 +40,7 @@ from choreo.types import GroupName
 
 
 def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Program:
-    """The program of a graph. `outputs`: which piece of which output a group holds in the end, as given to `find_needs`."""
+    """The program of a graph. `outputs`: which piece of which output a group holds in the end, as given to `needs_of`."""
     cutter, body = _Cutter(needs), graph.body
     ins = [cutter.port(name, value) for name, value in zip(graph.in_names, body.ins, strict=True)]
     # A carried value ends in the piece, and at the groups, in which the next iteration reads it.
@@ -284,7 +284,7 @@ class _Cutter:
 
     def _op_step(self, op: Op, group: GroupName) -> OpStep:
         wanted = self.needs.wanted(op, group)
-        evaluation = self.needs.step(op, group) or self.needs.pruned(op, wanted)
+        evaluation = self.needs.inferred(op, group) or self.needs.pruned(op, wanted)
         return OpStep(op, tuple(frozenset(axes) for axes in wanted), evaluation)
 
     def _input(self, value: Value, axis: Axis, size: Size | None, stacked: bool) -> CodeInput:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.partition.forms import Demand, Mixed, Mixes
-from choreo.partition.inference import infer_step
+from choreo.partition.inference import infer_eqn
 from choreo.partition.inferred import InferredEqn
 from choreo.partition.place import Placement
 from choreo.partition.program import Axis
@@ -18,12 +18,12 @@ from choreo.types import GroupName
 
 
 class Needs:
-    """For every value, the pieces that each group needs. Only grows: `find_needs` adds until a fixed point."""
+    """For every value, the pieces that each group needs. Only grows: `needs_of` adds until a fixed point."""
 
     def __init__(self, placement: Placement, top: Body):
         self.placement, self.sites = placement, placement.sites
         self.pieces: dict[Value, dict[GroupName, set[Axis]]] = {}
-        self.steps: dict[tuple[Op, GroupName], InferredEqn] = {}
+        self._inferred: dict[tuple[Op, GroupName], InferredEqn] = {}
         self._pruned: dict[tuple[Op, tuple[bool, ...]], Pruned] = {}
         self.outside: set[Value] = set()
         """The values that no segment makes: inputs, constants, and results of split loops."""
@@ -70,15 +70,15 @@ class Needs:
         home = self.placement.home(value)
         return [] if home is None else [group for group in self.groups(value) if group != home]
 
-    def step(self, op: Op, group: GroupName) -> InferredEqn | None:
+    def inferred(self, op: Op, group: GroupName) -> InferredEqn | None:
         """What is inferred about an op on the blocks of a replicated group; None if the group sees all environments."""
         size = self.sites.size(group)
         if size is None:
             return None
-        if (op, group) not in self.steps:
+        if (op, group) not in self._inferred:
             forms = [self.placement.form(v) for v in op.ins]
-            self.steps[op, group] = infer_step(op.eqn, forms, size, op.at)
-        return self.steps[op, group]
+            self._inferred[op, group] = infer_eqn(op.eqn, forms, size, op.at)
+        return self._inferred[op, group]
 
     def pruned(self, op: Op, wanted: Demand) -> Pruned:
         """An op at a group that sees all environments, as far as its results are wanted."""
@@ -89,8 +89,8 @@ class Needs:
 
     def operands(self, op: Op, group: GroupName, wanted: Demand) -> Demand:
         """The pieces of its operands that an op reads at a group, to compute the wanted pieces of its results."""
-        if step := self.step(op, group):
-            return step.demand(wanted)
+        if inferred := self.inferred(op, group):
+            return inferred.demand(wanted)
         if op.call and op.call.host:
             return [{None}] * len(op.ins)
         return [{None} if used else set() for used in self.pruned(op, wanted).used]
@@ -100,7 +100,7 @@ class Needs:
         return [self.at(value, group) if value else set() for value in op.outs]
 
 
-def find_needs(placement: Placement, body: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
+def needs_of(placement: Placement, body: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
     """The needs of a program. `outputs`: which piece of which output a group must hold in the end; every carried value is
     also held at its home."""
     needs = Needs(placement, body)

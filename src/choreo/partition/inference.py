@@ -1,7 +1,7 @@
 """Abstract interpretation: the form of every value of a program, proved equation by equation.
 
     infer(jaxpr, forms of inputs)       every equation in order -> Inference (`inferred.py`)
-    infer_step(eqn, forms of operands)  one equation            -> InferredEqn, with the forms of its results and its `Way`
+    infer_eqn(eqn, forms of operands)   one equation            -> InferredEqn, with the forms of its results and its `Way`
 
 `forms.py` describes the lattice. A way to run an equation on blocks is looked for in this order:
 
@@ -43,17 +43,17 @@ def infer(
     def form(var):
         return WHOLE if isinstance(var, jec.Literal) else known[var]
 
-    steps = []
+    eqns = []
     for eqn in jaxpr.eqns:
         # Inside a function of JAX's, report the line of the user's call; elsewhere, each equation has its own line.
         line = at if _compat.is_written_by_jax(closed) else _compat.where(eqn) or at
-        step = infer_step(eqn, [form(v) for v in eqn.invars], size, line, proved.of(eqn.invars))
-        known.update(zip(eqn.outvars, step.outs, strict=True))
-        steps.append(step)
-    return Inference(closed, size, steps, [form(v) for v in jaxpr.outvars])
+        inferred = infer_eqn(eqn, [form(v) for v in eqn.invars], size, line, proved.of(eqn.invars))
+        known.update(zip(eqn.outvars, inferred.outs, strict=True))
+        eqns.append(inferred)
+    return Inference(closed, size, eqns, [form(v) for v in jaxpr.outvars])
 
 
-def infer_step(
+def infer_eqn(
     eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str = "", facts: Sequence[Fact] = ()
 ) -> InferredEqn:
     """The forms of an equation's results, and its way to run on blocks.

@@ -93,7 +93,7 @@ class Inference:
 
     closed: jec.ClosedJaxpr
     size: Size
-    steps: list[InferredEqn]
+    eqns: list[InferredEqn]
     """One for each equation, in order."""
     outs: list[Form]
     """The forms of its outputs."""
@@ -119,14 +119,14 @@ def demand(inference: Inference, wanted: Demand) -> tuple[Demand, list[Demand]]:
 
     for var, pieces in zip(jaxpr.outvars, wanted, strict=True):
         need(var, pieces)
-    per_step: list[Demand] = []
-    for step in reversed(inference.steps):
-        outs = [needs.get(v, set()) for v in step.eqn.outvars]
-        per_step.append(outs)
-        if any(outs) or step.eqn.effects:
-            for var, pieces in zip(step.eqn.invars, step.demand(outs), strict=True):
+    per_eqn: list[Demand] = []
+    for inferred in reversed(inference.eqns):
+        outs = [needs.get(v, set()) for v in inferred.eqn.outvars]
+        per_eqn.append(outs)
+        if any(outs) or inferred.eqn.effects:
+            for var, pieces in zip(inferred.eqn.invars, inferred.demand(outs), strict=True):
                 need(var, pieces)
-    inference.demands[asked] = [needs.get(v, set()) for v in jaxpr.invars], per_step[::-1]
+    inference.demands[asked] = [needs.get(v, set()) for v in jaxpr.invars], per_eqn[::-1]
     return inference.demands[asked]
 
 
@@ -135,7 +135,7 @@ def emit(
 ) -> list[dict[Axis, Any]]:
     """Compute the wanted pieces of the outputs from pieces of the inputs."""
     jaxpr, size = inference.closed.jaxpr, inference.size
-    _, per_step = demand(inference, wanted)
+    _, per_eqn = demand(inference, wanted)
     held: dict[Any, dict[Axis, Any]] = {
         v: {None: c} for v, c in zip(jaxpr.constvars, inference.closed.consts, strict=True)
     }
@@ -149,8 +149,8 @@ def emit(
             pieces[axis] = slice_block(pieces[None], axis, index, size)
         return pieces[axis]
 
-    for step, outs in zip(inference.steps, per_step, strict=True):
-        if any(outs) or step.eqn.effects:
-            results = step.emit(lambda i, axis, eqn=step.eqn: piece(eqn.invars[i], axis), outs, index, size)
-            held.update(zip(step.eqn.outvars, results, strict=True))
+    for inferred, outs in zip(inference.eqns, per_eqn, strict=True):
+        if any(outs) or inferred.eqn.effects:
+            results = inferred.emit(lambda i, axis, eqn=inferred.eqn: piece(eqn.invars[i], axis), outs, index, size)
+            held.update(zip(inferred.eqn.outvars, results, strict=True))
     return [{axis: piece(v, axis) for axis in axes} for v, axes in zip(jaxpr.outvars, wanted, strict=True)]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from choreo.partition.cut import cut
-from choreo.partition.demand import find_needs
+from choreo.partition.demand import needs_of
 from choreo.partition.donate import donate
 from choreo.partition.draw_ahead import draw_ahead
 from choreo.partition.place import Sites, place
@@ -45,7 +45,7 @@ def partition(
     for position in range(body.num_carry, len(body.outs)):
         home = placement.home(body.outs[position]) or sites.default
         outputs[position] = {home: placement.natural(body.outs[position], home)}
-    iterate = cut(graph, find_needs(placement, body, outputs), outputs)
+    iterate = cut(graph, needs_of(placement, body, outputs), outputs)
 
     # `init` knows no shards. Block r of all environments holds the environments of block r of the shards.
     init_sites = init_sites or replace(sites, shards=1)
@@ -56,6 +56,6 @@ def partition(
     }  # fmt: skip
     homes = {i: next(iter(groups)) for i, groups in held.items()}
     init_placement = place(traced.init, init_sites, wanted_at=homes)
-    init = cut(traced.init, find_needs(init_placement, traced.init.body, held), held)
+    init = cut(traced.init, needs_of(init_placement, traced.init.body, held), held)
     iterate = relaxed(verify_program(iterate)) if relaxed else verify_program(iterate)
     return verify_program(init), donate(verify_program(draw_ahead(iterate)), num_carry=body.num_carry)

@@ -19,7 +19,7 @@ from choreo.graph.graph import Graph
 from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.host import HostMethod
 from choreo.partition.forms import WHOLE, Form, Size
-from choreo.partition.inference import infer_step
+from choreo.partition.inference import infer_eqn
 from choreo.partition.program import Axis
 from choreo.partition.reduce import combines
 from choreo.roles import SHARD_AXIS
@@ -245,7 +245,7 @@ class _Placer:
         size = (self.sites.size(group) if group else None) or self.sites.any_size()
         if size is None:
             return [WHOLE] * len(op.outs), False
-        forms = infer_step(op.eqn, [self.result.form(v) for v in op.ins], size, op.at).outs
+        forms = infer_eqn(op.eqn, [self.result.form(v) for v in op.ins], size, op.at).outs
         return list(forms), any(form.mixed is not None for value, form in zip(op.outs, forms, strict=True) if value)
 
     def _cheapest(self, op: Op) -> GroupName:
