@@ -15,7 +15,7 @@ from choreo.graph.ir import Body, Op, Operand, Value
 
 if TYPE_CHECKING:
     from choreo.graph.graph import Graph
-else:  # graph.py imports this module
+else:  # graph.py imports the printer, which imports this module
     Graph = Any
 
 CARRY, METRICS = "carry", "metrics"
@@ -87,6 +87,8 @@ def value_names(graph: Graph) -> dict[Value, str]:
 
 
 def _name_body(body: Body, names: dict[Value, str]) -> None:
+    """Add names for the values of a body: results with a path as label, and values that scans pass on."""
+
     def pass_on(known: Operand | None, other: Operand | None) -> None:
         if isinstance(known, Value) and isinstance(other, Value) and known in names:
             names.setdefault(other, names[known])

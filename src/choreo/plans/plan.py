@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def single(self) -> Segment | None:
-        """The segment of an iteration that is compiled into a single one; else None."""
+        """The only segment of an iteration that is compiled as a whole; None if an iteration has several steps."""
         steps = self.iterate.steps
         only = len(self.sites.replicas) == 1 and len(steps) == 1
         return steps[0] if only and isinstance(steps[0], Segment) else None
