@@ -230,8 +230,8 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
         ("[environment]", "[env]", "x/run.toml has no table [environment].\nTake the run.toml of a run"),
         ("seed = 3", "sede = 3", "x/run.toml has an option `sede` in [run], which no run has.\nDid you mean `seed`?"),
         ("seed = 3", "", "x/run.toml has no `seed` in [run].\n"),
-        ("seed = 3", 'seed = "3"', "x/run.toml says `seed = '3'` in [run]; that is no int.\n"),
-        ("seed = 3", "seed = true", "x/run.toml says `seed = True` in [run]; that is no int.\n"),
+        ("seed = 3", 'seed = "3"', "x/run.toml says `seed = '3'` in [run], which must be of type int.\n"),
+        ("seed = 3", "seed = true", "x/run.toml says `seed = True` in [run], which must be of type int.\n"),
         ("seed = 3", "seed = -3", "seed=-3 is not between 0 and 2**32 - 1.\n"),
         (
             "learning_rate = 0.25",
@@ -241,13 +241,13 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
         (
             "learning_rate = 0.25",
             'learning_rate = "fast"',
-            "x/run.toml says `learning_rate = 'fast'` in [algorithm.fields]; that is no float.\nCorrect it; the default of",
+            "x/run.toml says `learning_rate = 'fast'` in [algorithm.fields], which must be of type float.\nCorrect it; the default of",
         ),
         (":Tiny", ":Tinny", "`algorithm` of this run is `"),
         (
             'name = "jax:CartPole-v1"',
             'nam = "jax:CartPole-v1"',
-            "`environment` of this run needs a text `name`, and `kwargs` that are a table",
+            "`environment` of this run needs a `name`, which is a text, and `kwargs`, if given, must be a table",
         ),
         ('name = "coarse"', "nam = 3", "`layout` of this run cannot be made again: there is no `nam` in `Layout`.\n"),
         (
@@ -433,7 +433,7 @@ def test_where_compiled_programs_are_kept(monkeypatch):
         ([*TRAIN, "--layout", "coarse", "--merge", "some"], "LayoutError: merge='some' is not known.\nUse "),
         (
             [*TRAIN, "--layout", "gone.py:two_stage"],
-            "UnknownNameError: There is no file `gone.py` for `gone.py:two_stage`.\nGive a path from this folder.\n",
+            "UnknownNameError: There is no file `gone.py` for `gone.py:two_stage`.\nGive a path relative to this folder.\n",
         ),
         (
             ["train", "dqn", CARTPOLE, "--layout", "apex", "--buffers", "2"],

@@ -158,7 +158,7 @@ def test_a_file_of_the_users(tmp_path):
     assert toml_values.rebuild_environment(described, trust=True) == env and env.name == "make_env"
     with pytest.raises(UnknownNameError, match="no name in .*my_env.py `make_evn`"):
         resolve.environment(f"{file}:make_evn")
-    with pytest.raises(RunError, match="`environment` of this run is `.*gone.py:make_env`, which is gone"):
+    with pytest.raises(RunError, match="`environment` of this run is `.*gone.py:make_env`, which no longer exists"):
         toml_values.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2}, trust=True)
 
 
@@ -175,7 +175,7 @@ def test_what_a_factory_may_also_make():
 def test_what_is_refused():
     with pytest.raises(EnvError, match="A Count was given; it cannot be made 8 times.\n.*lambda: MyEnv"):
         resolve.environment(Count())
-    with pytest.raises(EnvError, match="`difficulty` belongs to an environment given by name"):
+    with pytest.raises(EnvError, match="`difficulty` can be given only with the name of an environment"):
         resolve.environment(envs.make("CartPole-v1", 3), difficulty=3)
     with pytest.raises(EnvError, match="needs at least one environment, not num_envs=0"):
         envs.make("CartPole-v1", 0)

@@ -31,7 +31,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
-    """A run folder as training would leave it: one row per return, in order."""
+    """Write a run folder as training does: one row per return, in order."""
     folder = RunFolder(name)
     Path(name).mkdir()
     folder.write_config({"algorithm": {"class": "x.y:MyPPO"}, "environment": env or ENV, "layout": COARSE})
@@ -53,7 +53,7 @@ def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
 
 
 def printed(comparison):
-    """The lines of the table: label -> what stands in the columns."""
+    """The lines of the printed table: from the label to the texts in the columns."""
     with open(os.devnull, "w") as nowhere:
         console = Console(width=160, record=True, file=nowhere)
         console.print(comparison.table())
@@ -170,7 +170,7 @@ def test_runs_of_different_environments_are_not_compared_by_return():
     )
     comparison = Comparison.of(["a", "b"])
     assert comparison.title == (
-        "Different environments, whose returns do not compare: jax:CartPole-v1, my_env.py:make_env (level=3)"
+        "Different environments, whose returns cannot be compared: jax:CartPole-v1, my_env.py:make_env (level=3)"
     )
     lines = printed(comparison)
     assert lines["environment"] == ["jax:CartPole-v1", "my_env.py:make_env (level=3)"]

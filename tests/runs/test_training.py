@@ -362,7 +362,7 @@ def test_episodes_that_do_not_end_are_no_divergence():
         ({"algo": "gone.py:MyPPO"}, UnknownNameError, "There is no file `gone.py`"),
         ({"algo": "no_such_module:MyPPO"}, UnknownNameError, "There is no module `no_such_module`"),
         ({"algo": TINY.replace(":Tiny", ":Tinny")}, UnknownNameError, "`Tinny`.\nDid you mean `Tiny`"),
-        ({"algo": f"{__file__}:run_tiny"}, AlgorithmError, "is no algorithm, but a function"),
+        ({"algo": f"{__file__}:run_tiny"}, AlgorithmError, "is not an algorithm, but a function"),
         ({"steps": 0}, RunError, "A run of 0 steps does nothing."),
         ({"seed": -1}, RunError, "seed=-1 is not between 0 and 2**32 - 1."),
         ({"eval_every": 0}, RunError, "eval_every=0 must be at least 1."),
@@ -459,7 +459,9 @@ def test_reserved_names_of_metrics_are_refused(name):
 
 def test_complex_metrics_are_refused():
     algo = with_metrics(lambda metrics: metrics | {"phase": jnp.complex64(1j)})
-    with pytest.raises(AlgorithmError, match="The metric `phase` of `Measured` is complex64, which is no real number."):
+    with pytest.raises(
+        AlgorithmError, match="The metric `phase` of `Measured` is complex64, which is not a real number."
+    ):
         train(algo, CARTPOLE, steps=1)
 
 
@@ -590,7 +592,7 @@ def test_every_layout_is_rebuilt():
 
 
 def test_a_name_that_is_gone_says_so():
-    with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which is gone"):
+    with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which no longer exists"):
         toml_values.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
 
 
