@@ -202,7 +202,7 @@ def test_arguments_on_the_command_line():
     assert rest == ["--seed", "1", "--unroll=8"]
     assert settings == {"max_episode_steps": 7, "name": "tall", "sizes": (1, 2), "sutton": True}
     for wrong in ("--env.difficulty", "--env.=3", "--env.1a=3"):
-        with pytest.raises(arguments.UsageError, match="is no argument of an environment"):
+        with pytest.raises(arguments.UsageError, match="is not an argument of an environment"):
             arguments.env_settings([wrong])
     with pytest.raises(arguments.UsageError, match="an option of the run"):
         arguments.env_settings(["--env.num_envs=3"])

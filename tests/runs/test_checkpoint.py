@@ -87,7 +87,7 @@ def test_a_type_that_is_not_in_the_table_is_refused(tmp_path, header, why):
         checkpoint.load(tmp_path / "c", {"x": jnp.zeros(3, jnp.uint8)})
 
 
-def test_what_no_table_has_is_not_saved(tmp_path):
+def test_an_array_of_an_unknown_type_is_not_saved(tmp_path):
     with pytest.raises(RunError, match=re.escape("`['x']` is datetime64[s][2], which a checkpoint cannot hold")):
         checkpoint.save(tmp_path / "c", {"x": np.zeros(2, "M8[s]")}, iteration=0)
 
@@ -98,7 +98,7 @@ def test_numpy_that_is_not_contiguous(tmp_path):
     np.testing.assert_array_equal(checkpoint.load(tmp_path / "c", {"x": strided})["x"], strided)
 
 
-def test_what_is_no_array_comes_from_the_structure(tmp_path):
+def test_leaves_that_are_not_arrays_come_from_the_structure(tmp_path):
     network = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     other = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(1))
     checkpoint.save(tmp_path / "c", network, iteration=0)
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused(tmp_path, like, why):
         checkpoint.load(tmp_path / "c", like)
 
 
-def test_files_that_are_no_checkpoints_are_refused(tmp_path):
+def test_files_that_are_not_checkpoints_are_refused(tmp_path):
     with pytest.raises(RunError, match="There is no checkpoint at .*gone"):
         checkpoint.iteration(tmp_path / "gone")
     checkpoint.save(tmp_path / "cut", {"a": np.zeros(100)}, iteration=0)
@@ -168,7 +168,7 @@ def test_a_header_of_somebody_else_is_refused(tmp_path, header):
         checkpoint.load(file, {"x": jax.ShapeDtypeStruct((2,), np.float32)})
 
 
-def test_what_is_called_random_keys_and_is_none_is_refused(tmp_path):
+def test_an_array_that_only_claims_to_be_random_keys_is_refused(tmp_path):
     file = tmp_path / "checkpoint.safetensors"
     header = json.dumps({"iteration": 0, "keys": {"['x']": "threefry2x32"}, "views": {}})
     file.write_bytes(safetensors.numpy.save({"['x']": np.zeros(3, np.float32)}, {checkpoint.FORMAT: header}))

@@ -147,7 +147,7 @@ def test_environments_in_python_play_by_the_same_rules(episodes):
     assert not ShortOrLongHost.open_now, "the environments of an evaluation are closed after it"
 
 
-def test_in_python_neither_are_short_episodes_favoured():
+def test_in_python_short_episodes_are_not_favoured():
     lengths = evaluate(Counting(), HOST, None, key=KEY, episodes=200).lengths
     assert abs(lengths.mean() - 25.5) < 6  # three standard errors
 

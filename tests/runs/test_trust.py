@@ -99,7 +99,7 @@ def test_an_environment_that_is_code(name):
         del gymnasium.registry["Registered-v0"], gymnasium.registry["Wrapped-v0"]
 
 
-def test_an_environment_that_nobody_knows_is_no_code():
+def test_an_unknown_environment_is_not_code():
     for name in ("CartPol-v1", "gymnax:CartPol-v1", "CartPole-v99"):
         with pytest.raises(RunError, match=f"`environment` of this run is `{name}`, which no longer exists"):
             toml_values.rebuild_environment({"name": name, "num_envs": 2})
@@ -164,7 +164,7 @@ def test_code_is_refused_by_its_entry(data, entry):
     assert entry in str(error.value) and "--trust" in str(error.value)
 
 
-# Who may run code.
+# When code may be run.
 
 
 def write_run(folder: Path, *, algo: Any = None) -> Path:
@@ -205,7 +205,7 @@ def test_the_option_of_each_command(tmp_path, capsys, command):
     assert main([command, what]) == 1
     err = capsys.readouterr().err
     assert err.startswith("UntrustedError: The run names code, which was not run: `algorithm.class")
-    # With it, the command goes on, and says what the next obstacle is.
+    # With --trust, the command gets as far as the next error.
     more = {"train": ["--steps", "0"], "graph": ["--layout", "corse"], "check": ["--iterations", "0"]}.get(command, [])
     assert main([command, what, "--trust", *more]) != 0
     err = capsys.readouterr().err
@@ -214,7 +214,7 @@ def test_the_option_of_each_command(tmp_path, capsys, command):
 
 def test_trust_is_for_a_run(capsys):
     assert main(["graph", "ppo", CARTPOLE, "--trust"]) == 2
-    assert "--trust is for the run.toml of a run; what you name yourself is run." in capsys.readouterr().err
+    assert "--trust is only for a run.toml; code that you name yourself is always run." in capsys.readouterr().err
 
 
 def test_only_a_run_with_code_is_put_on_the_list(tmp_path, monkeypatch):
@@ -254,7 +254,7 @@ def test_a_table_that_is_something_else(tmp_path, table, data):
         RunConfig.from_toml(config | {table: data})
 
 
-# What else is read from a folder.
+# The other files of a folder.
 
 
 ROW = {"iteration": 0, "env_steps": 8, "seconds": 0.5, "train_return": 1.0, "episodes": 1, "episode_return": None}
@@ -265,7 +265,7 @@ ROW = {"iteration": 0, "env_steps": 8, "seconds": 0.5, "train_return": 1.0, "epi
     json.dumps(ROW | {"env_steps": None}), json.dumps(ROW | {"loss": 10**400}), "[" * 10**5 + "]" * 10**5,
     json.dumps({name: value for name, value in ROW.items() if name != "seconds"}), '{"x": ' + "9" * 5000 + "}",
 ], ids=lambda line: line[:20])  # fmt: skip
-def test_a_line_that_is_no_row(tmp_path, line):
+def test_a_line_that_is_not_a_row(tmp_path, line):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(f"{json.dumps(ROW)}\n{line}\n")
     with pytest.raises(RunError, match="Line 2 of .*metrics.jsonl is not a row of metrics: "):

@@ -115,7 +115,7 @@ def test_the_weights_of_an_untrained_ppo_change_nothing(tmp_path):
     assert params_hash(begun) == params_hash(plain)
 
 
-def test_weights_are_taken_and_nothing_else_is(tmp_path):
+def test_only_weights_are_taken(tmp_path):
     first = write_run(tmp_path / "first", Tiny(), change=ones)
     train_state = begin(Tiny(), first)
     assert (np.asarray(train_state.weights) == 1).all() and int(train_state.iterations) == 0
@@ -135,7 +135,7 @@ def test_an_algorithm_may_say_where_the_weights_go(tmp_path):
         assert (np.asarray(weights) == 1).all()
 
 
-# What is kept of it.
+# The record in run.toml.
 
 
 def test_a_run_remembers_where_it_began(tmp_path):
@@ -186,7 +186,7 @@ def test_weights_of_another_algorithm(tmp_path):
     refused(RunError, "`.train.online` (float32[4, 2]) of this run is not in the folder", Twice(), tmp_path)
 
 
-def test_weights_that_were_trained_with_more_or_less(tmp_path):
+def test_weights_trained_with_or_without_normalisation(tmp_path):
     """A network that was trained on normalised observations is useless without the moments."""
     scaled = replace(SMALL_PPO, normalise_obs=True)
     write_run(tmp_path / "first", scaled)
@@ -225,7 +225,7 @@ def test_with_policy_must_return_a_train_state(tmp_path):
     assert "`Wrong.with_policy`" in refused(AlgorithmError, message, Wrong(), tmp_path)
 
 
-def test_what_is_no_run_or_has_no_checkpoint(tmp_path):
+def test_a_folder_without_run_or_checkpoint(tmp_path):
     refused(RunError, "first does not exist.", Tiny(), tmp_path)
     RunFolder(write_run(tmp_path / "first", Tiny())).checkpoint.unlink()
     refused(RunError, "There is no checkpoint at", Tiny(), tmp_path)

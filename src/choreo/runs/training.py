@@ -167,7 +167,7 @@ def resume(
         if done >= config.iterations:
             raise RunError(
                 f"{folder.path} is finished: {done} iterations, {done * config.steps_per_iteration:,} steps.",
-                fix=f"Go on with `choreo resume {folder.path} --steps {2 * done * config.steps_per_iteration}`.",
+                fix=f"Continue with `choreo resume {folder.path} --steps {2 * done * config.steps_per_iteration}`.",
             )
         start = Start(
             done=done,
