@@ -1,7 +1,7 @@
 """The commands of `choreo`: each parses its arguments, does its work and returns the exit code.
 
-Options of a run are parsed here; what remains are hyper-parameters, the fields of the algorithm's dataclass, which tyro
-parses. Heavy modules are imported inside the functions, after the arguments were parsed: `choreo --help` and a mistyped
+Options of a run are parsed here; all other options are hyper-parameters, the fields of the algorithm's dataclass, which
+tyro parses. Heavy modules are imported inside the functions, after the arguments were parsed: `choreo --help` and a mistyped
 option are answered without JAX.
 """
 
