@@ -1,4 +1,4 @@
-"""What importing costs, and who may import what."""
+"""The cost of importing Choreo, and the dependencies that it may import."""
 
 import ast
 import re
@@ -45,20 +45,20 @@ def test_help_answers_within_a_second():
 
 
 def test_public_names_are_there_and_need_no_extra():
-    """What few need is imported where it is used."""
+    """Packages that few users need are imported where they are used."""
     missing = "import choreo, choreo.algos, choreo.envs; print([n for n in choreo.__all__ if not hasattr(choreo, n)])"
     extras = "import sys; print([m for m in ('gymnax', 'flax', 'tensorboardX', 'matplotlib') if m in sys.modules])"
     assert run_python(f"{missing}\n{extras}").split() == ["[]", "[]"]
 
 
 def test_no_module_hides_a_public_function():
-    """Importing a submodule binds its name in the package, over a function that was there or is still to come."""
-    code = "import choreo; print(*[n for n in choreo._HOME if importlib.util.find_spec(f'choreo.{n}')])"
+    """Importing a submodule binds its name in the package, and would replace a function of the same name."""
+    code = "import choreo; print(*[n for n in choreo._MODULE_OF if importlib.util.find_spec(f'choreo.{n}')])"
     assert run_python(f"import importlib.util; {code}").strip() == ""
 
 
 def test_only_compat_touches_what_jax_hides():
-    """Ruff bans `jax._src` everywhere else; this shows that its rule is in force."""
+    """Ruff bans `jax._src` in all other files; this test shows that the rule is active."""
     wrong = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--stdin-filename", "src/choreo/x.py", "-"],
         input="from jax._src import core\nimport jax\njax._src.core\n",
@@ -80,7 +80,7 @@ def test_dependencies_are_those_that_are_imported():
         - sys.stdlib_module_names
         - {"choreo"}
     )
-    through_jax = {"filelock", "flatbuffers"}  # by its compilation cache, and to serialise what it exports
+    through_jax = {"filelock", "flatbuffers"}  # JAX's compilation cache and its export need them
     assert imported - optional | through_jax == required
 
 
@@ -89,7 +89,7 @@ def package_name(requirement: str) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """The top-level packages a file imports, wherever in the file."""
+    """The top-level packages that a file imports anywhere."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]

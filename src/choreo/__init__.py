@@ -1,6 +1,6 @@
 """Choreo: an RL algorithm is written once, as plain JAX; a layout decides where it runs.
 
-Public names are imported when they are first used: `choreo --help` must not wait for JAX.
+Public names are imported when they are first used, so that `choreo --help` does not wait for JAX.
 """
 
 import importlib
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     )
     from choreo.runs.training import load as load, plan as plan, replay as replay, resume as resume, train as train
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "choreo.roles": ("fragment", "host_fragment", "host_method", "all_reduce", "metric"),
     "choreo.loops": ("rollout", "minibatches"),
     "choreo.algos.ppo": ("PPO",),
@@ -70,17 +70,17 @@ _HOMES = {
     ),
     "choreo.runs.training": ("train", "resume", "replay", "load", "plan"),
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("algos", "envs", "layouts", "networks", "ops", "testing")
-__all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_SUBMODULES = ("algos", "envs", "layouts", "networks", "ops", "testing")
+__all__ = [*_MODULE_OF, *_SUBMODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _SUBMODULES:
         return importlib.import_module(f"choreo.{name}")
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module `choreo` has no attribute `{name}`")
-    return globals().setdefault(name, getattr(importlib.import_module(_HOME[name]), name))
+    return globals().setdefault(name, getattr(importlib.import_module(_MODULE_OF[name]), name))
 
 
 def __dir__() -> list[str]:

@@ -26,7 +26,7 @@ def test_a_layout_that_changes_nothing(capsys):
     assert out.startswith(
         "Tiny on jax:CartPole-v1, 6 environments, unroll=8, 3 iterations: Layout(Group('env', 'actor', "
     )
-    assert "jax.jit(iterate)" in out and out.endswith("changes nothing but time, as far as this tells.\n")
+    assert "jax.jit(iterate)" in out and out.endswith("changes nothing but time, as far as these iterations show.\n")
     assert err == ""
 
 
@@ -42,7 +42,7 @@ def test_python_environments_and_json(capsys):
 
 @pytest.fixture
 def found(monkeypatch):
-    """What is found of carry and metrics: nothing is run."""
+    """Replaces the deviations that the check finds; nothing is run."""
     loss = Deviation(name="metrics['loss']", difference=0.5, allowed=0.0, reference="jax.jit(iterate)")
     found = [dataclasses.replace(loss, name="carry.train.weights", difference=0.0), loss]
     monkeypatch.setattr(check, "deviations", lambda *_, **__: found.copy())
@@ -64,7 +64,7 @@ def test_a_layout_that_changes_something(found, capsys):
     assert not verdict["ok"] and verdict["worst"]["name"] == "metrics['loss']"
 
 
-def test_a_fragment_that_the_user_vouches_for_in_vain(capsys, tmp_path, monkeypatch):
+def test_a_fragment_that_is_wrongly_marked_independent(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     vouched = Path(TINY.rpartition(":")[0]).read_text()
     vouched = vouched.replace('@choreo.fragment("actor")', '@choreo.fragment("actor", independent=True)')
@@ -119,7 +119,7 @@ def test_few_environments(layout, num_envs):
 def test_small_sizes():
     env = envs.make(CARTPOLE, 6)
     assert small(PPO(), env, fused(), 3) == PPO(unroll=8, minibatch_size=24, epochs=2, total_steps=144)
-    assert small(PPO(unroll=12), env, fused(), 3).unroll == 12  # what was given stays
+    assert small(PPO(unroll=12), env, fused(), 3).unroll == 12  # a size that was given stays
     dqn = small(DQN(), env, apex(2, 1), 3)
     assert dqn.unroll * env.num_envs >= dqn.min_size >= dqn.batch_size == 8  # it learns from the second iteration on
     assert dqn.capacity == 4 * dqn.min_size
@@ -127,7 +127,7 @@ def test_small_sizes():
 
 @dataclass(frozen=True, kw_only=True)
 class Particular(Tiny):
-    """It wants long iterations."""
+    """An algorithm that refuses short iterations."""
 
     unroll: int = 16
 
@@ -136,5 +136,5 @@ class Particular(Tiny):
         return super().init(env, key)
 
 
-def test_as_given_where_small_does_not_suit():
+def test_an_algorithm_that_refuses_small_sizes_keeps_its_own():
     assert small(Particular(), envs.make(CARTPOLE, 6), fused(), 3).unroll == 16

@@ -117,14 +117,14 @@ def test_ctrl_c_says_where_the_last_checkpoint_is_and_leaves_nothing_half_writte
     assert process.returncode == 130
     done = checkpoint.iteration(Path("x/checkpoint.safetensors"))
     assert f"Interrupted. Last checkpoint: x/checkpoint.safetensors (iteration {done})." in err
-    assert "Go on with `choreo resume x`." in err and "Traceback" not in err
+    assert "Continue with `choreo resume x`." in err and "Traceback" not in err
     assert sorted(os.listdir("x")) == ["checkpoint.safetensors", "graph.svg", "metrics.jsonl", "run.toml"]
     assert len(load("x").rows) == done
     assert all(json.loads(line) for line in Path("x/metrics.jsonl").read_text().splitlines())
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_seen_enough_is_no_error_worth_words(unbuffered):
+def test_a_closed_stdout_ends_quietly(unbuffered):
     """`choreo --help | head -1`"""
     reader, writer = os.pipe()
     os.close(reader)
@@ -135,11 +135,11 @@ def test_a_reader_that_has_seen_enough_is_no_error_worth_words(unbuffered):
     assert ran.stderr == b"" and ran.returncode == 1
 
 
-# The run.toml of a run, given back.
+# Training from a run.toml.
 
 
 def write_run_toml(folder, *, layout=None, **options):
-    """A run.toml without its run."""
+    """Write a run.toml without a run."""
     config = RunConfig(
         algo=resolve.algorithm_class(TINY)(learning_rate=0.25),
         env=resolve.environment(CARTPOLE, 4),
@@ -165,7 +165,7 @@ def test_a_run_is_run_again_from_its_file(capsys):
     assert load(after["path"]).config == load("runs/x").config
 
 
-def test_what_is_given_beside_the_file_is_other_and_the_rest_as_it_was(capsys):
+def test_options_beside_a_run_toml_replace_those_of_the_file(capsys):
     file = write_run_toml("runs/x", stop_at_return=1e9, checkpoint_every=2)
     changes = ["--seed", "1", "--no-centred", "--unroll", "4", "--num-envs", "2", "--workers", "1", "--steps", "40"]
     assert main(["train", file, *changes, "--out", "y", "--quiet"]) == 0
@@ -198,15 +198,15 @@ def test_the_layout_of_a_run_and_its_workers(capsys):
         (coarse(2, exact=True), ["--no-exact"], coarse(2)),
         (coarse(2), ["--max-lag", "2"], coarse(2, max_lag=2)),
         (coarse(2, max_lag=2), ["--workers", "4", "--max-lag", "0"], coarse(4)),
-        # Shards are part of the results, and stay as they were.
+        # Shards change the results, so they stay.
         (multi_learner(4), ["--workers", "2"], multi_learner(2, shards=4)),
         (sebulba(2, 2), ["--learners", "1", "--shards", "4"], sebulba(2, 1, shards=4)),
         (central(2, max_lag=4, merge="any"), ["--merge", "all"], central(2, shards=1, max_lag=4)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
 )
-def test_what_is_given_changes_the_layout_of_a_run(before, options, after):
-    """Without `train`: the layout that it would be given."""
+def test_options_change_the_layout_of_a_run_toml(before, options, after):
+    """Tests the layout that `train` would be given, without training."""
     run_toml = write_run_toml("x", layout=before)
     parser = arguments.make_parser("graph", "")
     arguments.add_layout(parser, default=None)
@@ -230,8 +230,8 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
         ("[environment]", "[env]", "x/run.toml has no table [environment].\nTake the run.toml of a run"),
         ("seed = 3", "sede = 3", "x/run.toml has an option `sede` in [run], which no run has.\nDid you mean `seed`?"),
         ("seed = 3", "", "x/run.toml has no `seed` in [run].\n"),
-        ("seed = 3", 'seed = "3"', "x/run.toml says `seed = '3'` in [run]; that is no int.\n"),
-        ("seed = 3", "seed = true", "x/run.toml says `seed = True` in [run]; that is no int.\n"),
+        ("seed = 3", 'seed = "3"', "x/run.toml says `seed = '3'` in [run], which must be of type int.\n"),
+        ("seed = 3", "seed = true", "x/run.toml says `seed = True` in [run], which must be of type int.\n"),
         ("seed = 3", "seed = -3", "seed=-3 is not between 0 and 2**32 - 1.\n"),
         (
             "learning_rate = 0.25",
@@ -241,13 +241,13 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
         (
             "learning_rate = 0.25",
             'learning_rate = "fast"',
-            "x/run.toml says `learning_rate = 'fast'` in [algorithm.fields]; that is no float.\nCorrect it; the default of",
+            "x/run.toml says `learning_rate = 'fast'` in [algorithm.fields], which must be of type float.\nCorrect it; the default of",
         ),
         (":Tiny", ":Tinny", "`algorithm` of this run is `"),
         (
             'name = "jax:CartPole-v1"',
             'nam = "jax:CartPole-v1"',
-            "`environment` of this run needs a text `name`, and `kwargs` that are a table",
+            "`environment` of this run needs a `name`, which is a text, and `kwargs`, if given, must be a table",
         ),
         ('name = "coarse"', "nam = 3", "`layout` of this run cannot be made again: there is no `nam` in `Layout`.\n"),
         (
@@ -266,9 +266,9 @@ def test_a_broken_file_says_where(capsys, old, new, message):
     assert os.listdir() == ["x"] and os.listdir("x") == ["run.toml"]
 
 
-def test_a_file_stands_alone(capsys):
+def test_a_run_toml_stands_alone(capsys):
     file = write_run_toml("x")
-    assert "`jax:Pendulum-v1` is one argument too many: x/run.toml says" in fails(
+    assert "`jax:Pendulum-v1` is one argument too many: x/run.toml has" in fails(
         capsys, "train", file, "jax:Pendulum-v1"
     )
     assert fails(capsys, "train", "x", "--seed", "1") == (
@@ -287,7 +287,7 @@ def test_init_from(capsys):
     assert main([*command, "--out", "second"]) == 0
     begun = json.loads(capsys.readouterr().out)
     assert begun["params_hash"] == load("first").training_summary["params_hash"]
-    # It is in the file, and holds when the file is given back.
+    # run.toml records it: training from the file begins with the same weights.
     assert main(["train", "second/run.toml", "--seed", "1", "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["params_hash"] == begun["params_hash"]
     err = fails(capsys, *TRAIN, "--init-from", "first", "--out", "first", "--overwrite")
@@ -298,7 +298,7 @@ def test_init_from(capsys):
     assert Path("first/run.toml").exists() and Path("second/run.toml").exists()
 
 
-# Looking.
+# Graphs, lists and help.
 
 
 def test_graph_prints_or_draws(capsys):
@@ -309,8 +309,8 @@ def test_graph_prints_or_draws(capsys):
     assert capsys.readouterr().out == "Wrote plan.svg.\n"
     assert "<svg" in Path("plan.svg").read_text()
     err = fails(capsys, "graph", TINY, CARTPOLE, "--workers", "2")
-    assert err == "UsageError: --workers belongs to a layout.\nAdd --layout coarse.\n"
-    assert "--max-lag belongs to a layout." in fails(capsys, "graph", TINY, CARTPOLE, "--max-lag", "2")
+    assert err == "UsageError: --workers needs --layout.\nAdd --layout coarse.\n"
+    assert "--max-lag needs --layout." in fails(capsys, "graph", TINY, CARTPOLE, "--max-lag", "2")
     assert "There is no folder gone" in fails(capsys, "graph", TINY, CARTPOLE, "-o", "gone/x.svg")
 
 
@@ -433,7 +433,7 @@ def test_where_compiled_programs_are_kept(monkeypatch):
         ([*TRAIN, "--layout", "coarse", "--merge", "some"], "LayoutError: merge='some' is not known.\nUse "),
         (
             [*TRAIN, "--layout", "gone.py:two_stage"],
-            "UnknownNameError: There is no file `gone.py` for `gone.py:two_stage`.\nGive a path from this folder.\n",
+            "UnknownNameError: There is no file `gone.py` for `gone.py:two_stage`.\nGive a path relative to this folder.\n",
         ),
         (
             ["train", "dqn", CARTPOLE, "--layout", "apex", "--buffers", "2"],
@@ -460,7 +460,7 @@ def test_where_compiled_programs_are_kept(monkeypatch):
         ),
         (
             [*TRAIN, "--steps", "many"],
-            "UsageError: Argument --steps: `many` is no whole number.\nSee `choreo train --help`.\n",
+            "UsageError: Argument --steps: `many` is not a whole number.\nSee `choreo train --help`.\n",
         ),
         ([*TRAIN, "--steps"], "UsageError: Argument --steps: expected one argument.\n"),
         (
@@ -480,7 +480,7 @@ def test_misuse_is_two_lines_and_exit_code_2(capsys, args, message):
     assert os.listdir() == []
 
 
-def test_what_fails_is_exit_code_1(capsys):
+def test_failures_have_exit_code_1(capsys):
     Path("file").write_text("mine")
     err = fails(capsys, *TRAIN, "--out", "file", code=1)
     assert err == "RunError: file is a file; a run needs a folder.\nChoose another --out, or remove the file.\n"

@@ -158,7 +158,7 @@ def test_a_function_in_a_users_file(tmp_path):
     assert toml_values.rebuild_environment(described, trust=True) == env and env.name == "make_env"
     with pytest.raises(UnknownNameError, match="no name in .*my_env.py `make_evn`"):
         resolve.environment(f"{file}:make_evn")
-    with pytest.raises(RunError, match="`environment` of this run is `.*gone.py:make_env`, which is gone"):
+    with pytest.raises(RunError, match="`environment` of this run is `.*gone.py:make_env`, which no longer exists"):
         toml_values.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2}, trust=True)
 
 
@@ -175,7 +175,7 @@ def test_other_values_that_name_an_environment():
 def test_errors():
     with pytest.raises(EnvError, match="A Count was given; 8 environments cannot be made from it.\n.*lambda: MyEnv"):
         resolve.environment(Count())
-    with pytest.raises(EnvError, match="`difficulty` belongs to an environment given by name"):
+    with pytest.raises(EnvError, match="`difficulty` can be given only with the name of an environment"):
         resolve.environment(envs.make("CartPole-v1", 3), difficulty=3)
     with pytest.raises(EnvError, match="needs at least one environment, not num_envs=0"):
         envs.make("CartPole-v1", 0)
@@ -202,7 +202,7 @@ def test_arguments_on_the_command_line():
     assert rest == ["--seed", "1", "--unroll=8"]
     assert settings == {"max_episode_steps": 7, "name": "tall", "sizes": (1, 2), "sutton": True}
     for wrong in ("--env.difficulty", "--env.=3", "--env.1a=3"):
-        with pytest.raises(arguments.UsageError, match="is no argument of an environment"):
+        with pytest.raises(arguments.UsageError, match="is not an argument of an environment"):
             arguments.env_settings([wrong])
     with pytest.raises(arguments.UsageError, match="an option of the run"):
         arguments.env_settings(["--env.num_envs=3"])

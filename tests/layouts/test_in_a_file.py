@@ -70,13 +70,13 @@ class TestFound:
         (
             "empty/gone.py:x",
             {},
-            "There is no file `empty/gone.py` for `empty/gone.py:x`.\nGive a path from this folder.",
+            "There is no file `empty/gone.py` for `empty/gone.py:x`.\nGive a path relative to this folder.",
         ),
         ("no_such_module:x", {}, "There is no module `no_such_module` for `no_such_module:x`.\n"),
         ("own.py:two_stages", {}, "There is no name in own.py `two_stages`.\nDid you mean `two_stage`?"),
         ("own.py:thre", {}, "There is no name in own.py `thre`.\nDid you mean `three`"),
-        ("own.py:number", {}, "`own.py:number` is no layout, but an int.\nA layout is choreo.Layout("),
-        ("own.py:forgetful", {}, "What `own.py:forgetful` returns is no layout, but a NoneType.\n"),
+        ("own.py:number", {}, "`own.py:number` is not a layout, but an int.\nA layout is choreo.Layout("),
+        ("own.py:forgetful", {}, "The result of `own.py:forgetful` is not a layout, but a NoneType.\n"),
         ("own.py:needy", {}, "`own.py:needy` needs `pods`.\nGive it a default; --workers"),
         (
             "own.py:two_stage",
@@ -86,11 +86,11 @@ class TestFound:
         (
             "own.py:three",
             {"workers": 2},
-            "`own.py:three` is a value, and takes no `workers`.\n"
+            "`own.py:three` is a value, not a function, and takes no `workers`.\n"
             "Make it a function: def three(*, workers): return choreo.Layout(...)",
         ),
         ("two_stage", {}, "There is no layout `two_stage`.\n"),
-        (3, {}, "3 is no layout, but an int.\n"),
+        (3, {}, "3 is not a layout, but an int.\n"),
     ],
 )
 def test_refused(name, options, message):

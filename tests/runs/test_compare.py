@@ -31,7 +31,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
-    """A run folder as training would leave it: one row per return, in order."""
+    """Write a run folder as training does: one row per return, in order."""
     folder = RunFolder(name)
     Path(name).mkdir()
     folder.write_config({"algorithm": {"class": "x.y:MyPPO"}, "environment": env or ENV, "layout": COARSE})
@@ -53,7 +53,7 @@ def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
 
 
 def printed(comparison):
-    """The lines of the table: label -> what stands in the columns."""
+    """The lines of the printed table: from the label to the texts in the columns."""
     with open(os.devnull, "w") as nowhere:
         console = Console(width=160, record=True, file=nowhere)
         console.print(comparison.table())
@@ -61,7 +61,7 @@ def printed(comparison):
     return {label: texts for label, *texts in lines}
 
 
-def test_it_says_what_training_says():
+def test_a_record_has_the_numbers_of_the_run():
     run = train_for_real(
         f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny",
         "jax:CartPole-v1",
@@ -125,7 +125,7 @@ def test_the_number_of_episodes_behind_a_return():
     assert many.episodes >= EPISODES_PER_RETURN > few.episodes
 
 
-def test_a_lucky_first_episode_is_no_return_reached():
+def test_a_return_over_few_episodes_does_not_count_as_reached():
     write_run("x", [90, 10, 30, 50], [1, 2, 3, 4], episodes=40)
     assert Record.read("x").first_at(50.0) is None
     assert Record.read("x").first_at(35.0) == 2  # the first with a hundred episodes
@@ -140,7 +140,7 @@ def test_an_unfinished_run_is_compared_as_far_as_it_got():
     record = Record.read("b")
     assert (
         not record.is_finished and record.steps_per_second == 4000 / 2
-    )  # what came before the first boundary compiled
+    )  # the time before the first boundary includes compiling
     write_run("c", [10], [3], episodes=200)
     lines = printed(Comparison.of(["a", "b", "c"]))
     assert lines["state"] == ["finished", "unfinished", "unfinished"]
@@ -170,7 +170,7 @@ def test_runs_of_different_environments_are_not_compared_by_return():
     )
     comparison = Comparison.of(["a", "b"])
     assert comparison.title == (
-        "Different environments, whose returns do not compare: jax:CartPole-v1, my_env.py:make_env (level=3)"
+        "Different environments, whose returns cannot be compared: jax:CartPole-v1, my_env.py:make_env (level=3)"
     )
     lines = printed(comparison)
     assert lines["environment"] == ["jax:CartPole-v1", "my_env.py:make_env (level=3)"]
@@ -237,7 +237,7 @@ def test_what_is_refused(capsys):
     )
 
 
-def test_a_line_that_is_no_row_is_named():
+def test_a_line_that_is_not_a_row_is_named():
     folder = write_run("a", [10], [1])
     folder.metrics.write_text(f"{folder.metrics.read_text()}oops\n")
     with pytest.raises(RunError, match="Line 2 of a/metrics.jsonl is not a row of metrics: 'oops'"):
@@ -248,7 +248,7 @@ def test_a_line_that_is_no_row_is_named():
 @pytest.mark.parametrize(
     "value", ["text", [1], {"class": [1]}, {"fields": "x"}, {"fields": {"groups": {"tuple": [3, {}]}}}, {"kwargs": 3}]
 )
-def test_a_config_of_another_form_is_compared_all_the_same(table, value):
+def test_a_run_toml_of_another_form_can_be_compared(table, value):
     folder = write_run("a", [10], [1])
     config = folder.read_config() | {table: value}
     assert Comparison(

@@ -35,7 +35,7 @@ class ShortOrLong:
 
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """Its memory counts the steps of an episode; the count is the action."""
+    """Its recurrent state counts the steps of an episode; the count is the action."""
 
     @choreo.fragment("actor")
     def act(self, params, obs, key, state, *, greedy=False):
@@ -56,7 +56,7 @@ class Always:
 
 @dataclass(frozen=True, kw_only=True)
 class NeverGreedy:
-    """An algorithm that forgot about evaluation."""
+    """An algorithm whose `act` has no parameter `greedy`."""
 
     @choreo.fragment("actor")
     def act(self, params, obs, key):
@@ -113,7 +113,7 @@ def test_episodes_without_an_end_are_given_up():
 
 
 class ShortOrLongHost(gymnasium.Env):
-    """The same in Python; made `made` times."""
+    """ShortOrLong as a Python environment; `open_now` has those that are not closed."""
 
     observation_space, action_space = ShortOrLong.observation_space, ShortOrLong.action_space
     open_now: list["ShortOrLongHost"] = []
@@ -147,7 +147,7 @@ def test_environments_in_python_play_by_the_same_rules(episodes):
     assert not ShortOrLongHost.open_now, "the environments of an evaluation are closed after it"
 
 
-def test_in_python_neither_are_short_episodes_favoured():
+def test_in_python_short_episodes_are_not_favoured():
     lengths = evaluate(Counting(), HOST, None, key=KEY, episodes=200).lengths
     assert abs(lengths.mean() - 25.5) < 6  # three standard errors
 

@@ -49,10 +49,10 @@ assert changed() == {}
 """,
         tmp_path,
     )
-    assert list((tmp_path / "cache").iterdir())  # programs were kept all the same
+    assert list((tmp_path / "cache").iterdir())  # compiled programs were kept
 
 
-def test_devices_are_made_only_once_and_where_the_user_made_none(tmp_path):
+def test_devices_are_made_once_and_only_if_the_user_made_none(tmp_path):
     run(
         """
 try:
@@ -70,7 +70,7 @@ assert changed() == {"jax_num_cpu_devices": 2}  # JAX refuses to change it from 
 @pytest.mark.parametrize(
     "env", [{"JAX_NUM_CPU_DEVICES": "3"}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}], ids=["jax", "xla"]
 )
-def test_what_the_user_has_set_stays(env, tmp_path):
+def test_settings_of_the_user_are_not_changed(env, tmp_path):
     run(
         """
 from choreo.runs import jax_settings
@@ -78,7 +78,7 @@ jax_settings.prepare(choreo.fused(devices=2), choreo.envs.make("CartPole-v1", 2)
 assert changed() == {}
 assert len(jax.devices()) == 3
 with jax_settings.put_back():
-    jax.config.update("jax_log_compiles", True)  # by the user, in a file that is imported, say
+    jax.config.update("jax_log_compiles", True)  # as a file of the user's may do
 assert changed() == {"jax_log_compiles": True}
 """,
         tmp_path,

@@ -26,7 +26,7 @@ class Recorder:
         self.closed += 1
 
 
-def test_a_logger_of_ones_own_sees_every_iteration():
+def test_a_logger_object_sees_every_iteration():
     mine = Recorder()
     run = train(Tiny(), "jax:CartPole-v1", steps=3 * 128, loggers=[mine])
     assert [row["iteration"] for row in mine.rows] == [0, 1, 2]
@@ -44,7 +44,7 @@ def test_loggers_are_closed_when_the_run_fails():
 def test_every_line_of_metrics_is_json(tmp_path):
     train(Tiny(unroll=1), "jax:CartPole-v1", steps=3 * 8, out=tmp_path / "x")
     lines = (tmp_path / "x" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]  # NaN is no JSON
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]  # JSON has no NaN
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert rows[0]["episode_return"] is None
     assert to_json({"a": math.inf, "b": 0.1}) == '{"a": null, "b": 0.1}'

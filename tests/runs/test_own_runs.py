@@ -62,7 +62,7 @@ def test_a_list_that_others_can_write_to_is_not_believed(tmp_path, state, what):
         assert not own_runs.is_own(file, b"x")
 
 
-def test_what_others_wrote_is_not_taken_over(tmp_path, state):
+def test_entries_of_an_ignored_list_are_dropped(tmp_path, state):
     theirs, mine = write(tmp_path / "theirs" / "run.toml"), write(tmp_path / "mine" / "run.toml")
     own_runs.remember(theirs, b"x")
     (state / "runs").chmod(0o666)
@@ -71,7 +71,7 @@ def test_what_others_wrote_is_not_taken_over(tmp_path, state):
     assert own_runs.is_own(mine, b"x") and not own_runs.is_own(theirs, b"x")
 
 
-def test_a_link_in_place_of_the_list_is_not_believed(tmp_path, state):
+def test_a_link_in_place_of_the_list_is_ignored(tmp_path, state):
     file = write(tmp_path / "x" / "run.toml")
     own_runs.remember(file, b"x")
     (state / "runs").rename(tmp_path / "moved")
@@ -89,7 +89,7 @@ def test_a_list_that_cannot_be_written_is_a_warning(tmp_path):
         own_runs.remember(file, b"x")
 
 
-def test_a_path_that_is_not_printed_is_never_listed(tmp_path, state):
+def test_a_path_that_is_not_printable_is_never_listed(tmp_path, state):
     file = write(tmp_path / "a\nb" / "run.toml")
     with pytest.warns(ChoreoWarning, match="its path has characters that are not printable"):
         own_runs.remember(file, b"x")

@@ -1,4 +1,4 @@
-"""`choreo replay`: a run again, bit for bit, whatever the timing of its workers was."""
+"""`choreo replay` runs a run again, bit for bit, whatever the timing of its workers was."""
 
 from pathlib import Path
 
@@ -20,14 +20,14 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.long  # in CI a page of the docs does it: docs/law.md
+@pytest.mark.long  # in CI, the test of docs/law.md covers it
 def test_the_same_parameters(folder, capsys):
     assert main(["replay", str(folder), "--quiet"]) == 0
     digest = load(folder).training_summary["params_hash"]
     assert capsys.readouterr().out == f"The same parameters, bit for bit: {digest}\n"
 
 
-def test_another_order_gives_other_parameters_and_that_is_said(folder, capsys, tmp_path):
+def test_a_changed_log_gives_other_parameters_and_an_error(folder, capsys, tmp_path):
     lines = (folder / "reads.jsonl").read_text().splitlines()
     assert len(lines) == 2 * len(load(folder).rows)
     (folder / "reads.jsonl").write_text("\n".join(line.replace("actor-0", "actor-1") for line in lines) + "\n")

@@ -33,7 +33,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("open_file", [safe_files.open_to_write, safe_files.open_to_read])
-def test_what_is_no_file_of_its_own_is_refused(tmp_path, kind, open_file):
+def test_links_pipes_and_folders_are_refused(tmp_path, kind, open_file):
     place, victim = tmp_path / "metrics.jsonl", tmp_path / "victim"
     plant(kind, place, victim)
     with pytest.raises(RunError, match=f"Refused to open .*metrics.jsonl: {KINDS[kind]}.\nRemove it"):

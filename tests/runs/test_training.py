@@ -32,7 +32,7 @@ PER_ITERATION = 16 * 8
 
 
 def run_tiny(iterations=6, *, fields=None, **options):
-    # One horizon for all, so that they are one program.
+    # The same horizon for all runs, so that one program is compiled for all.
     return train(
         Tiny(**({"total_steps": 10 * PER_ITERATION} | (fields or {}))),
         CARTPOLE,
@@ -53,7 +53,7 @@ def without_seconds(rows):
 
 @dataclass(frozen=True, kw_only=True)
 class Untouchable:
-    """Fails as soon as anybody traces it: what is refused must be refused before."""
+    """An algorithm that fails when it is traced: wrong arguments must be refused before that."""
 
     unroll: int = 4
 
@@ -113,7 +113,7 @@ def test_boundaries_do_not_change_the_result():
 def test_a_run_ends_at_the_first_boundary_that_is_good_enough():
     assert len(run_tiny(6, eval_every=2, eval_episodes=5, stop_at_return=1.0).rows) == 2
     assert len(run_tiny(6, eval_every=2, eval_episodes=5, stop_at_return=1e9).rows) == 6
-    # Without evaluations the training episodes decide, at the boundaries there are anyway.
+    # Without evaluations, the returns of training episodes decide, at the usual boundaries.
     assert len(run_tiny(6, checkpoint_every=3, stop_at_return=1.0).rows) == 3
 
 
@@ -147,7 +147,7 @@ def test_every_period_ends_at_a_boundary(iterations, num_envs, eval_every, check
     assert boundaries[-1] == iterations
     for every in (eval_every, config.checkpoint_period):
         assert set(range(every or iterations, iterations, every or iterations)) <= set(boundaries)
-    # The runtime compiles one length, and perhaps another for the end.
+    # Each length is compiled anew: only the last call may have another length.
     lengths = np.diff(boundaries)
     assert len(set(lengths[:-1])) <= 1
 
@@ -167,7 +167,7 @@ def test_train_return_is_the_mean_of_the_last_hundred_episodes():
 
 def test_the_run_folder_is_complete_and_nothing_else_is_left(tmp_path):
     out = tmp_path / "runs" / "x"
-    out.mkdir(parents=True)  # an empty folder is welcome
+    out.mkdir(parents=True)  # an empty folder is accepted
     run = run_tiny(4, out=out)
     files = ["checkpoint.safetensors", "curve.png", "graph.svg", "metrics.jsonl", "run.toml", "summary.json"]
     assert sorted(p.name for p in out.iterdir()) == files
@@ -197,7 +197,7 @@ def test_acting_takes_one_observation(tmp_path):
     assert sampled == {0, 1}
 
 
-def test_a_recurrent_network_hands_its_memory_around():
+def test_acting_with_a_recurrent_network_returns_its_state():
     from choreo import networks
     from choreo.algos import PPO
 
@@ -252,7 +252,7 @@ def test_a_run_that_fails_at_once_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lambda_among_the_fields_is_asked_for_again(tmp_path):
+def test_a_lambda_among_the_fields_must_be_passed_to_load(tmp_path):
     algo = Tiny(squash=lambda obs: obs)
     run = train(algo, CARTPOLE, steps=1, out=tmp_path / "x")
     with pytest.raises(RunError, match="`algorithm.squash` of this run cannot be made again") as error:
@@ -262,7 +262,7 @@ def test_a_lambda_among_the_fields_is_asked_for_again(tmp_path):
     assert loaded.training_summary["params_hash"] == run.training_summary["params_hash"]
 
 
-def test_folders_that_are_no_runs_are_refused(tmp_path):
+def test_folders_that_are_not_runs_are_refused(tmp_path):
     with pytest.raises(RunError, match="gone does not exist"):
         load(tmp_path / "gone")
     with pytest.raises(RunError, match="is not a run folder: it has no run.toml"):
@@ -272,7 +272,7 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
         load(tmp_path)
 
 
-# Interrupted, and gone on.
+# Interrupted and resumed.
 
 
 def interrupt_at(iteration):
@@ -288,7 +288,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_tiny(7, out=tmp_path / "x", checkpoint_every=2, eval_every=2, eval_episodes=3, on_iteration=interrupt_at(5))
     assert checkpoint.iteration(tmp_path / "x" / "checkpoint.safetensors") == 4
-    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # two of them beyond the checkpoint
+    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # two of them after the checkpoint
     assert len(load(tmp_path / "x").rows) == 4
     resumed = resume(tmp_path / "x")
     assert resumed.training_summary["params_hash"] == whole.training_summary["params_hash"]
@@ -309,9 +309,9 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path):
     assert load(tmp_path / "x").config.steps == 6 * PER_ITERATION
 
 
-def test_a_horizon_nobody_fixed_moves_with_the_steps(tmp_path):
+def test_the_default_horizon_moves_with_the_steps(tmp_path):
     run = train(Tiny(), CARTPOLE, steps=3 * PER_ITERATION + 1, out=tmp_path / "x")
-    assert run.algo.total_steps == 4 * PER_ITERATION  # the horizon is what is run
+    assert run.algo.total_steps == 4 * PER_ITERATION  # steps rounded up to iterations
     longer = resume(tmp_path / "x", steps=8 * PER_ITERATION)
     np.testing.assert_allclose(longer.metrics["rate"][4], 0.1 * (1 - 4 / 8), rtol=1e-6)
 
@@ -330,7 +330,7 @@ def test_several_sites_cannot_be_resumed(tmp_path):
     assert "--layout fused" in str(error.value)
 
 
-# Refused, or stopped.
+# Refused or stopped.
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_at_the_boundary(tmp_path):
@@ -343,7 +343,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_boundary(tmp_path):
     assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # up to the bad one
 
 
-def test_episodes_that_do_not_end_are_no_divergence():
+def test_metrics_of_episodes_may_be_nan():
     run = train(Tiny(unroll=1), CARTPOLE, steps=8)
     assert np.isnan(run.metrics["episode_return"]).all() and math.isnan(run.train_return)
 
@@ -362,7 +362,7 @@ def test_episodes_that_do_not_end_are_no_divergence():
         ({"algo": "gone.py:MyPPO"}, UnknownNameError, "There is no file `gone.py`"),
         ({"algo": "no_such_module:MyPPO"}, UnknownNameError, "There is no module `no_such_module`"),
         ({"algo": TINY.replace(":Tiny", ":Tinny")}, UnknownNameError, "`Tinny`.\nDid you mean `Tiny`"),
-        ({"algo": f"{__file__}:run_tiny"}, AlgorithmError, "is no algorithm, but a function"),
+        ({"algo": f"{__file__}:run_tiny"}, AlgorithmError, "is not an algorithm, but a function"),
         ({"steps": 0}, RunError, "A run of 0 steps does nothing."),
         ({"seed": -1}, RunError, "seed=-1 is not between 0 and 2**32 - 1."),
         ({"eval_every": 0}, RunError, "eval_every=0 must be at least 1."),
@@ -459,7 +459,9 @@ def test_reserved_names_of_metrics_are_refused(name):
 
 def test_complex_metrics_are_refused():
     algo = with_metrics(lambda metrics: metrics | {"phase": jnp.complex64(1j)})
-    with pytest.raises(AlgorithmError, match="The metric `phase` of `Measured` is complex64, which is no real number."):
+    with pytest.raises(
+        AlgorithmError, match="The metric `phase` of `Measured` is complex64, which is not a real number."
+    ):
         train(algo, CARTPOLE, steps=1)
 
 
@@ -559,7 +561,7 @@ def same_bits(a, b):
     )
 
 
-# From values to names, and back.
+# From values to TOML data, and back.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -594,7 +596,7 @@ def test_every_layout_is_rebuilt():
 
 
 def test_a_name_that_is_gone_says_so():
-    with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which is gone"):
+    with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which no longer exists"):
         toml_values.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
 
 

@@ -1,4 +1,4 @@
-"""What in a run.toml is data and what is code, and who may run the code."""
+"""Which entries of a run.toml are data and which are code, and when the code may be run."""
 
 import dataclasses
 import functools
@@ -99,9 +99,9 @@ def test_an_environment_that_is_code(name):
         del gymnasium.registry["Registered-v0"], gymnasium.registry["Wrapped-v0"]
 
 
-def test_an_environment_that_nobody_knows_is_no_code():
+def test_an_unknown_environment_is_not_code():
     for name in ("CartPol-v1", "gymnax:CartPol-v1", "CartPole-v99"):
-        with pytest.raises(RunError, match=f"`environment` of this run is `{name}`, which is gone"):
+        with pytest.raises(RunError, match=f"`environment` of this run is `{name}`, which no longer exists"):
             toml_values.rebuild_environment({"name": name, "num_envs": 2})
 
 
@@ -115,12 +115,12 @@ def test_an_argument_that_is_no_plain_data_is_code(argument, value):
 
 
 @pytest.mark.parametrize("data, message", [
-    ({"name": ["CartPole-v1"], "num_envs": 2}, "`environment` of this run needs a text `name`"),
-    ({"name": "CartPole-v1", "num_envs": 2, "kwargs": "x"}, "and `kwargs` that are a table"),
-    ({"name": "CartPole-v1", "num_envs": "x"}, "`environment.num_envs = 'x'` of this run is no number of environments"),
-    ({"name": "CartPole-v1", "num_envs": True}, "is no number of environments"),
-    ({"name": "CartPole-v1", "num_envs": 2, "kwargs": {"num_envs": 3}}, "`environment.kwargs.num_envs` of this run is no argument"),
-    ({"name": "CartPole-v1", "num_envs": 2, "kwargs": {"env_id": "x"}}, "`environment.kwargs.env_id` of this run is no argument"),
+    ({"name": ["CartPole-v1"], "num_envs": 2}, "`environment` of this run needs a `name`, which is a text"),
+    ({"name": "CartPole-v1", "num_envs": 2, "kwargs": "x"}, "and `kwargs`, if given, must be a table"),
+    ({"name": "CartPole-v1", "num_envs": "x"}, "`environment.num_envs = 'x'` of this run is not a number of environments"),
+    ({"name": "CartPole-v1", "num_envs": True}, "is not a number of environments"),
+    ({"name": "CartPole-v1", "num_envs": 2, "kwargs": {"num_envs": 3}}, "`environment.kwargs.num_envs` of this run is not an argument"),
+    ({"name": "CartPole-v1", "num_envs": 2, "kwargs": {"env_id": "x"}}, "`environment.kwargs.env_id` of this run is not an argument"),
     ({"class": "VmapEnv", "fields": {"env": 3, "num_envs": 2}}, "`env` cannot be 3 in `VmapEnv`"),
 ])  # fmt: skip
 def test_an_environment_of_the_wrong_form(data, message):
@@ -129,8 +129,8 @@ def test_an_environment_of_the_wrong_form(data, message):
 
 
 @pytest.mark.parametrize("data, message", [
-    ({"class": "mlp"}, "`x.class` of this run is no class"),
-    ({"class": "ppo", "fields": []}, "`x.fields` is no table"),
+    ({"class": "mlp"}, "`x.class` of this run is not a class"),
+    ({"class": "ppo", "fields": []}, "`x.fields` is not a table"),
     ({"class": "ppoo"}, "`x.class` of this run is `ppoo`. There is no public name `ppoo`.\nDid you mean"),
     ({"class": "ppo", "fields": {"unrol": 3}}, "there is no `unrol` in `ppo`"),
     ({"class": "ppo", "fields": {"unroll": {"tuple": []}}}, r"`unroll` cannot be \(\) in `ppo`"),
@@ -164,11 +164,11 @@ def test_code_is_refused_by_its_entry(data, entry):
     assert entry in str(error.value) and "--trust" in str(error.value)
 
 
-# Who may run code.
+# When code may be run.
 
 
 def write_run(folder: Path, *, algo: Any = None) -> Path:
-    """The run.toml of a run that never ran, of an algorithm of the user's if nothing is said."""
+    """The run.toml of a run that never ran; by default, of an algorithm that is the user's code."""
     options: dict[str, Any] = {"steps": 16, "seed": 0, "runtime": None, "eval_every": None, "eval_episodes": 1}
     algo, options = algo or resolve.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
     config = RunConfig(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
@@ -205,7 +205,7 @@ def test_the_option_of_each_command(tmp_path, capsys, command):
     assert main([command, what]) == 1
     err = capsys.readouterr().err
     assert err.startswith("UntrustedError: The run names code, which was not run: `algorithm.class")
-    # With it, the command goes on, and says what the next obstacle is.
+    # With --trust, the command gets as far as the next error.
     more = {"train": ["--steps", "0"], "graph": ["--layout", "corse"], "check": ["--iterations", "0"]}.get(command, [])
     assert main([command, what, "--trust", *more]) != 0
     err = capsys.readouterr().err
@@ -214,7 +214,7 @@ def test_the_option_of_each_command(tmp_path, capsys, command):
 
 def test_trust_is_for_a_run(capsys):
     assert main(["graph", "ppo", CARTPOLE, "--trust"]) == 2
-    assert "--trust is for the run.toml of a run; what you name yourself is run." in capsys.readouterr().err
+    assert "--trust is only for a run.toml; code that you name yourself is always run." in capsys.readouterr().err
 
 
 def test_only_a_run_with_code_is_put_on_the_list(tmp_path, monkeypatch):
@@ -250,11 +250,11 @@ def test_a_file_of_the_wrong_form(tmp_path, old, new, message):
 @pytest.mark.parametrize("table", ["algorithm", "environment", "layout"])
 def test_a_table_that_is_something_else(tmp_path, table, data):
     config = tomllib.loads(write_run(tmp_path / "x", algo=choreo.PPO()).read_text())
-    with pytest.raises(RunError, match=f"`{table}` in run.toml is no {table}"):
+    with pytest.raises(RunError, match=f"`{table}` in run.toml has the wrong type: "):
         RunConfig.from_toml(config | {table: data})
 
 
-# What else is read from a folder.
+# The other files of a folder.
 
 
 ROW = {"iteration": 0, "env_steps": 8, "seconds": 0.5, "train_return": 1.0, "episodes": 1, "episode_return": None}
@@ -265,7 +265,7 @@ ROW = {"iteration": 0, "env_steps": 8, "seconds": 0.5, "train_return": 1.0, "epi
     json.dumps(ROW | {"env_steps": None}), json.dumps(ROW | {"loss": 10**400}), "[" * 10**5 + "]" * 10**5,
     json.dumps({name: value for name, value in ROW.items() if name != "seconds"}), '{"x": ' + "9" * 5000 + "}",
 ], ids=lambda line: line[:20])  # fmt: skip
-def test_a_line_that_is_no_row(tmp_path, line):
+def test_a_line_that_is_not_a_row(tmp_path, line):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(f"{json.dumps(ROW)}\n{line}\n")
     with pytest.raises(RunError, match="Line 2 of .*metrics.jsonl is not a row of metrics: "):
@@ -313,7 +313,7 @@ def test_errors_escape_what_a_terminal_would_obey(tmp_path, capsys):
 
 
 def test_nothing_is_imported_from_the_folder_one_is_in(tmp_path):
-    """`choreo` is a script elsewhere: what lies in the current folder is not on the path."""
+    """The current folder is not on the import path: `choreo` is a script in another folder."""
     write_run(tmp_path / "x")
     for name in ("numpy", "tiny", "evil"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
@@ -325,7 +325,7 @@ def test_nothing_is_imported_from_the_folder_one_is_in(tmp_path):
 
 @pytest.mark.parametrize("depth", [100, 400, 5000])
 def test_a_file_that_is_nested_deeply_is_refused(tmp_path, depth):
-    """Deeper than Python's stack, in the parser or behind it."""
+    """Deeper than Python's stack, while parsing or afterwards."""
     file = tmp_path / "run.toml"
     head = '[run]\nsteps = 8\nseed = 0\neval_episodes = 1\n[environment]\nname = "jax:CartPole-v1"\nnum_envs = 2\n[layout]\n'
     file.write_text(
@@ -336,7 +336,7 @@ def test_a_file_that_is_nested_deeply_is_refused(tmp_path, depth):
 
 
 def test_all_code_of_a_file_is_named(tmp_path):
-    """Whoever looks at one entry and trusts it must know of the others."""
+    """A user who decides about --trust must see all the code that it would run."""
     file = write_run(tmp_path / "mine")
     data = tomllib.loads(file.read_text())
     data["algorithm"]["fields"]["squash"] = {"name": "other_module:f"}
@@ -366,7 +366,7 @@ def test_a_layout_cannot_forge_lines():
 
 @pytest.mark.parametrize("kind", ["usetex", "pipe"])
 def test_a_configuration_of_matplotlib_in_the_current_folder_is_not_obeyed(tmp_path, kind):
-    """It could start LaTeX, or be a pipe at which one waits."""
+    """The file could start LaTeX, or be a pipe that blocks."""
     if kind == "pipe":
         os.mkfifo(tmp_path / "matplotlibrc")
     else:

@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another. The law: weights that `init` would have made change nothing."""
+"""A run that begins with the weights of another run. The law: the weights that `init` would have made change nothing."""
 
 import functools
 import re
@@ -41,7 +41,7 @@ def make_config(algo, *, seed=0, num_envs=8):
 
 
 def write_run(path, algo, *, change=lambda train: train, **options):
-    """A run folder with what `init` makes, before any iteration; `change` may put other weights in it."""
+    """A run folder with the state that `init` makes; `change` may replace its weights."""
     config = make_config(algo, **options)
     carry = initial_carry(config)
     path.mkdir()
@@ -115,7 +115,7 @@ def test_the_weights_of_an_untrained_ppo_change_nothing(tmp_path):
     assert params_hash(begun) == params_hash(plain)
 
 
-def test_weights_are_taken_and_nothing_else_is(tmp_path):
+def test_only_weights_are_taken(tmp_path):
     first = write_run(tmp_path / "first", Tiny(), change=ones)
     train_state = begin(Tiny(), first)
     assert (np.asarray(train_state.weights) == 1).all() and int(train_state.iterations) == 0
@@ -135,7 +135,7 @@ def test_an_algorithm_may_say_where_the_weights_go(tmp_path):
         assert (np.asarray(weights) == 1).all()
 
 
-# What is kept of it.
+# The record in run.toml.
 
 
 def test_a_run_remembers_where_it_began(tmp_path):
@@ -145,7 +145,7 @@ def test_a_run_remembers_where_it_began(tmp_path):
     origin = load(tmp_path / "begun").config.init_from
     assert origin == begun.config.init_from
     assert (Path(origin.path), origin.params_hash) == (first.resolve(), checkpoint.sha256(np.ones((4, 2), np.float32)))
-    # Going on needs the other run no more.
+    # Resuming does not need the other run.
     RunFolder(first).checkpoint.unlink()
     assert len(resume(tmp_path / "begun", steps=3 * PER_ITERATION).rows) == 3
 
@@ -157,7 +157,7 @@ def test_weights_that_have_changed_since_are_refused(tmp_path):
     RunFolder(first).checkpoint.unlink()
     write_run(tmp_path / "other", Tiny(), change=ones)
     RunFolder(tmp_path / "other").checkpoint.rename(RunFolder(first).checkpoint)
-    with pytest.raises(RunError, match="are no longer those that the run began with") as error:
+    with pytest.raises(RunError, match="are not those that the run began with") as error:
         Weights.read(config, origin)
     assert f"Give --init-from {first}" in str(error.value)
 
@@ -174,24 +174,26 @@ def refused(error, message, algo, tmp_path):
 
 def test_weights_of_another_shape(tmp_path):
     first = write_run(tmp_path / "first", Tiny(), change=lambda t: t._replace(weights=jnp.zeros((6, 2))))
-    text = refused(RunError, "`.train.weights` is float32[6, 2] there and float32[4, 2] here", Tiny(), tmp_path)
+    text = refused(
+        RunError, "`.train.weights` is float32[6, 2] in the folder and float32[4, 2] in this run", Tiny(), tmp_path
+    )
     assert text.startswith(f"The weights in {first} do not fit: ")
-    assert f"{first / 'run.toml'} says what this one had" in text
+    assert f"see {first / 'run.toml'}." in text
 
 
 def test_weights_of_another_algorithm(tmp_path):
     write_run(tmp_path / "first", Tiny())
-    refused(RunError, "`.train.online` is float32[4, 2] here and is not there", Twice(), tmp_path)
+    refused(RunError, "`.train.online` (float32[4, 2]) of this run is not in the folder", Twice(), tmp_path)
 
 
-def test_weights_that_were_trained_with_more_or_less(tmp_path):
-    """A network that saw scaled observations is no good without the scale."""
+def test_weights_trained_with_or_without_normalisation(tmp_path):
+    """A network that was trained on normalised observations is useless without the moments."""
     scaled = replace(SMALL_PPO, normalise_obs=True)
     write_run(tmp_path / "first", scaled)
-    refused(RunError, "`.train.params.moments.mean` is there and is not here", SMALL_PPO, tmp_path)
+    refused(RunError, "`.train.params.moments.mean` of the folder is not in this run", SMALL_PPO, tmp_path)
     (tmp_path / "first").rename(tmp_path / "scaled")
     write_run(tmp_path / "first", SMALL_PPO)
-    refused(RunError, "`.train.params.moments.mean` is float32[4] here and is not there", scaled, tmp_path)
+    refused(RunError, "`.train.params.moments.mean` (float32[4]) of this run is not in the folder", scaled, tmp_path)
 
 
 def test_a_policy_that_computes_must_say_where_its_weights_go(tmp_path):
@@ -223,7 +225,7 @@ def test_with_policy_must_return_a_train_state(tmp_path):
     assert "`Wrong.with_policy`" in refused(AlgorithmError, message, Wrong(), tmp_path)
 
 
-def test_what_is_no_run_or_has_no_checkpoint(tmp_path):
+def test_a_folder_without_run_or_checkpoint(tmp_path):
     refused(RunError, "first does not exist.", Tiny(), tmp_path)
     RunFolder(write_run(tmp_path / "first", Tiny())).checkpoint.unlink()
     refused(RunError, "There is no checkpoint at", Tiny(), tmp_path)

@@ -188,7 +188,7 @@ BROKEN = {
     NotFinite: r"`carry.train\['total'\]` is not finite",
     NoMetrics: "returns no metric `episode_return`",
     VectorMetric: r"metric `loss` of `VectorMetric` has shape \[3\]",
-    ComplexMetric: "metric `phase` of `ComplexMetric` is complex64, which is no real number",
+    ComplexMetric: "metric `phase` of `ComplexMetric` is complex64, which is not a real number",
     ReservedMetric: "returns a metric `seconds`, which a run writes itself",
     FloatAction: r"an action float32\[\] for one environment, but actions are Discrete\(2\)",
     OneResult: r"not \(carry, metrics\)",

@@ -1,6 +1,6 @@
-"""What was typed after `choreo`: options of a run, names of an algorithm and an environment, hyper-parameters.
+"""Parse the arguments of commands: names of an algorithm and an environment, options of a run, hyper-parameters.
 
-Nothing heavy is imported before it is known that it is needed.
+Heavy modules are imported inside the functions that need them: `choreo --help` answers without JAX.
 """
 
 import argparse
@@ -13,10 +13,12 @@ from choreo.errors import ChoreoError
 
 
 class UsageError(ChoreoError):
-    """The command line makes no sense."""
+    """The arguments of a command are wrong."""
 
 
 def make_parser(command: str, usage: str) -> argparse.ArgumentParser:
+    """A parser that raises UsageError, where argparse would print the usage and exit."""
+
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise UsageError(f"{message[0].upper()}{message[1:]}.", fix=f"See `choreo {command} --help`.")
@@ -28,25 +30,31 @@ def make_parser(command: str, usage: str) -> argparse.ArgumentParser:
 
 def add_layout(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     add = parser.add_argument
-    words = "where it runs: a name of `choreo list layouts`, or a layout of yours, my_layouts.py:two_stage"
+    words = "where the algorithm runs: a name of `choreo list layouts`, or a layout of yours, my_layouts.py:two_stage"
     add("--layout", default=default, help=f"{words} ({default or 'none'})")
     add("--workers", type=count, help="replicas of the layout's first replicated group")
     add("--learners", type=count, help="replicas of its learner, where there may be several")
     add("--buffers", type=count, help="replicas of its replay, where there may be several")
-    add("--devices", type=count, help="devices of one site, among which its work is divided")
-    add("--shards", type=count, help="learner shards S: part of the results, unlike workers, learners and devices")
-    add("--max-lag", type=count, help="by how many updates what a worker reads may be out of date (0, lockstep)")
-    add("--merge", help="all: learn once every worker's part is there; any: from each part as it arrives (all)")
+    add("--devices", type=count, help="devices that share the work of one site")
+    add("--shards", type=count, help="learner shards S; they change the results, unlike workers, learners and devices")
+    add("--max-lag", type=count, help="how many updates old the parameters that a worker reads may be (0, lockstep)")
+    add("--merge", help="all: learn from all workers' parts together; any: from each part as it arrives (all)")
     exact = "the same result, bit for bit, for any number of workers"
     add("--exact", action=argparse.BooleanOptionalAction, default=None, help=exact)
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trust", action="store_true", help="run the code that a run.toml of somebody else names")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="run the code that a run.toml names, although this account did not write it",
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="last line of stdout: one JSON object; the rest to stderr")
+    parser.add_argument(
+        "--json", action="store_true", help="write one JSON object as the last line of stdout; all else goes to stderr"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -61,14 +69,14 @@ def parse(parser: argparse.ArgumentParser, args: list[str]) -> argparse.Namespac
 
 
 def parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Namespace, Any, Any]:
-    """The options of the command, the algorithm with its hyper-parameters, and the environments.
+    """Returns the options of the command, the algorithm with its hyper-parameters, and the environments.
 
-    The first arguments are the names of both, or the run.toml of a run, whose options then are the defaults.
+    The first arguments are the names of algorithm and environment, or a run.toml, whose options become the defaults.
     """
     names = []
     while args and len(names) < 2 and not args[0].startswith("-"):
         names.append(args.pop(0))
-    config = _config(names, parser, trust="--trust" in args)
+    config = _read_config(names, parser, trust="--trust" in args)
     if "-h" in args or "--help" in args:
         parser.print_help()
         if names:
@@ -91,7 +99,7 @@ def parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argpa
 
 
 def env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The arguments without `--env.key=value`, and these: a value is read as Python, or is a text."""
+    """Returns the other arguments, and the `--env.key=value` ones as a dict; values are Python literals or else texts."""
     import ast
 
     rest, settings = [], {}
@@ -102,9 +110,9 @@ def env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
         key, equals, value = arg.removeprefix("--env.").partition("=")
         name = key.replace("-", "_")
         if not equals or not name.isidentifier():
-            raise UsageError(f"`{arg}` is no argument of an environment.", fix="Write --env.difficulty=3")
+            raise UsageError(f"`{arg}` is not an argument of an environment.", fix="Write --env.difficulty=3")
         if name == "num_envs":
-            raise UsageError("How many environments there are is an option of the run.", fix="Write --num-envs 8")
+            raise UsageError("The number of environments is an option of the run.", fix="Write --num-envs 8")
         try:
             settings[name] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
         except (SyntaxError, ValueError):
@@ -112,19 +120,19 @@ def env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, settings
 
 
-def _config(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -> Any:
-    """The config in the run.toml that is named, if one is; its options become the defaults of the command."""
+def _read_config(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -> Any:
+    """The RunConfig of the run.toml in `names`, whose options become the defaults of `parser`; None without a run.toml."""
     if not names or not (names[0].endswith(".toml") or Path(names[0], "run.toml").is_file()):
         if trust:
             raise UsageError(
-                "--trust is for the run.toml of a run; what you name yourself is run.", fix="Leave it out."
+                "--trust is only for a run.toml; code that you name yourself is always run.", fix="Leave it out."
             )
         return None
     if not names[0].endswith(".toml"):
         raise UsageError(f"`{names[0]}` is a run folder.", fix=f"Name its file: {parser.prog} {names[0]}/run.toml")
     if len(names) > 1:
         raise UsageError(
-            f"`{names[1]}` is one argument too many: {names[0]} says which environment.",
+            f"`{names[1]}` is one argument too many: {names[0]} has the environment.",
             fix="Give the algorithm and the environment by name, or only the file.",
         )
 
@@ -154,16 +162,16 @@ def _hyperparameters(name: str, args: list[str], parser: argparse.ArgumentParser
 
 
 LAYOUT_OPTIONS = ("workers", "learners", "buffers", "devices", "shards", "max_lag", "merge", "exact")
-"""What a layout may be made with."""
+"""Names of the options that layouts take."""
 
 
 def layout_given(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of a layout that were given."""
+    """The options of the layout that the user gave."""
     return {name: value for name in LAYOUT_OPTIONS if (value := getattr(options, name)) is not None}
 
 
 def layout_of(options: argparse.Namespace) -> Any:
-    """The layout by name, or that of a run, of which only what is given is changed."""
+    """The layout that the user named; for a run.toml, the layout of the run with the given options changed."""
     from choreo.runs import resolve
 
     layout, given = options.layout, layout_given(options)
@@ -172,7 +180,7 @@ def layout_of(options: argparse.Namespace) -> Any:
     before = resolve.made_with(layout)
     if before is None:
         raise UsageError(
-            f"{as_flag(next(iter(given)))} cannot change the layout of this run, which is not one of Choreo's.",
+            f"{as_flag(next(iter(given)))} cannot change the layout of this run, which is not a preset of Choreo.",
             fix="Name a layout as well: --layout coarse --workers 2",
         )
     return resolve.layout(layout.name, **before | given)
@@ -192,16 +200,17 @@ def _unknown_option(flag: str, known: set[str]) -> UsageError:
 
 
 def near(name: str, known: Any) -> str:
+    """A hint for a wrong name: the nearest known names."""
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     return f"Did you mean {' or '.join(f'`{c}`' for c in close)}?" if close else "See `choreo --help`."
 
 
 def count(text: str) -> int:
-    """A whole number; 300_000 and 3e5 are welcome."""
+    """Parse an integer; 300_000 and 3e5 are accepted too."""
     try:
         value = float(text) if "e" in text.lower() else int(text)
         if value != int(value):
             raise ValueError
     except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"`{text}` is no whole number") from None
+        raise argparse.ArgumentTypeError(f"`{text}` is not a whole number") from None
     return int(value)

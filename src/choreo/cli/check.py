@@ -1,8 +1,8 @@
-"""`choreo check`: does a layout change nothing but time, for this algorithm on this environment? A few small iterations tell.
+"""The work of `choreo check`: test on a few small iterations that a layout changes nothing but time.
 
-check_algorithm       every part is there and has the right form
-check_independent     environments do not meet in fragments for which the user vouches
-deviations            every leaf of the carry, every metric: planned, and plain without marks
+check_algorithm       every part of the algorithm exists and has the right form
+check_independent     tries to disprove fragments that the user marked independent=True
+deviations            compares every leaf of the carry and every metric with `jax.jit(iterate)` without marks
 """
 
 import dataclasses
@@ -26,23 +26,25 @@ from choreo.testing.layouts import Deviation, beyond, deviations, worst_of
 from choreo.testing.marks import unmarked
 
 FEW_ENVS = 6
+"""At least so many environments."""
 FEW_STEPS = 8
+"""At most so many steps per iteration, where `unroll` is at its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was compared, and how far apart it was."""
+    """The result of a check: what was compared, and how large the differences were."""
 
     algo: Any
-    """As it was run: small."""
+    """The algorithm as it was run, with small sizes."""
     env: Any
     layout: Layout
     iterations: int
     deviations: list[Deviation]
     trusted: list[str]
-    """Fragments for which the user vouches; they were tried, and nothing was found."""
+    """Fragments marked independent=True; the check could not disprove it."""
     warnings: tuple[str, ...]
-    """What was probably not meant."""
+    """Warnings of the plan."""
 
     @classmethod
     def of(
@@ -56,7 +58,7 @@ class Verdict:
         tolerance: float | None = None,
         seed: int = 0,
     ) -> "Verdict":
-        """Check an algorithm with few environments (or `num_envs`) and whatever else is still at its default made small."""
+        """Check an algorithm with few environments (or `num_envs`); sizes that are at their defaults are made small."""
         with jax_settings.put_back():
             jax_settings.prepare(layout, env)
             use_compilation_cache()
@@ -82,7 +84,7 @@ class Verdict:
 
     @property
     def error(self) -> PartitionError | None:
-        """What is wrong, if something is beyond what is allowed."""
+        """The error about the largest deviation, if it is more than is allowed; else None."""
         return None if self.worst.is_allowed else beyond(self.worst, self.env, self.iterations)
 
     @property
@@ -94,30 +96,31 @@ class Verdict:
 
     @property
     def conclusion(self) -> str:
-        """In words, if nothing is beyond what is allowed."""
-        words = "The layout changes nothing but time, as far as this tells."
+        """The result as a sentence, for a check that found no error."""
+        words = "The layout changes nothing but time, as far as these iterations show."
         if self.layout.merge == "any":
-            words = (
-                "The log, replayed, gives the same bits. What this layout computes depends on its number of workers."
-            )
+            words = "Replaying the log gives the same bits. The result in this layout depends on its number of workers."
         elif self.layout.is_relaxed:
-            words = "In lockstep the layout changes nothing but time, as far as this tells; its log, replayed, gives the same bits."
+            words = (
+                "In lockstep, the layout changes nothing but time, as far as these iterations show. "
+                "Replaying its log gives the same bits."
+            )
         names = ", ".join(f"`{name}`" for name in self.trusted)
         return words + (f" That environments do not meet in {names} is trusted, not proved." if names else "")
 
     def table(self) -> Table:
-        """Whatever differs, the farthest first; how many are equal."""
+        """A table of the leaves and metrics that differ, the largest difference first, and the number of equal ones."""
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column("", overflow="fold")
         table.add_column("difference", justify="right")
         table.add_column("allowed", justify="right")
         table.add_column("from")
         for reference in dict.fromkeys(deviation.reference for deviation in self.deviations):
-            of_it = [deviation for deviation in self.deviations if deviation.reference == reference]
-            differing = sorted((d for d in of_it if d.difference > 0), key=lambda d: d.difference, reverse=True)
+            compared = [deviation for deviation in self.deviations if deviation.reference == reference]
+            differing = sorted((d for d in compared if d.difference > 0), key=lambda d: d.difference, reverse=True)
             for d in differing:
                 table.add_row(d.name, f"{d.difference:.1e}", f"{d.allowed:g}", reference)
-            if equal := len(of_it) - len(differing):
+            if equal := len(compared) - len(differing):
                 table.add_row(
                     f"{equal} {'other' if differing else 'leaf or metric' if equal == 1 else 'leaves and metrics'}",
                     "0",
@@ -127,7 +130,7 @@ class Verdict:
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; a difference that is infinite becomes null there."""
+        """The result as data for JSON."""
         return {
             "algorithm": type(self.algo).__name__,
             "environment": self.env.name,
@@ -144,11 +147,11 @@ class Verdict:
 
 
 def few_envs(algo: Any, layout: Layout) -> int:
-    """The smallest number of environments, six or more, that gives every replica and shard two."""
+    """The smallest number of environments, six or more, with at least two for every replica and shard."""
     counts = [n for group in layout.groups for n in (group.replicas, group.devices) if n]
     together = math.lcm(*counts, layout.shards, getattr(algo, "buffer_shards", 1))
     least = max(1, -(-FEW_ENVS // together), 2)
-    # With `exact`, whether the blocks can be shared evenly depends on the number of environments in other ways, too.
+    # With `exact`, the number of blocks depends on the number of environments, and replicas must divide it too.
     return next((n * together for n in range(least, least + 16) if _divides(layout, n * together)), least * together)
 
 
@@ -158,9 +161,9 @@ def _divides(layout: Layout, num_envs: int) -> bool:
 
 
 def small(algo: Any, env: Any, layout: Layout, iterations: int) -> Any:
-    """`algo` with small sizes where they are still at their defaults, so that it learns within a few short iterations.
+    """`algo` with small sizes where they are at their defaults, so that it learns within a few short iterations.
 
-    As it was given, if it does not run with these.
+    Returns `algo` with its own sizes if it cannot be traced with the small ones.
     """
     each = env.num_envs // (layout.shards * layout.num_workers)  # environments that `iterate` sees
     unroll = min(algo.unroll, FEW_STEPS)
@@ -185,7 +188,7 @@ def small(algo: Any, env: Any, layout: Layout, iterations: int) -> Any:
 
 
 def _with_horizon(algo: Any, env: Any, iterations: int) -> Any:
-    """As `train` does it: an algorithm knows how long it is run."""
+    """`algo` with `total_steps` set to the length of the check, as `train` sets it."""
     if getattr(algo, "total_steps", 0) is not None:
         return algo
     return dataclasses.replace(algo, total_steps=iterations * algo.unroll * env.num_envs)
@@ -198,6 +201,6 @@ def _runs(algo: Any, env: Any) -> bool:
     try:
         with unmarked():
             eqx.filter_eval_shape(one_iteration, jax.random.key(0))
-    except Exception:  # noqa: BLE001 - whatever a user's algorithm raises at sizes that nobody asked for
+    except Exception:  # noqa: BLE001 - a user's algorithm may raise anything at sizes that the user did not choose
         return False
     return True

@@ -1,7 +1,7 @@
 """The commands of `choreo`: each parses its arguments, does its work and returns the exit code.
 
-Options of a run are parsed here; what remains are hyper-parameters, the fields of the algorithm's dataclass, which tyro
-parses. Heavy modules are imported inside the functions, after the arguments were parsed: `choreo --help` and a mistyped
+Options of a run are parsed here; all other options are hyper-parameters, the fields of the algorithm's dataclass, which
+tyro parses. Heavy modules are imported inside the functions, after the arguments were parsed: `choreo --help` and a mistyped
 option are answered without JAX.
 """
 
@@ -42,15 +42,19 @@ def train(args: list[str]) -> int:
     add("--runtime", help="inprocess, or local: worker processes (local if the layout has several sites)")
     add("--cluster", type=Path, help="a cluster.toml: the hosts of worker processes (this machine)")
     add("--env-timeout", type=float, default=60.0, help="seconds after which an environment counts as hanging (60)")
-    add("--profile", action="store_true", help="where the time goes, site by site; writes trace.json for Perfetto")
-    add("--allow-versions", action="store_true", help="use hosts with other versions than this machine, too")
+    add("--profile", action="store_true", help="show how each site spends its time; writes trace.json for Perfetto")
+    add("--allow-versions", action="store_true", help="accept hosts with other versions than this machine")
     add("--same-bits", action="store_true", help="refuse hosts whose CPU or XLA_FLAGS may round differently")
     add("--trust-network", action="store_true", help="let learners on different hosts combine gradients, unencrypted")
     add("--eval-every", type=count, help="iterations between evaluations (none)")
     add("--eval-episodes", type=count, default=20, help="episodes per evaluation during training (20)")
-    add("--stop-at-return", type=float, help="end once this return is reached, by evaluation if there is --eval-every")
+    add(
+        "--stop-at-return",
+        type=float,
+        help="end when this return is reached, in an evaluation if --eval-every is given",
+    )
     add("--checkpoint-every", type=count, help="iterations between checkpoints (ten per run)")
-    add("--init-from", type=Path, help="a run folder: begin with its weights (optimiser and counters start anew)")
+    add("--init-from", type=Path, help="a run folder: begin with its weights; optimiser and counters start anew")
     add("--logger", action="append", default=[], help="also log to: tensorboard")
     add_trust(parser)
     add_output(parser)
@@ -96,7 +100,10 @@ def train(args: list[str]) -> int:
 
 
 def _remove_run(folder: Path, *, keep: Any) -> None:
-    """Remove an earlier run; anything else in its place is left for `train` to refuse."""
+    """Remove an earlier run in `folder`. A folder that is not a run is left alone: `train` refuses it.
+
+    `keep`: the run of --init-from, which must not be removed.
+    """
     import shutil
 
     from choreo.runs.folder import RunFolder
@@ -114,7 +121,7 @@ def _remove_run(folder: Path, *, keep: Any) -> None:
 
 
 def _check_command(typed: list[str], options: argparse.Namespace) -> str:
-    """The check of what was typed after `choreo train`: the same names, the same layout."""
+    """The command `choreo check` with the names and the layout that were given to `choreo train`."""
     names = list(itertools.takewhile(lambda arg: not arg.startswith("-"), typed[:2]))
     given = layout_given(options)
     if isinstance(options.layout, str):
@@ -128,23 +135,23 @@ def _check_command(typed: list[str], options: argparse.Namespace) -> str:
 
 
 def resume(args: list[str]) -> int:
-    """Go on from the last checkpoint."""
+    """Continue a run from its last checkpoint."""
     parser = make_parser("resume", "choreo resume RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--steps", type=count, help="environment steps in all (those the run was started with)")
+    parser.add_argument("--steps", type=count, help="total environment steps (those the run was started with)")
     parser.add_argument("--logger", action="append", default=[], help="also log to: tensorboard")
     add_trust(parser)
     add_output(parser)
     options = parse(parser, args)
 
-    from choreo.runs.training import resume as go_on
+    from choreo.runs.training import resume as run_training
 
     settings = {"steps": options.steps, "trust": options.trust, "loggers": options.logger}
-    return _report(options.run, options, lambda: go_on(options.run, **settings, progress=not options.quiet))
+    return _report(options.run, options, lambda: run_training(options.run, **settings, progress=not options.quiet))
 
 
 def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], Any]) -> int:
-    """Train, then print the table, or with --json one line; on Ctrl-C, say what is left."""
+    """Train, then print the final table, and with --json one line; on Ctrl-C, name the last checkpoint."""
     from rich.console import Console
 
     from choreo.runs import figures
@@ -158,7 +165,7 @@ def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], A
         file = RunFolder(out).checkpoint
         if file.is_file():
             print(printable(f"Interrupted. Last checkpoint: {file} (iteration {iteration(file)})."), file=sys.stderr)
-            print(printable(f"Go on with `choreo resume {out}`."), file=sys.stderr)
+            print(printable(f"Continue with `choreo resume {out}`."), file=sys.stderr)
         else:
             print("Interrupted before the first checkpoint.", file=sys.stderr)
         return 130
@@ -175,7 +182,7 @@ def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], A
 
 
 def replay(args: list[str]) -> int:
-    """Run again what is in a folder, by its log, and compare."""
+    """Run a run again from its log, and compare the parameters."""
     parser = make_parser("replay", "choreo replay RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -191,18 +198,18 @@ def replay(args: list[str]) -> int:
     if hashes[0] != hashes[1]:
         raise RunError(
             f"The parameters are not those of {options.run}: {hashes[1]} instead of {hashes[0]}.",
-            fix="Was it resumed to another number of steps, or are the versions in its run.toml not those installed here?",
+            fix="Was the run resumed to another number of steps? Are other versions installed here than those in its run.toml?",
         )
     print(f"The same parameters, bit for bit: {hashes[0]}")
     return 0
 
 
 def evaluate(args: list[str]) -> int:
-    """Play greedy episodes with what was trained."""
+    """Play greedy episodes with the trained parameters."""
     parser = make_parser("evaluate", "choreo evaluate RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--episodes", type=count, default=100, help="complete episodes to play (100)")
-    parser.add_argument("--seed", type=count, default=0, help="other episodes for another seed (0)")
+    parser.add_argument("--seed", type=count, default=0, help="another seed gives other episodes (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_trust(parser)
     options = parse(parser, args)
@@ -229,7 +236,7 @@ def graph(args: list[str]) -> int:
     add_trust(parser)
     options, algo, env = parse_named(parser, args)
     if options.layout is None and (given := layout_given(options)):
-        raise UsageError(f"{as_flag(next(iter(given)))} belongs to a layout.", fix="Add --layout coarse.")
+        raise UsageError(f"{as_flag(next(iter(given)))} needs --layout.", fix="Add --layout coarse.")
     _check_out(options.out)
 
     from choreo.plans.build import graph as make_graph
@@ -251,14 +258,18 @@ def _check_out(file: Path | None) -> None:
 
 
 def check(args: list[str]) -> int:
-    """Compare a few small iterations in a layout with `jax.jit(iterate)`."""
+    """Compare a few small iterations in a layout with `jax.jit(iterate)`; returns 1 if they differ."""
     parser = make_parser("check", "choreo check ALGORITHM ENVIRONMENT|RUN.TOML [options] [hyper-parameters]")
     add_layout(parser, default="fused")
     add = parser.add_argument
     add("--num-envs", type=count, help="environments stepped together (few)")
     add("--iterations", type=count, default=3, help="iterations (3)")
-    add("--tolerance", type=float, help="the largest difference allowed (0 or 1e-5, as the law has it for the layout)")
-    add("--seed", type=count, default=0, help="other random numbers for another seed (0)")
+    add(
+        "--tolerance",
+        type=float,
+        help="the largest difference allowed (0 or 1e-5, depending on the layout: docs/law.md)",
+    )
+    add("--seed", type=count, default=0, help="seed of all random numbers (0)")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add_trust(parser)
     options, algo, env = parse_named(parser, args)
@@ -297,10 +308,14 @@ def check(args: list[str]) -> int:
 
 
 def compare(args: list[str]) -> int:
-    """Put runs beside each other."""
+    """Compare runs, as a table and as a picture."""
     parser = make_parser("compare", "choreo compare RUN RUN ... [options]")
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders; those still running too. The first is 1x")
-    parser.add_argument("--at-return", type=float, help="the return to be reached (the highest that every run reached)")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", help="run folders, finished or not; the first is the base of speed-ups"
+    )
+    parser.add_argument(
+        "--at-return", type=float, help="compare the time to this return (the highest that every run reached)"
+    )
     parser.add_argument("-o", "--out", type=Path, help="also write a picture (PNG)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parse(parser, args)
@@ -326,7 +341,7 @@ def compare(args: list[str]) -> int:
 
 
 def agent(args: list[str]) -> int:
-    """Start workers on this host for coordinators elsewhere."""
+    """Start workers on this host for coordinators on other hosts."""
     from choreo.runtime.coordinator.cluster import LOOPBACK, Cluster, Host
 
     parser = make_parser("agent", "choreo agent --token-file FILE [options]")
@@ -343,7 +358,7 @@ def agent(args: list[str]) -> int:
 
 
 def show_list(args: list[str]) -> int:
-    """Print what there is of a kind."""
+    """Print the algorithms, environments or layouts that Choreo knows."""
     parser = make_parser("list", "choreo list algos|envs|layouts")
     parser.add_argument("kind", choices=("algos", "envs", "layouts"))
     options = parse(parser, args)
@@ -361,7 +376,7 @@ def show_list(args: list[str]) -> int:
 
 
 def _other_names() -> dict[str, str]:
-    """Aliases, those of one preset together, and what they stand for."""
+    """The aliases of layouts, by line: names with the same meaning, and the preset or description they stand for."""
     from choreo.layouts import ALIASES, PRESETS
     from choreo.runs import resolve
 

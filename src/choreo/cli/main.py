@@ -12,24 +12,24 @@ from choreo.errors import ChoreoError, EnvError, LayoutError, UnknownNameError, 
 HELP = """\
 An RL algorithm is written once, as plain JAX; a layout decides where it runs.
 
-  choreo train ALGORITHM ENVIRONMENT [options]    train, with progress, table and run folder
-  choreo graph ALGORITHM ENVIRONMENT [options]    the fragmented dataflow graph; with --layout the plan
-  choreo check ALGORITHM ENVIRONMENT [options]    does the layout change nothing but time? A few iterations, compared
-  choreo evaluate RUN [--episodes 100]            greedy episodes with what was trained
-  choreo resume RUN [--steps N]                   go on from the last checkpoint
-  choreo replay RUN                               run it again by its log: the same parameters, bit for bit
-  choreo compare RUN RUN ... [-o compare.png]     return against steps and time, speed-up, as table and picture
-  choreo agent --token-file FILE                  start workers on this host for a coordinator elsewhere
-  choreo list algos|envs|layouts                  what there is
+  choreo train ALGORITHM ENVIRONMENT [options]    train; shows progress and a table, writes a run folder
+  choreo graph ALGORITHM ENVIRONMENT [options]    show the fragmented dataflow graph; with --layout, the plan
+  choreo check ALGORITHM ENVIRONMENT [options]    test on a few iterations that the layout changes nothing but time
+  choreo evaluate RUN [--episodes 100]            play greedy episodes with the trained parameters
+  choreo resume RUN [--steps N]                   continue from the last checkpoint
+  choreo replay RUN                               run it again from its log: the same parameters, bit for bit
+  choreo compare RUN RUN ... [-o compare.png]     compare return over steps and time, and speed, as table and picture
+  choreo agent --token-file FILE                  start workers on this host for a coordinator on another
+  choreo list algos|envs|layouts                  list the names that Choreo knows
 
-An ALGORITHM is a name (ppo) or a class in a file (my_ppo.py:MyPPO), an ENVIRONMENT a name (CartPole-v1, jax:CartPole-v1)
-or a function in a file (my_env.py:make_env) with its arguments as --env.key=value, a RUN is a run folder. --layout takes
-a name (coarse, seed_rl) or a layout in a file (my_layouts.py:two_stage). For example:
+An ALGORITHM is a name (ppo) or a class in a file (my_ppo.py:MyPPO). An ENVIRONMENT is a name (CartPole-v1,
+jax:CartPole-v1) or a function in a file (my_env.py:make_env); its arguments are given as --env.key=value. A RUN is a run
+folder. --layout takes a name (coarse, seed_rl) or a layout in a file (my_layouts.py:two_stage). For example:
 
   choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/x
 
-The run.toml of a run stands for ALGORITHM ENVIRONMENT and all its options: choreo train runs/x/run.toml --seed 1
-A run of somebody else is data; code that it names is run with --trust only.
+The run.toml of a run replaces ALGORITHM ENVIRONMENT and all options: choreo train runs/x/run.toml --seed 1
+If you did not write a run.toml yourself, code that it names is run with --trust only.
 
 `choreo train --help` lists the options of a run, `choreo train ppo --help` also those of the algorithm.
 CHOREO_TRACEBACK=1 shows where in Choreo an error was raised; CHOREO_CACHE=off keeps no compiled programs.
@@ -37,13 +37,13 @@ CHOREO_TRACEBACK=1 shows where in Choreo an error was raised; CHOREO_CACHE=off k
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0, 1 if it failed, 2 if it was misused, 130 if it was interrupted."""
+    """Run one command; returns the exit code: 0, 1 if it failed, 2 if it was misused, 130 if it was interrupted."""
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        if not _nobody_reads():
+        if not _stdout_is_closed():
             raise
         return 1
 
@@ -74,18 +74,18 @@ def _run(args: list[str]) -> int:
 
 
 def _traceback_of_the_user(error: ChoreoError) -> list[str]:
-    """What the user's own code raised, here or in a worker."""
+    """The traceback of an error that the user's environment raised, here or in a worker; else the notes of the error."""
     cause = error.__cause__
     if cause is None or isinstance(cause, ChoreoError) or not isinstance(error, EnvError):
         notes = getattr(error, "__notes__", [])
-        return [note for note in notes if "JAX has removed its internal frames" not in note]  # there is no traceback
+        return [note for note in notes if "JAX has removed its internal frames" not in note]  # we print no traceback
     import traceback
 
     return ["".join(traceback.format_exception(cause)).rstrip()]
 
 
-def _nobody_reads() -> bool:
-    """Has whoever read our output had enough, as `head` has? Then there is nobody to tell, and nothing more is written."""
+def _stdout_is_closed() -> bool:
+    """Whether the reader of stdout has closed it (`choreo ... | head`). If so, all further output is dropped."""
     output = select.poll()
     output.register(sys.stdout, 0)
     if not output.poll(0):

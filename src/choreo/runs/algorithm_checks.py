@@ -1,6 +1,6 @@
-"""What `train` and `check_algorithm` ask of the parts of an algorithm: its carry, its metrics, its actions.
+"""Checks of an algorithm's carry, metrics and actions, made by `train` and `check_algorithm`.
 
-All of it is found by tracing: nothing is computed, and no environment is built.
+All checks use traced shapes and types: nothing is computed, and no environment is made.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,21 +19,21 @@ from choreo.runs.evaluation import initial_state
 from choreo.types import PyTree
 
 RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")
-"""What a run writes into its rows itself, beside the metrics of the algorithm."""
+"""Names that a run adds to each row itself; metrics of an algorithm cannot have them."""
 NEEDED = ("episode_return", "episodes")
 NEEDED_REDUCTIONS = {"episodes": Reduction("sum"), "episode_return": Reduction("mean", "episodes")}
-"""The metrics that `train_return` is made of."""
+"""The metrics that `train_return` is computed from."""
 
 
 def check_parts(algo: Any, env: Any) -> None:
-    """Refuse an algorithm whose `init`, `policy` or `act` cannot be used on `env`; does not trace `iterate`."""
+    """Refuse an algorithm whose `init`, `policy` or `act` does not work on `env`; does not trace `iterate`."""
     form = form_of(lambda key: algo.init(env, key), jax.eval_shape(lambda: jax.random.key(0)))
     check_carry(algo, form)
     check_acts(algo, env, form.train)
 
 
 def check_carry(algo: Any, carry: PyTree) -> None:
-    """Everything learned has its place."""
+    """Refuse a carry without the field `train`."""
     if not hasattr(carry, "train"):
         raise AlgorithmError(
             f"`{type(algo).__name__}.init` returns a {type(carry).__name__} without `train`.",
@@ -42,7 +42,7 @@ def check_carry(algo: Any, carry: PyTree) -> None:
 
 
 def check_metrics(algo: Any, metrics: Mapping[str, Any], *, needed: Collection[str] = NEEDED) -> None:
-    """Metrics are numbers, one per iteration, and have names of their own; `metrics`: their types."""
+    """Refuse metrics that are not real scalars, have a reserved name, or lack one of `needed`; `metrics` are types by name."""
     name = type(algo).__name__
     check_metric_names(algo, metrics)
     for metric, value in metrics.items():
@@ -53,7 +53,7 @@ def check_metrics(algo: Any, metrics: Mapping[str, Any], *, needed: Collection[s
             )
         if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.integer, np.floating)):
             raise AlgorithmError(
-                f"The metric `{metric}` of `{name}` is {value.dtype}, which is no real number.",
+                f"The metric `{metric}` of `{name}` is {value.dtype}, which is not a real number.",
                 fix="Return its real and imaginary parts, or its absolute value, under names of their own.",
             )
     for metric in needed:
@@ -77,7 +77,7 @@ def check_reductions(algo: Any, reductions: Mapping[str, Reduction]) -> None:
 
 
 def check_metric_names(algo: Any, names: Collection[str]) -> None:
-    """None of them is one that a run writes into the same row."""
+    """Refuse names that a run writes into the same row."""
     for name in names:
         if name in RESERVED:
             raise AlgorithmError(
@@ -87,7 +87,7 @@ def check_metric_names(algo: Any, names: Collection[str]) -> None:
 
 
 def check_acts(algo: Any, env: Any, train: PyTree) -> None:
-    """`act` returns an action of the action space for one environment; `train` is the form of what is learned."""
+    """Refuse an `act` whose result is not an action of the action space; `train` is the traced train state."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = jax.eval_shape(lambda key: env.reset(env.keys(key))[1], key)
     obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
@@ -114,7 +114,7 @@ def _act(algo: Any, params: PyTree, obs: PyTree, key: Any, *, greedy: bool) -> P
 
 
 def check_action(name: str, action: PyTree, space: gymnasium.Space) -> None:
-    """The action of one environment has the shapes and kinds of numbers that its space has."""
+    """Refuse an action of one environment whose shapes or kinds of numbers are not those of the action space."""
     declared = [leaf for _, leaf in spaces.leaves(space, what="The action")]
     given = jax.tree.leaves(action)
     fits = len(given) == len(declared) and all(_fits(x, leaf) for x, leaf in zip(given, declared, strict=True))

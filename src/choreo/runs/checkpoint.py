@@ -1,11 +1,11 @@
-"""A pytree as one safetensors file: every array under its path, typed keys as their data. Never pickle.
+"""Save a pytree as one safetensors file, and load it: every array is stored under its path. Never pickle.
 
     Carry(train=Train(params=...), key=...)   ->   ".train.params.weight"  float32[64, 4]
                                                    ".key"                  uint32[2], and its kind in the header
                                                    ".train.half"           uint8[64, 8], and "bfloat16" in the header
 
-The file at its final name is always whole: it is written beside, flushed to the disk, and renamed. Leaves that are no
-arrays (an activation function) are not stored; they come from the structure that `load` is given.
+The file is replaced atomically, so a crash leaves the old one or the new one. Leaves that are not arrays (an activation
+function) are not stored; `load` takes them from the structure that it is given.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from choreo.static_key import is_array
 from choreo.types import PyTree
 
 FORMAT = "choreo-1"
-AS_THEY_ARE = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split())
-"""Types that safetensors writes and reads. All others are stored as bytes, with the name of their type in the header."""
+STORED_DIRECTLY = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split())
+"""Types that safetensors stores. Arrays of other types are stored as bytes, with the name of their type in the header."""
 
 
 def save(path: Path, tree: PyTree, *, iteration: int) -> None:
-    """Write `tree` as it is after `iteration` iterations; replaces an older file in one step."""
+    """Write `tree`, the state after `iteration` iterations; replaces an older file atomically."""
     arrays, kinds, views = {}, {}, {}
     for name, leaf in _named(tree):
         if _is_key(leaf):
@@ -43,62 +43,67 @@ def save(path: Path, tree: PyTree, *, iteration: int) -> None:
         if is_array(leaf):
             array = np.ascontiguousarray(leaf).reshape(np.shape(leaf))  # safetensors writes strided data wrongly
             kind = _type_name(name, array)
-            if kind not in AS_THEY_ARE:
+            if kind not in STORED_DIRECTLY:
                 views[name], array = kind, _as_bytes(array)
             arrays[name] = array
-    # One entry, since safetensors writes several in no particular order: the same tree gives the same bytes.
+    # A single entry, because safetensors writes several in random order: the same tree must give the same bytes.
     header = {FORMAT: json.dumps({"iteration": iteration, "keys": kinds, "views": views}, sort_keys=True)}
     write_atomic(path, safetensors.numpy.save(arrays, header))
 
 
 def load(path: Path, like: PyTree) -> PyTree:
-    """Read back what `save` wrote, in the structure of `like` (arrays or `ShapeDtypeStruct`s)."""
+    """Read a checkpoint into the structure of `like`, whose leaves are arrays or `ShapeDtypeStruct`s.
+
+    Raises RunError if a leaf is missing, unknown, or of another shape or type.
+    """
     header = read_header(path)
-    with whole(path):
+    with damage_reported(path):
         arrays = safetensors.numpy.load(path.read_bytes())
     leaves, unused = [], set(arrays)
     for name, leaf in _named(like):
         if name not in arrays:
             if hasattr(leaf, "dtype"):
-                raise _unfit(path, f"it has no `{name}`")
-            leaves.append(leaf)  # no array, so not in the file
+                raise _does_not_fit(path, f"it has no `{name}`")
+            leaves.append(leaf)  # not an array, so not stored
             continue
         unused.discard(name)
         value = decode(path, header, name, arrays[name])
         if hasattr(leaf, "dtype") and (value.shape != leaf.shape or value.dtype != leaf.dtype):
-            raise _unfit(path, f"`{name}` is {_form(value)} there and {_form(leaf)} here")
+            raise _does_not_fit(
+                path, f"`{name}` is {_type_of(value)} in the file and {_type_of(leaf)} in the algorithm"
+            )
         leaves.append(typed_as(value, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else value)
     if unused:
-        raise _unfit(path, f"`{min(unused)}` is unknown here")
+        raise _does_not_fit(path, f"the algorithm has no `{min(unused)}`")
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The few facts stored beside the arrays: `iteration`, and what the arrays do not say themselves."""
+    """The header: `iteration`, the generator of each random key (`keys`), the type of each array stored as bytes (`views`)."""
     if not path.is_file():
         raise RunError(
             f"There is no checkpoint at {path}.",
-            fix="The run ended before its first; train again, with a smaller checkpoint_every.",
+            fix="The run ended before its first checkpoint; train again, with a smaller checkpoint_every.",
         )
-    with whole(path), safetensors.safe_open(path, framework="numpy") as file:
+    with damage_reported(path), safetensors.safe_open(path, framework="numpy") as file:
         header = file.metadata() or {}
     if FORMAT not in header:
-        raise RunError(f"{path} is a safetensors file, but no checkpoint of Choreo.", fix="Name a run folder.")
+        raise RunError(f"{path} is a safetensors file, but not a Choreo checkpoint.", fix="Name a run folder.")
     facts: Any = None
     with contextlib.suppress(ValueError, RecursionError):  # refused below
         facts = json.loads(header[FORMAT])
     if not _is_header(facts):
-        raise RunError(f"{path} is not a whole checkpoint (its header makes no sense).", fix="Restore it from a copy.")
+        raise RunError(f"{path} is damaged: its header is not that of a checkpoint.", fix="Restore it from a copy.")
     return facts
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[None]:
-    """Whatever safetensors raises about a file that is none, or that has types and shapes no checkpoint has."""
+def damage_reported(path: Path) -> Iterator[None]:
+    """Raise RunError in place of the many errors of safetensors about a damaged or malicious file."""
     try:
         yield
     except (safetensors.SafetensorError, KeyError, AttributeError, TypeError, ValueError, OSError) as error:
-        raise RunError(f"{path} is not a whole checkpoint ({error}).", fix="Restore it from a copy.") from error
+        raise RunError(f"{path} is damaged: {error}.", fix="Restore it from a copy.") from error
 
 
 def _is_header(facts: Any) -> bool:
@@ -110,20 +115,20 @@ def _is_header(facts: Any) -> bool:
 
 
 def decode(path: Path, header: dict[str, Any], name: str, array: np.ndarray) -> jax.Array:
-    """The leaf of this name, from what the file at `path` holds in its place."""
+    """The leaf `name` of a checkpoint, from the array that is stored for it."""
     if name in header["views"]:
-        array = _viewed(path, name, array, header["views"][name])
+        array = _from_bytes(path, name, array, header["views"][name])
     value = jnp.asarray(array)
     return _as_keys(path, name, value, header["keys"][name]) if name in header["keys"] else value
 
 
 def iteration(path: Path) -> int:
-    """How many iterations had been run when the checkpoint was written."""
+    """The number of iterations that had been run when the checkpoint was written."""
     return read_header(path)["iteration"]
 
 
 def sha256(tree: PyTree) -> str:
-    """SHA-256 over the bytes of all arrays of a pytree, in its order."""
+    """SHA-256 over the bytes of all arrays of a pytree, in the order of its leaves."""
     digest = hashlib.sha256()
     for _, leaf in _named(tree):
         leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
@@ -142,44 +147,46 @@ def _type_name(name: str, array: np.ndarray) -> str:
         return name_of(array.dtype)
     except KeyError as error:
         raise RunError(
-            f"`{name}` is {_form(array)}, which a checkpoint cannot hold.",
+            f"`{name}` is {_type_of(array)}, which a checkpoint cannot hold.",
             fix=f"Use one of {', '.join(sorted(NAMES))}.",
         ) from error
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:
-    """The same memory, with an axis of bytes at the end."""
+    """The same memory as bytes; the new last axis has the bytes of one element."""
     return array.reshape(*array.shape, 1).view(np.uint8)
 
 
-def _viewed(path: Path, name: str, array: np.ndarray, kind: str) -> np.ndarray:
-    """What `_as_bytes` was given. The file's word for the type is looked up in a closed table, never evaluated."""
+def _from_bytes(path: Path, name: str, array: np.ndarray, kind: str) -> np.ndarray:
+    """The inverse of `_as_bytes`. The name of the type comes from the file: it is looked up in a table, never evaluated."""
     if kind not in NAMES:
-        raise _unfit(path, f"`{name}` is of a type `{kind}`, which no checkpoint has")
+        raise _does_not_fit(path, f"`{name}` has the type `{kind}`, which is not known")
     dtype = dtype_named(kind)
     if array.dtype != np.uint8 or array.shape[-1:] != (dtype.itemsize,):
-        raise _unfit(path, f"`{name}` is of a type `{kind}`, which does not fit its bytes")
+        raise _does_not_fit(path, f"`{name}` has the type `{kind}`, which does not match its bytes")
     return array.view(dtype)[..., 0]
 
 
 def _as_keys(path: Path, name: str, value: jax.Array, impl: str) -> jax.Array:
     if impl not in KEY_IMPLS:
-        raise _unfit(path, f"`{name}` are random keys of a generator `{impl}`, which no checkpoint has")
+        raise _does_not_fit(path, f"`{name}` has random keys of the generator `{impl}`, which is not known")
     try:
         return jax.random.wrap_key_data(value, impl=impl)
     except (TypeError, ValueError) as error:
-        raise _unfit(path, f"`{name}` are random keys of a generator `{impl}`, which does not fit its bytes") from error
+        raise _does_not_fit(
+            path, f"`{name}` has random keys of the generator `{impl}`, which do not match its bytes"
+        ) from error
 
 
 def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _form(leaf: Any) -> str:
+def _type_of(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def _unfit(path: Path, why: str) -> RunError:
+def _does_not_fit(path: Path, why: str) -> RunError:
     return RunError(
         f"{path} does not fit the algorithm: {why}.",
         fix="Use the algorithm, hyper-parameters and number of environments it was trained with (see run.toml).",

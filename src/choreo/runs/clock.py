@@ -12,7 +12,7 @@ class Clock:
     """Starts when it is made."""
 
     def __init__(self, *, earlier_seconds: float):
-        """`earlier_seconds`: what the run had taken before it was resumed."""
+        """`earlier_seconds`: the time that the run took before it was resumed."""
         self._start, self._earlier = time.perf_counter(), earlier_seconds
         self._running, self._steps = 0.0, 0
 

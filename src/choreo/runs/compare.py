@@ -1,9 +1,8 @@
-"""Runs beside each other: return against steps and against time, speed-up, final return.
+"""Compare runs: return over steps and over time, speed-up, final return.
 
-Everything is read from `run.toml`, `metrics.jsonl` and `summary.json`: no algorithm or environment is made, and a run that
-is still going on, or was interrupted, is compared as far as it got. The return of a run is that of its last 100 training
-episodes. Its time counts from the call of `train`, compiling included, and is known at boundaries. The first run is the
-one that others are faster or slower than.
+Everything is read from `run.toml`, `metrics.jsonl` and `summary.json`: no algorithm or environment is made. An unfinished
+run is compared as far as it got. The return of a run is the mean over its last 100 training episodes. Time is counted from
+the call of `train`, compiling included, and is known at boundaries only. Speed-ups are relative to the first run.
 """
 
 import math
@@ -24,20 +23,20 @@ from choreo.runs.episode_returns import EPISODES_PER_RETURN
 from choreo.runs.folder import Row, RunFolder
 
 POINTS = (0.25, 0.5, 0.75, 1.0)
-"""Where in the shortest run all are compared."""
+"""Points at which returns are compared, as fractions of the shortest run."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Record:
-    """What is written about one run."""
+    """The data in the folder of one run."""
 
     path: Path
     config: Mapping[str, Any]
-    """Its run.toml."""
+    """The content of run.toml."""
     rows: list[Row]
-    """Its metrics, as far as they go."""
+    """The metrics so far."""
     summary: Mapping[str, Any]
-    """Its last table; empty if it never came to an end."""
+    """The content of summary.json; empty if the run never finished."""
 
     @classmethod
     def read(cls, path: str | Path) -> "Record":
@@ -45,7 +44,7 @@ class Record:
         config, rows = folder.read_config(), folder.read_metrics()
         if not rows:
             raise RunError(
-                f"{path} has no metrics yet.", fix="Wait until it has reached its first boundary, or leave it out."
+                f"{path} has no metrics yet.", fix="Wait until the run has reached its first boundary, or leave it out."
             )
         return cls(path=folder.path, config=config, rows=rows, summary=folder.read_summary())
 
@@ -55,14 +54,14 @@ class Record:
 
     @property
     def environment(self) -> str:
-        """Its name, with its arguments: other arguments make another environment."""
+        """The name of the environment with its arguments, which make a difference."""
         described = _table(self.config, "environment")
         kwargs = ", ".join(f"{name}={value}" for name, value in _table(described, "kwargs").items())
         return _name(described) + (f" ({kwargs})" if kwargs else "")
 
     @property
     def layout(self) -> str:
-        """`coarse x2`: its name, and how often its replicated groups are there."""
+        """The name of the layout, with the numbers of replicas: `coarse x2`."""
         fields = _table(_table(self.config, "layout"), "fields")
         groups = _table(fields, "groups").get("tuple")
         found = groups if isinstance(groups, list) else []
@@ -71,7 +70,7 @@ class Record:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the summary is about all rows: a run that was resumed later and interrupted is not."""
+        """Whether the summary covers all rows; it does not if the run was resumed later and interrupted."""
         return self.summary.get("iterations") == len(self.rows)
 
     @cached_property
@@ -84,19 +83,19 @@ class Record:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Since the start. A resumed run begins to count anew; what it had taken before is added."""
+        """Seconds since the start, at each row. Where the count falls, a new count began: the time before is added."""
         seconds = self._column("seconds")
         before = np.where(np.diff(seconds) < 0, seconds[:-1], 0.0)
         return seconds + np.append(0.0, np.cumsum(before))
 
     @cached_property
     def boundaries(self) -> np.ndarray:
-        """The rows whose time is known: the last of each call of the runtime."""
+        """The indices of the rows at boundaries, whose time is known."""
         return np.flatnonzero(np.append(np.diff(self.seconds) != 0, True))
 
     @property
     def steps_per_second(self) -> float:
-        """Of running: as measured, without compiling and evaluating; of an unfinished run, after its first boundary."""
+        """Without compiling and evaluating if the run has finished; otherwise measured from its first boundary on."""
         measured = self.summary.get("steps_per_second")
         if self.is_finished and measured and isinstance(measured, int | float):
             return float(measured)
@@ -111,7 +110,7 @@ class Record:
 
     @property
     def episodes(self) -> int:
-        """How many `final_return` is the mean of."""
+        """The number of episodes that `final_return` is the mean of."""
         counted = 0
         for count in self._column("episodes")[::-1]:
             if counted >= EPISODES_PER_RETURN:
@@ -121,7 +120,7 @@ class Record:
 
     @property
     def evaluation(self) -> float:
-        """The last greedy evaluation, if there were any."""
+        """The return of the last greedy evaluation; NaN if there was none."""
         measured = self._column("eval_return")
         measured = measured[np.isfinite(measured)]
         return float(measured[-1]) if len(measured) else math.nan
@@ -132,7 +131,7 @@ class Record:
         return float(np.nanmax(returns)) if np.isfinite(returns).any() else math.nan
 
     def return_at(self, *, steps: float | None = None, seconds: float | None = None) -> float:
-        """The return it had after so many steps, or at the last boundary until then."""
+        """The return after `steps` steps, or at the last boundary within `seconds` seconds; NaN if there is none yet."""
         if steps is not None:
             done = np.flatnonzero(self.env_steps <= steps)
         else:
@@ -140,7 +139,7 @@ class Record:
         return float(self.returns[done[-1]]) if len(done) else math.nan
 
     def first_at(self, wanted: float) -> int | None:
-        """The first row with a return as high as `wanted`."""
+        """The index of the first row whose return is at least `wanted`; None if there is none."""
         reached = np.flatnonzero(self._reliable_returns >= wanted)
         return int(reached[0]) if len(reached) else None
 
@@ -151,7 +150,7 @@ class Record:
 
     @property
     def _reliable_returns(self) -> np.ndarray:
-        """Without those of the first few episodes, which may be lucky."""
+        """The returns, with NaN while fewer than 100 episodes have ended: a mean over few episodes may be high by luck."""
         seen = np.cumsum(np.nan_to_num(self._column("episodes")))
         return np.where(seen >= min(EPISODES_PER_RETURN, seen[-1]), self.returns, np.nan)
 
@@ -161,16 +160,16 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
-    """Runs beside each other."""
+    """A comparison of several runs."""
 
     records: tuple[Record, ...]
-    """In the order they were named."""
+    """The runs, in the order in which the user named them."""
     at_return: float
-    """The return whose time is compared; NaN: none."""
+    """The time to reach this return is compared; NaN: it is not compared."""
 
     @classmethod
     def of(cls, paths: Sequence[str | Path], *, at_return: float | int | None = None) -> "Comparison":
-        """Read the runs; `at_return` is the highest return that all of them reached, unless it is given."""
+        """Read the runs. `at_return` is by default the highest return that all of them reached."""
         records = tuple(Record.read(path) for path in paths)
         if at_return is None:
             same = len({record.environment for record in records}) == 1
@@ -183,26 +182,26 @@ class Comparison:
         environments = list(dict.fromkeys(record.environment for record in self.records))
         if len(environments) == 1:
             return environments[0]
-        return f"Different environments, whose returns do not compare: {', '.join(environments)}"
+        return f"Different environments, whose returns cannot be compared: {', '.join(environments)}"
 
     @property
     def steps_of_all(self) -> float:
-        """How many steps every run has done."""
+        """The number of steps that every run has reached."""
         return float(min(record.env_steps[-1] for record in self.records))
 
     @property
     def seconds_of_all(self) -> float:
-        """How long every run has been going on."""
+        """The time that every run has reached."""
         return float(min(record.seconds[-1] for record in self.records))
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers; what is not known is NaN."""
+        """All numbers; NaN where a number is not known."""
         at = None if math.isnan(self.at_return) else self.at_return
         return {"title": self.title, "at_return": at, "runs": [self._numbers(record) for record in self.records]}
 
     def table(self) -> Table:
         """The numbers for a terminal: one column per run."""
-        # As Text: in a string, rich would take brackets for markup.
+        # As Text, because rich reads brackets in a string as markup.
         table = Table(title=Text(printable(self.title)), box=box.SIMPLE, title_justify="left", header_style="")
         table.add_column()
         for record in self.records:
@@ -214,7 +213,7 @@ class Comparison:
         return table
 
     def figure(self) -> figures.Figure:
-        """The returns over steps and over seconds."""
+        """A figure of the returns over steps and over seconds."""
         return figures.comparison([record.curve for record in self.records], title=self.title)
 
     def _numbers(self, record: Record) -> dict[str, Any]:
@@ -244,7 +243,7 @@ class Comparison:
         return math.nan if row is None else float(record.seconds[row])
 
     def _lines(self, numbers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-        """The label of a line of the table, and its text for each run."""
+        """The lines of the table: a label, and the text for each run."""
 
         def line(label: str, name: str, form: str) -> tuple[str, list[str]]:
             return label, [_shown(each[name], form) for each in numbers]
@@ -276,13 +275,13 @@ def _points(end: float) -> list[float]:
 
 
 def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A table within a table; empty if there is none."""
+    """The table `name` in a TOML table; empty if it is missing or not a table."""
     found = data.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def _name(described: Mapping[str, Any]) -> str:
-    """`MyPPO` of `package.my_ppo:MyPPO`, `my_env.py:make_env` of `/some/where/my_env.py:make_env`, others as they are."""
+    """A short name: `MyPPO` for `package.my_ppo:MyPPO`, `my_env.py:make_env` for `/some/where/my_env.py:make_env`."""
     if "class" in described:
         return str(described["class"]).rpartition(":")[2]
     name = str(described.get("name", described.get("unknown", "?")))

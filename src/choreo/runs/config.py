@@ -210,14 +210,16 @@ class RunConfig:
         code.check(file)
         if make_env is not None:
             env = _rebuilt(make_env, "environment", file)
-            _check_is(env, Env, "environment", file)
+            if not isinstance(env, Env):
+                raise _wrong_type(env, "environment", file)
         if make_algo is not None:
             _check_fields(data["algorithm"], file, code)
             algo = _rebuilt(make_algo, "algorithm", file)
             if not dataclasses.is_dataclass(algo) or public_names.kind_of(type(algo)) not in (None, "algorithm"):
-                raise RunError(f"`algorithm` in {file} is no algorithm.", fix="Undo the last edit.")
+                raise _wrong_type(algo, "algorithm", file)
         layout = _rebuilt(make_layout, "layout", file)
-        _check_is(layout, Layout, "layout", file)
+        if not isinstance(layout, Layout):
+            raise _wrong_type(layout, "layout", file)
         return cls(algo=resolve.algorithm(algo), env=env, layout=layout, **options)
 
 
@@ -234,7 +236,7 @@ def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, An
             value = _rebuilt(lambda value=value: _init_from(**value), "run.init_from", file)
         if isinstance(value, bool) or not isinstance(value, kinds[name]):
             raise RunError(
-                f"{file} says `{name} = {value!r}` in [run]; that is no {_kind_name(kinds[name])}.",
+                f"{file} says `{name} = {value!r}` in [run], which must be of type {_kind_name(kinds[name])}.",
                 fix="Correct it, or undo the last edit.",
             )
         options[name] = value
@@ -270,16 +272,13 @@ def _check_fields(described: Mapping[str, Any], file: str | Path, code: toml_val
         kind = type(defaults[name])
         if kind in (bool, int, float, str) and not isinstance(value, dict) and not _is_a(value, kind):
             raise RunError(
-                f"{file} says `{name} = {value!r}` in [algorithm.fields]; that is no {kind.__name__}.",
+                f"{file} says `{name} = {value!r}` in [algorithm.fields], which must be of type {kind.__name__}.",
                 fix=f"Correct it; the default of `{name_of_class}.{name}` is {defaults[name]!r}.",
             )
 
 
-def _check_is(value: Any, kind: type, what: str, file: str | Path) -> None:
-    if not isinstance(value, kind):
-        raise RunError(
-            f"`{what}` in {file} is no {what}, but of type {type(value).__name__}.", fix="Undo the last edit."
-        )
+def _wrong_type(value: Any, what: str, file: str | Path) -> RunError:
+    return RunError(f"`{what}` in {file} has the wrong type: {type(value).__name__}.", fix="Undo the last edit.")
 
 
 def _is_a(value: Any, kind: type) -> bool:

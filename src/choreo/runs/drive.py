@@ -1,4 +1,4 @@
-"""The loop of a run: it runs iterations to the next boundary and does there what is due.
+"""The loop of a run: run iterations up to the next boundary; there evaluate, write, stop or save.
 
     plan      check the parts of the algorithm, trace, plan: nothing is written before these succeed
     open      run folder, loggers, progress line, runtime: closed in reverse order, however the run ends
@@ -67,7 +67,7 @@ class RunOptions:
     env_timeout_s: float = 60.0
     """Seconds after which an environment that does not return counts as hanging."""
     profile: bool = False
-    """Record when each site did what?"""
+    """Record a timeline of each site's work?"""
     cluster: Cluster | None = None
     """The hosts of workers; None: this machine."""
     allow_versions: bool = False
@@ -100,9 +100,9 @@ def drive(
             folder.open()
             stack.callback(folder.close)
             _write_inputs(folder, config, traced, start)
-        sinks = make_loggers(loggers, folder and folder.path)
-        for sink in sinks:
-            stack.callback(sink.close)
+        open_loggers = make_loggers(loggers, folder and folder.path)
+        for logger in open_loggers:
+            stack.callback(logger.close)
         show = sys.stderr.isatty() if progress is None else progress
         line = stack.enter_context(Progress(type(config.algo).__name__, total_steps=config.total_steps, show=show))
         runtime = _make_runtime(config, the_plan, options, line)
@@ -125,7 +125,7 @@ def drive(
                 new[-1]["eval_return"] = _mean_return(config, runtime, stop)
             rows += new
             _write_rows(folder, new, runtime)
-            stopping = _tell(new, sinks, on_iteration)
+            stopping = _tell(new, open_loggers, on_iteration)
             if diverged is not None:
                 raise _diverged_error(config, folder, diverged)
             line.update(new[-1], steps_per_second=clock.steps_per_second)
@@ -163,7 +163,7 @@ def _check_can_start(start: Start, the_plan: Plan) -> None:
 
 
 def _write_inputs(folder: RunFolder, config: RunConfig, traced: Traced, start: Start) -> None:
-    """Write what is known before the first iteration."""
+    """Write the files that are known before the first iteration."""
     folder.write_config(config.to_toml())
     folder.write_text("graph.svg", traced.iterate.draw())
     if start.done:
@@ -247,7 +247,7 @@ def _finished_run(
 
 
 def _write_results(folder: RunFolder, run: Run) -> None:
-    """Write what is known after the last iteration."""
+    """Write the files that are known after the last iteration."""
     if run.profile is not None:
         folder.write_text("trace.json", run.profile.trace())
     run.plot(folder.path / "curve.png")

@@ -1,7 +1,6 @@
-"""How good are these parameters? Fresh, complete episodes, acted greedily, and exactly as many as asked for.
+"""Evaluate parameters: play complete episodes from fresh resets, exactly as many as asked for.
 
-Each environment plays a number of episodes fixed beforehand, its first ones. Taking whichever episodes end first would
-favour the short ones.
+How many episodes each environment plays is fixed beforehand. Counting the episodes that end first would favour short ones.
 
     100 episodes on 64 environments:   environments 0..35 play two, environments 36..63 play one
 """
@@ -20,16 +19,16 @@ from choreo.errors import AlgorithmError, RunError
 from choreo.types import Key, PyTree
 
 MAX_ENVS = 128
-"""Environments played side by side; more episodes than that are played one after another."""
+"""Environments that play in parallel at most; with more episodes, each environment plays several."""
 MAX_HOST_ENVS = 16
-"""Likewise, of environments that run in Python: making one may take a second and a gigabyte."""
+"""The same for environments in Python, of which one may take a second to make, and a gigabyte of memory."""
 STEPS_PER_CALL = 1024
-"""Steps per compiled call: between calls, Ctrl-C is heard."""
+"""Steps per compiled call. Ctrl-C takes effect between two calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What came out of evaluating; as a number, the mean return."""
+    """Returns and lengths of the episodes; float(evaluation) is the mean return."""
 
     returns: np.ndarray
     """Undiscounted return of each episode."""
@@ -64,8 +63,8 @@ def evaluate(
 ) -> Evaluation:
     """Play `episodes` complete episodes from fresh resets.
 
-    The number of environments `env` has for training does not matter. Raises RunError if episodes are longer than
-    `max_episode_steps` on average: an environment without an end would be played for ever.
+    `env.num_envs` does not matter. Raises RunError if episodes are longer than `max_episode_steps` on average: episodes
+    of some environments never end.
     """
     if episodes < 1:
         raise RunError(f"evaluate(episodes={episodes}) needs at least one episode.", fix="Give --episodes 100.")
@@ -84,10 +83,10 @@ def evaluate(
         if (np.asarray(game.ended) >= quota).all():
             played = np.arange(most) < quota[:, None]
             return Evaluation(returns=np.asarray(game.returns)[played], lengths=np.asarray(game.lengths)[played])
-    raise _endless(env, max_episode_steps)
+    raise _too_long(env, max_episode_steps)
 
 
-def _endless(env: Any, max_episode_steps: int) -> RunError:
+def _too_long(env: Any, max_episode_steps: int) -> RunError:
     return RunError(
         f"Evaluation of {env.name} gave up: episodes are longer than {max_episode_steps:,} steps.",
         fix="Give the environment a time limit, or evaluate with a larger max_episode_steps.",
@@ -95,7 +94,7 @@ def _endless(env: Any, max_episode_steps: int) -> RunError:
 
 
 def check_act(algo: Any) -> None:
-    """Refuse an algorithm that evaluation could not use; called before training, not after it."""
+    """Refuse an algorithm that cannot be evaluated; called before training, so that no result is lost."""
     if "greedy" not in inspect.signature(type(algo).act).parameters:
         raise AlgorithmError(
             f"`{type(algo).__name__}.act` takes no `greedy`, so it cannot be evaluated.",
@@ -104,13 +103,13 @@ def check_act(algo: Any) -> None:
 
 
 def initial_state(algo: Any, params: PyTree) -> PyTree:
-    """The memory of one environment at the start of an episode; None for algorithms without any."""
-    first = getattr(algo, "initial_state", None)  # the one optional part of an algorithm
+    """The recurrent state of one environment at the start of an episode; None for algorithms without one."""
+    first = getattr(algo, "initial_state", None)  # optional
     return None if first is None else first(params)
 
 
 def act(algo: Any, params: PyTree, obs: PyTree, key: Key, state: PyTree, *, greedy: bool) -> tuple[PyTree, PyTree]:
-    """One environment: the action, and the memory after it."""
+    """The action for one environment, and the recurrent state after it."""
     if state is None:
         action, _ = algo.act(params, obs, key, greedy=greedy)
         return action, None
@@ -119,18 +118,19 @@ def act(algo: Any, params: PyTree, obs: PyTree, key: Key, state: PyTree, *, gree
 
 
 class Game(NamedTuple):
-    """All environments in the middle of their episodes."""
+    """The state of an evaluation: all environments, each in the middle of an episode."""
 
     env_state: PyTree
     obs: PyTree
     state: PyTree
+    """Recurrent state of the algorithm in each environment."""
     key: Key
     ended: jax.Array
-    """Episodes each environment has played to the end."""
+    """Number of episodes that have ended, per environment."""
     returns: jax.Array
-    """Of these episodes, [env, episode]."""
+    """Returns of the ended episodes, [env, episode]."""
     lengths: jax.Array
-    """Likewise."""
+    """Lengths of the ended episodes, [env, episode]."""
 
 
 @static_key.jit
@@ -157,7 +157,7 @@ def _advance(algo: Any, env: Any, params: PyTree, game: Game, quota: jax.Array, 
             game.obs, env.keys(key_act), game.state
         )
         env_state, ts = env.step(game.env_state, action)
-        # Beyond an environment's last column nothing matches: what it plays while others finish is not counted.
+        # Episodes beyond an environment's last column match nothing: those it plays while others finish are not counted.
         ends = ts.last[:, None] & (jnp.arange(game.returns.shape[1])[None] == game.ended[:, None])
         returns = jnp.where(ends, ts.info["episode_return"].astype(jnp.float32)[:, None], game.returns)
         lengths = jnp.where(ends, ts.info["episode_length"].astype(jnp.int32)[:, None], game.lengths)
@@ -175,7 +175,7 @@ def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
 def _play_on_host(
     algo: Any, env: HostEnv, params: PyTree, key: Key, quota: np.ndarray, greedy: bool, max_steps: int
 ) -> Evaluation:
-    """The same game, with environments of its own that are stepped from here; only acting is compiled."""
+    """Evaluate with new Python environments, which are stepped from here; only acting is compiled."""
     players = _players(algo, env, params, key)
     returns, lengths = np.zeros((2, env.num_envs, quota.max()))
     ended = np.zeros(env.num_envs, np.int64)
@@ -188,7 +188,7 @@ def _play_on_host(
             token, *results = batch.step(token, *(np.asarray(leaf) for leaf in jax.tree.leaves(action)))
             ts = env.timestep(results)
             obs, last = jax.tree.leaves(ts.obs), np.asarray(ts.last)
-            # An episode of no length is a pause between two (choreo.host.vector).
+            # An episode of length 0 is the pause between two episodes (choreo.host.vector).
             (ends,) = np.nonzero(last & (ts.info["episode_length"] > 0) & (ended < quota))
             returns[ends, ended[ends]] = ts.info["episode_return"][ends]
             lengths[ends, ended[ends]] = ts.info["episode_length"][ends]
@@ -198,17 +198,17 @@ def _play_on_host(
                 return Evaluation(returns=returns[played].astype(np.float32), lengths=lengths[played].astype(np.int32))
     finally:
         batch.close()
-    raise _endless(env, max_steps // int(quota.max()))
+    raise _too_long(env, max_steps // int(quota.max()))
 
 
 class Players(NamedTuple):
-    """Who acts in environments that are elsewhere."""
+    """The part of an evaluation in Python environments that JAX computes."""
 
     state: PyTree
-    """Memory in each environment."""
+    """Recurrent state of the algorithm in each environment."""
     key: Key
     seeds: jax.Array
-    """What the environments are reset with."""
+    """Seeds that the environments are reset with."""
 
 
 @static_key.jit
@@ -222,7 +222,7 @@ def _players(algo: Any, env: HostEnv, params: PyTree, key: Key) -> Players:
 def _act_all(
     algo: Any, env: HostEnv, params: PyTree, players: Players, obs: PyTree, last: np.ndarray | jax.Array, greedy: bool
 ) -> tuple[PyTree, Players]:
-    """An action in every environment; memory starts anew where the last step ended an episode."""
+    """An action for every environment; the recurrent state is reset where the last step ended an episode."""
     key, key_act = jax.random.split(players.key)
     state = jax.tree.map(
         lambda x, x0: jnp.where(_like(jnp.asarray(last), x), x0[None], x), players.state, initial_state(algo, params)

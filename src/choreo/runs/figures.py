@@ -1,4 +1,4 @@
-"""Runs as pictures and as tables."""
+"""Figures and tables of runs: learning curves, comparisons, the final table, the profile."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from choreo.runs.progress import short
 from choreo.runs.safe_files import write_atomic
 from choreo.runtime.engine.profile import Profile
 
-# Matplotlib obeys a file `matplotlibrc` in the current folder, which may be a run folder of somebody else's.
+# Matplotlib reads `matplotlibrc` in the current folder, which may be a stranger's run folder: import it elsewhere.
 with contextlib.chdir(sys.prefix):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -35,8 +35,8 @@ LABELS = {
 
 
 def learning_curve(metrics: Mapping[str, np.ndarray], *, title: str) -> Figure:
-    """Return over environment steps: each iteration, their running mean, and evaluations."""
-    # Not pyplot: it keeps figures alive and picks a backend by what display there is.
+    """A figure of the return over environment steps: each iteration, the running mean, and evaluations."""
+    # Not pyplot, which keeps figures in memory and chooses a backend by the display.
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(title=_literal(title), xlabel="environment steps", ylabel="episode return")
@@ -53,20 +53,20 @@ def learning_curve(metrics: Mapping[str, np.ndarray], *, title: str) -> Figure:
 
 
 class Curve(NamedTuple):
-    """How the return of one run grew."""
+    """The returns of one run over steps and over time."""
 
     label: str
     env_steps: np.ndarray
     returns: np.ndarray
-    """One for each of `env_steps`."""
+    """The return at each of `env_steps`."""
     seconds: np.ndarray
-    """When boundaries were reached."""
-    returns_then: np.ndarray
-    """One for each of `seconds`."""
+    """Seconds at each boundary."""
+    returns_at_seconds: np.ndarray
+    """The return at each of `seconds`."""
 
 
 def comparison(curves: Sequence[Curve], *, title: str) -> Figure:
-    """Return over environment steps, and over seconds, one line per run."""
+    """A figure of two panels, the return over environment steps and over seconds; one line per run."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_literal(title))
@@ -74,7 +74,9 @@ def comparison(curves: Sequence[Curve], *, title: str) -> Figure:
     over_seconds = figure.add_subplot(1, 2, 2, xlabel="seconds, compiling included", sharey=over_steps)
     for curve in curves:
         over_steps.plot(curve.env_steps, curve.returns, label=_literal(curve.label))
-        over_seconds.plot(curve.seconds, curve.returns_then, marker="o", markersize=3, label=_literal(curve.label))
+        over_seconds.plot(
+            curve.seconds, curve.returns_at_seconds, marker="o", markersize=3, label=_literal(curve.label)
+        )
     over_steps.xaxis.set_major_formatter(lambda x, _: short(x))
     for axes in (over_steps, over_seconds):
         axes.set_xlim(left=0)
@@ -84,20 +86,20 @@ def comparison(curves: Sequence[Curve], *, title: str) -> Figure:
 
 
 def _literal(text: str) -> str:
-    """Text as Matplotlib draws it as it is: between two `$` it would read a formula."""
+    """Text that Matplotlib draws unchanged: `$` is escaped, because Matplotlib reads text between two `$` as a formula."""
     return printable(text).replace("$", r"\$")
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure whole, or not at all."""
+    """Write a figure as PNG, atomically."""
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=120)
     write_atomic(path, data.getvalue())
 
 
 def summary_table(summary: Mapping[str, Any], *, title: str, folder: Path | None) -> Table:
-    """The numbers of a run, for a terminal."""
-    # As Text: in a string, rich would take brackets for markup.
+    """The final table of a run, for a terminal."""
+    # As Text, because rich reads brackets in a string as markup.
     table = Table(title=Text(printable(title)), box=box.SIMPLE, show_header=False, title_justify="left")
     table.add_column()
     table.add_column(justify="right")
@@ -118,7 +120,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def profile_table(profile: Profile) -> Table:
-    """The share of each worker's time, by what it went into."""
+    """A table of how each worker's time was spent, in per cent."""
     table = Table(title="where the time went", box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("site")
     for kind in profile.kinds:

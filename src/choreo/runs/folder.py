@@ -1,4 +1,4 @@
-"""The folder of one run: its files, its lock, and the checks of what is read from it.
+"""The folder of one run: its files, its lock, and checks of the files that are read.
 
     runs/x/  run.toml                 everything needed to run it again
              metrics.jsonl            one line per iteration

@@ -1,12 +1,12 @@
-"""The closed table: what `run.toml` may name without naming code.
+"""Public names: the closed table of names that a run.toml may use without naming code.
 
-    "ppo"  "Layout"  "mlp"  "optax.adam"  "CartPole"      a class or a function, under a name that has no ":"
+    "ppo"  "Layout"  "mlp"  "optax.adam"  "CartPole"             a class or a function; the name has no ":"
     "jax:CartPole-v1"  "gymnax:Catch-bsuite"  "CartPole-v1"      an environment
 
-A run folder may come from anybody, and opening one must not run what its author chose. So a file of a run is read against
-this table; whatever the table does not hold is the user's code (`module:Name`, `file.py:name`), and `choreo.runs.toml_values` asks
-whether it may be run. The names are independent of where in Choreo a thing lives. Everything in the table can be called
-with any numbers and texts: it computes, and imports, opens and starts nothing.
+A run folder may come from a stranger, and opening it must not run code that the stranger chose. Names in the table are safe:
+the class or function can be called with any numbers and texts; it only computes, and does not import, open or start
+anything. Any other name is code (`module:Name`, `file.py:name`), which `choreo.runs.toml_values` runs only if it is trusted.
+A public name does not depend on the module that a class or function is in.
 """
 
 import functools
@@ -28,7 +28,7 @@ OPTIMISERS = (
     "adabelief", "adagrad", "adam", "adamax", "adamaxw", "adamw", "lamb", "lion", "nadam", "nadamw", "novograd", "radam",
     "rmsprop", "sgd", "yogi",
 )  # fmt: skip
-"""Of optax."""
+"""Optimisers of optax that have a public name."""
 FUNCTIONS = (
     "celu",
     "elu",
@@ -43,12 +43,12 @@ FUNCTIONS = (
     "softplus",
     "tanh",
 )
-"""Of jax.nn."""
+"""Functions of jax.nn that have a public name."""
 
 
 @functools.cache
 def kinds() -> Mapping[str, Mapping[str, Any]]:
-    """The table, by kind: what may stand in the place of what."""
+    """The table, by kind: a hyper-parameter may be replaced only by a value of the same kind."""
     return {
         "algorithm": algos.ALGOS,
         "layout": {"Layout": layouts.Layout},
@@ -67,7 +67,7 @@ def kinds() -> Mapping[str, Mapping[str, Any]]:
 
 @functools.cache
 def table() -> Mapping[str, Any]:
-    """Every public name, and what it stands for."""
+    """Every public name, and the class or function that it names."""
     return {name: value for named in kinds().values() for name, value in named.items()}
 
 
@@ -77,16 +77,16 @@ def name_of(value: Any) -> str | None:
 
 
 def kind_of(value: Any) -> str | None:
-    """The kind of a class or function, or of one with some of its arguments given; None if it has no public name."""
+    """The kind of a class, of a function, or of a `functools.partial` of one; None if it has no public name."""
     value = value.func if isinstance(value, functools.partial) else value
     return next((kind for kind, named in kinds().items() if any(known is value for known in named.values())), None)
 
 
 def is_environment(name: str) -> bool:
-    """Whether making the environment of this name runs only code of Choreo, gymnax, EnvPool or Gymnasium itself.
+    """Whether making the environment of this name runs only code of Choreo, gymnax, EnvPool or Gymnasium.
 
-    gymnax and EnvPool look the name up in lists of their own. An id of Gymnasium counts if Gymnasium registered it: those
-    that other packages registered, and those that import what an argument says (`GymV26Environment-v0`), do not.
+    gymnax and EnvPool look names up in closed lists. An id of Gymnasium is safe if its entry point is in Gymnasium: other
+    packages can register ids too, and some ids import a module that an argument names (`GymV26Environment-v0`).
     """
     if name in envs.BUILT_IN or re.fullmatch(r"(gymnax|envpool):[A-Za-z0-9_.-]+", name):
         return True
@@ -97,24 +97,24 @@ def is_environment(name: str) -> bool:
 
 
 def is_no_environment(name: str) -> bool:
-    """Whether nothing has this name, and no code could be meant by it either."""
+    """Whether no environment has this name, and the name cannot refer to code either."""
     return ":" not in name.removeprefix("gymnasium:") and not _specs(name)
 
 
 def _specs(name: str) -> list[Any]:
-    """What Gymnasium has registered under an id; under one without a version, all versions."""
+    """The specifications that Gymnasium has registered under an id; all versions for an id without a version."""
     env_id = name.removeprefix("gymnasium:")
     return [spec for spec in gymnasium.registry.values() if env_id in (spec.id, re.sub(r"-v\d+$", "", spec.id))]
 
 
 NAMES_A_FILE = re.compile("file|path|folder|dir|url|module|entry_point|env_id")
-"""Arguments of environments that are opened or imported: MuJoCo's `xml_file`, EnvPool's `base_path`."""
+"""Names of arguments that an environment opens or imports: MuJoCo's `xml_file`, EnvPool's `base_path`."""
 PLAIN_TEXT = re.compile(r"[A-Za-z0-9_,+ -]*")
-"""Text that cannot lead anywhere: without `/`, `\\`, `.`, `~` and `:`, it is no path outside of a package's own data."""
+"""Text without `/`, `\\`, `.`, `~` and `:`: it cannot be a path outside of a package's own data."""
 
 
 def is_plain(described: Any, name: str) -> bool:
-    """Whether the argument `name` of an environment is plain data: numbers, short words, and lists of these."""
+    """Whether the argument `name` of an environment is plain data: numbers, words, and lists or tables of these."""
     match described:
         case bool() | int() | float() | {"none": True}:
             return True
@@ -128,13 +128,13 @@ def is_plain(described: Any, name: str) -> bool:
 
 
 NOT_OPTIONS = re.compile("learning_rate|dtype")
-"""Arguments of optimisers that an algorithm gives itself, or that are no numbers."""
+"""Arguments of optimisers that the algorithm passes itself, or that are not numbers."""
 
 
 def misfit(make: Any, arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with keyword arguments of something in the table, in words; None if nothing is.
+    """Why `make`, a class or function in the table, cannot take these keyword arguments; None if it can.
 
-    For a class, all arguments of its constructor; for a function, some of its options.
+    For a class, `arguments` are all arguments of its constructor; for a function, some of its options.
     """
     known = inspect.signature(make).parameters
     hints = _hints(make)
@@ -158,7 +158,7 @@ def _hints(make: Any) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type that is declared."""
+    """Whether a value has the declared type."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True

@@ -1,10 +1,10 @@
-"""From what a user names to what it is.
+"""From the names that a user gives to the values they name.
 
     "ppo", "my_ppo.py:MyPPO", PPO, PPO(...)     -> an algorithm
     "CartPole-v1", "my_env.py:make_env", MyEnv  -> an environment
     "coarse", "my_layouts.py:pods", coarse(2)   -> a layout
 
-`choreo.runs.toml_values` goes the other way, for run.toml. What is named here is the user's own word, and is run.
+The user's files are imported and run. Names that come from a run.toml must pass `choreo.runs.toml_values` first.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ PARTS = {
     "policy": "`policy(train) -> params`",
     "act": "`act(params, obs, key, *, greedy=False) -> (action, extras)`",
 }
-"""What an algorithm must have."""
+"""The attributes that an algorithm must have."""
 
 PREFIXES = ("jax", "gymnax", "gymnasium", "envpool")
-"""What may stand before the colon in an environment's name without being a module."""
+"""Words before the colon in the name of an environment that are not modules."""
 
 
 def algorithm(algo: Any) -> Any:
-    """The algorithm itself, from its name, its class, or itself."""
+    """The algorithm from its name, its class (with default hyper-parameters), or a value; refuses one that lacks a part."""
     if isinstance(algo, str):
         algo = algorithm_class(algo)
     if isinstance(algo, type):
@@ -48,7 +48,7 @@ def algorithm(algo: Any) -> Any:
             raise AlgorithmError(f"`{name}` lacks `{part}`.", fix=f"Add {form}; see docs/your-own-algorithm.md.")
     if not dataclasses.is_dataclass(algo):
         raise AlgorithmError(
-            f"`{name}` is no dataclass.", fix="Put @dataclass(frozen=True, kw_only=True) above the class."
+            f"`{name}` is not a dataclass.", fix="Put @dataclass(frozen=True, kw_only=True) above the class."
         )
     return algo
 
@@ -63,12 +63,12 @@ def _with_defaults(cls: type) -> Any:
 
 
 def algorithm_class(name: str) -> type:
-    """The class behind `ppo`, `my_ppo.py:MyPPO` or `package.module:MyPPO`."""
+    """The class that `ppo`, `my_ppo.py:MyPPO` or `package.module:MyPPO` names."""
     if ":" in name:
         cls = load(name)
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise AlgorithmError(
-                f"`{name}` is no algorithm, but a {type(cls).__name__}.",
+                f"`{name}` is not an algorithm, but a {type(cls).__name__}.",
                 fix="An algorithm is a class with @dataclass(frozen=True, kw_only=True).",
             )
         return cls
@@ -76,10 +76,10 @@ def algorithm_class(name: str) -> type:
 
 
 def environment(env: Any, num_envs: int | None = None, **kwargs: Any) -> Any:
-    """The environment itself, `num_envs` times; 8 times if nothing is said.
+    """The environment in `num_envs` copies: 8 by default, or as many as an environment that is given as a value has.
 
-    `env` is a name, a function that makes one (`lambda: MyEnv()`, `my_env.py:make_env`, a class), or the environment;
-    `kwargs` are its own arguments.
+    `env` is a name, a function that makes one environment (`lambda: MyEnv()`, `my_env.py:make_env`, a class), or a value.
+    `kwargs` are arguments of the environment.
     """
     count = num_envs if num_envs is not None else 8
     if isinstance(env, str):
@@ -89,17 +89,18 @@ def environment(env: Any, num_envs: int | None = None, **kwargs: Any) -> Any:
         return envs.from_factory(env, count, **kwargs)
     if kwargs:
         raise EnvError(
-            f"`{min(kwargs)}` belongs to an environment given by name.", fix="Put it into the environment itself."
+            f"`{min(kwargs)}` can be given only with the name of an environment.",
+            fix="Make the environment with this argument.",
         )
     return env if num_envs is None else env.with_num_envs(num_envs)
 
 
 def _factory(name: str) -> Any:
-    """What makes environments, if `name` is `my_env.py:make_env` or `package.module:make_env`; else None."""
+    """The function that `my_env.py:make_env` or `package.module:make_env` names; None for other names."""
     where, _, attribute = name.rpartition(":")
     if where.endswith(".py"):
         return load(name)
-    # `module:Id-v0` is Gymnasium's way to say that a module has to be imported first.
+    # In `module:Id-v0`, Gymnasium imports the module, which registers the id.
     if not where or where in PREFIXES or not all(part.isidentifier() for part in [*where.split("."), attribute]):
         return None
     module = _import(where, name)
@@ -107,14 +108,15 @@ def _factory(name: str) -> Any:
 
 
 def layout(value: Any, **options: Any) -> Any:
-    """The layout itself, from its name or the file it is in; `options` (`workers=2`) go to what makes it."""
+    """The layout from its name, from `file.py:name`, or a value; `options` (`workers=2`) go to the function that makes it."""
     options = {name: option for name, option in options.items() if option is not None}
     if isinstance(value, str) and ":" in value:
         return _layout_in_file(value, options)
     if not isinstance(value, str):
         if options:
             raise LayoutError(
-                f"`{min(options)}` belongs to a layout given by name.", fix="Put it into the layout itself."
+                f"`{min(options)}` can be given only with the name of a layout.",
+                fix="Make the layout with this option.",
             )
         return _checked_layout(value, f"{value!r}")
     make = find(value)
@@ -129,7 +131,7 @@ def layout(value: Any, **options: Any) -> Any:
 
 
 def made_with(layout: Any) -> dict[str, Any] | None:
-    """The arguments with which a preset makes this layout, shards among them; None if none does."""
+    """The arguments with which a preset makes this layout, shards among them; None if no preset makes it."""
     make = PRESETS.get(layout.name)
     if make is None:
         return None
@@ -142,18 +144,18 @@ def made_with(layout: Any) -> dict[str, Any] | None:
 
 
 def _layout_in_file(target: str, options: dict[str, Any]) -> Any:
-    """What `my_layouts.py:pods` stands for: a layout, or a function that makes one from `options`."""
+    """The layout that `my_layouts.py:pods` names: a value, or a function that makes a layout from `options`."""
     name, found = target.rpartition(":")[2], load(target, lists=Layout)
     if isinstance(found, Layout) or not callable(found):
         if options:
             raise LayoutError(
-                f"`{target}` is a value, and takes no `{min(options)}`.",
+                f"`{target}` is a value, not a function, and takes no `{min(options)}`.",
                 fix=f"Make it a function: def {name}(*, {min(options)}): return choreo.Layout(...)",
             )
         made = _checked_layout(found, f"`{target}`")
     else:
         _check_arguments(found, target, options)
-        made = _checked_layout(found(**options), f"What `{target}` returns")
+        made = _checked_layout(found(**options), f"The result of `{target}`")
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(Layout)}
     return construct(Layout, fields | {"name": name}) if made.name == "custom" else made
 
@@ -182,7 +184,7 @@ def _takes(make: Any, option: str) -> bool:
 def _checked_layout(value: Any, what: str) -> Any:
     if not isinstance(value, Layout):
         raise LayoutError(
-            f"{what} is no layout, but {_a(type(value).__name__)}.",
+            f"{what} is not a layout, but {_a(type(value).__name__)}.",
             fix='A layout is choreo.Layout(choreo.Group("env", "actor"), choreo.Group("learner")), or a preset.',
         )
     return value
@@ -193,7 +195,10 @@ def _a(noun: str) -> str:
 
 
 def load(target: str, *, lists: type | tuple[type, ...] = ()) -> Any:
-    """What `file.py:name` or `package.module:name` stands for; values of type `lists` are also named if it is missing."""
+    """The value that `file.py:name` or `package.module:name` names.
+
+    If there is no such name, the error suggests the functions and classes of the file, and its values of the types `lists`.
+    """
     where, _, name = target.rpartition(":")
     module = _load_file(Path(where), target) if where.endswith(".py") else _import(where, target)
     value: Any = module
@@ -229,10 +234,10 @@ def _load_file(path: Path, target: str) -> ModuleType:
         near = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         if near:
             raise unknown_name("file", str(path), near)
-        raise UnknownNameError(f"There is no file `{path}` for `{target}`.", fix="Give a path from this folder.")
+        raise UnknownNameError(f"There is no file `{path}` for `{target}`.", fix="Give a path relative to this folder.")
     path = path.resolve()
-    # A file that is loaded already is not run again: not the user's script from within itself, and the class a run was
-    # trained with and the class it is loaded with are one.
+    # A file that is loaded already is not run again: the user's script may call `train` with its own path, and a run
+    # must be loaded with the same class it was trained with.
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module
@@ -240,8 +245,8 @@ def _load_file(path: Path, target: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py file has a loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up while it is being executed
-    sys.path.insert(0, str(path.parent))  # as `python my_ppo.py` would
+    sys.modules[name] = module  # before it is executed: dataclasses look their module up
+    sys.path.insert(0, str(path.parent))  # as `python my_ppo.py` does
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -249,18 +254,18 @@ def _load_file(path: Path, target: str) -> ModuleType:
         raise
     finally:
         sys.path.remove(str(path.parent))
-    # No other process can import it by that name: what it defines goes there by value.
+    # Other processes cannot import a module of this name, so its functions and classes are pickled by value.
     cloudpickle.register_pickle_by_value(module)
     return module
 
 
 def construct(cls: type, fields: dict[str, Any]) -> Any:
-    """A value of a dataclass, from its fields; also of one whose constructor takes some of them as `*groups`."""
+    """A value of a dataclass from its fields; a constructor with a parameter like `*groups` is given that field's items."""
     parameters = inspect.signature(cls).parameters.values()
     star = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
     return cls(*fields.pop(star, ()), **fields) if star else cls(**fields)
 
 
 def summary_line(value: Any) -> str:
-    """The first line of a docstring, for lists."""
+    """The first line of the docstring."""
     return (inspect.getdoc(value) or "").split("\n", 1)[0]

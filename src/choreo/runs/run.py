@@ -49,7 +49,7 @@ class Run:
     path: Path | None
     """The run folder, if there is one."""
     profile: Profile | None = None
-    """When each site did what; None unless train(profile=True) asked for it."""
+    """A timeline of each site's work; None unless train(profile=True) asked for it."""
 
     @property
     def algo(self) -> Any:

@@ -1,10 +1,10 @@
-"""Values as TOML data, for run.toml, and back.
+"""Turn values into TOML data for run.toml, and back.
 
-    PPO(network=lstm)   describe ->   {"class": "ppo", "fields": {"network": {"name": "lstm"}, ...}}   rebuild ->   an equal one
+    PPO(network=lstm)   describe ->   {"class": "ppo", "fields": {"network": {"name": "lstm"}, ...}}   rebuild ->   an equal value
 
-Numbers, texts, lists, frozen dataclasses, and functions that can be imported are described; a lambda is not, and `rebuild`
-says so. What has a name in `choreo.runs.public_names` is written by that name, and is data. Everything else is written as
-`module:Name` or `/path/file.py:name`: the user's code, which `rebuild` runs only with `trust`.
+Numbers, texts, lists, frozen dataclasses and importable functions can be described; a lambda cannot, and `rebuild` says so.
+A class or function with a name in `choreo.runs.public_names` is written by that name, and counts as data. Any other is
+written as `module:Name` or `/path/file.py:name`: this is the user's code, which `rebuild` imports only with `trust`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from choreo.runs import public_names, resolve
 
 
 def describe(value: Any) -> Any:
-    """`value` as TOML data; what cannot be described becomes a note that `rebuild` refuses."""
+    """`value` as TOML data; a value that cannot be described becomes {"unknown": ...}, which `rebuild` refuses."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool | int | float | str):
@@ -45,24 +45,24 @@ def describe(value: Any) -> Any:
 
 
 Make = Callable[[], Any]
-"""Makes a value that was described."""
+"""Makes a value from its description; imports code and raises errors only when it is called."""
 
 
 class Code:
-    """The code that a run.toml names, entry by entry, and whether it may be run."""
+    """The entries of a run.toml that name code, and whether this code may be run."""
 
     def __init__(self, *, trusted: bool):
         self.trusted = trusted
         self.entries: list[str] = []
 
     def may_run(self, entry: str, value: Any) -> bool:
-        """Note what an entry names."""
+        """Record that an entry names code; returns whether the code may be run."""
         shown = f'"{value}"' if isinstance(value, str) else str(value)
         self.entries.append(f"`{entry} = {shown[:100]}`")
         return self.trusted
 
     def check(self, file: str | Path = "run.toml") -> None:
-        """Refuse the file if it names code that may not be run; the error has every entry."""
+        """Raise UntrustedError if code was recorded that may not be run; the error lists every entry."""
         if self.entries and not self.trusted:
             raise UntrustedError(
                 f"The run names code, which was not run: {', '.join(self.entries)}.",
@@ -73,7 +73,7 @@ class Code:
 
 
 def rebuild(data: Any, *, at: str, trust: bool = False) -> Any:
-    """The value `describe` described; `at` names it in errors. Without `trust`, code is refused."""
+    """The value that `describe` described; `at` names it in errors. Without `trust`, code is refused."""
     code = Code(trusted=trust)
     make = maker(data, at=at, code=code)
     code.check()
@@ -81,10 +81,10 @@ def rebuild(data: Any, *, at: str, trust: bool = False) -> Any:
 
 
 def maker(data: Any, *, at: str, code: Code) -> Make:
-    """What makes the value `describe` described; nothing is imported or made before it is called.
+    """A function that makes the value that `describe` described.
 
-    What names code is noted in `code`, and must be checked before it is called. All else that is wrong is refused by what
-    is returned.
+    Entries that name code are recorded in `code`: call `code.check` before the returned function, which imports the code.
+    The returned function raises RunError if the description is wrong in another way.
     """
     match data:
         case bool() | int() | float() | str():
@@ -101,7 +101,7 @@ def maker(data: Any, *, at: str, code: Code) -> Make:
             return finder(target, f"{at}.name", code)
         case {"class": str(target)}:
             if not isinstance(data.get("fields", {}), dict):
-                return _refuser(f"`{at}.fields` is no table.")
+                return _refuser(f"`{at}.fields` is not a table.")
             make, fields = finder(target, f"{at}.class", code), _mapping(data.get("fields", {}), at, code)
             return lambda: _made(make(), fields(), at)
         case {"partial": func, "args": list(args), "kwargs": dict(kwargs)}:
@@ -129,7 +129,7 @@ def _mapping(items: dict[str, Any], at: str, code: Code) -> Make:
 
 
 def finder(target: str, at: str, code: Code) -> Make:
-    """What finds a class or function by its public name or, with `trust`, by where it is."""
+    """A function that finds a class or function by its public name or, if it is code, imports it."""
     if target in public_names.table():
         return lambda: public_names.table()[target]
     if ":" not in target:
@@ -154,7 +154,7 @@ def _refuser(what: str, *, fix: str = "Undo the last edit.") -> Make:
 
 
 def names_code(data: Mapping[str, Any]) -> bool:
-    """Whether a run.toml needs trust: whether it names anything that is not in the table."""
+    """Whether a run.toml names code, so that opening it needs trust."""
     code = Code(trusted=False)
     for table in ("algorithm", "layout"):
         maker(data[table], at=table, code=code)
@@ -164,7 +164,7 @@ def names_code(data: Mapping[str, Any]) -> bool:
 
 def _made(cls: Any, fields: dict[str, Any], at: str) -> Any:
     if not isinstance(cls, type):
-        raise RunError(f"`{at}.class` of this run is no class, but {cls!r}.", fix="Undo the last edit.")
+        raise RunError(f"`{at}.class` of this run is not a class, but {cls!r}.", fix="Undo the last edit.")
     _check_arguments_of(cls, fields, at)
     return resolve.construct(cls, fields)
 
@@ -175,7 +175,7 @@ def _partial(func: Any, args: list[Any], kwargs: dict[str, Any], at: str) -> Any
 
 
 def _check_arguments_of(make: Any, arguments: dict[str, Any], at: str) -> None:
-    """Of what has a public name, every argument has a known type: a wrong one is an error of the file, said here."""
+    """Refuse arguments of the wrong type for a class or function with a public name."""
     name = public_names.name_of(make)
     wrong = public_names.misfit(make, arguments) if name is not None else None
     if wrong is not None:
@@ -183,7 +183,7 @@ def _check_arguments_of(make: Any, arguments: dict[str, Any], at: str) -> None:
 
 
 def describe_environment(env: Any) -> dict[str, Any]:
-    """An environment as TOML data: its name, its count and its arguments, if these are all there is to it."""
+    """An environment as TOML data: name, number and arguments, if these determine it; else as `describe` does."""
     if isinstance(env, envs.HostEnv):
         target, kwargs = env.name if env.is_envpool else env.source.recipe.target, env.arguments
     else:
@@ -198,11 +198,11 @@ def describe_environment(env: Any) -> dict[str, Any]:
 
 
 NOT_ARGUMENTS = ("name", "id", "env", "env_id", "num_envs")
-"""What no environment is given by its `kwargs`: it has a place of its own, or would stand for another environment."""
+"""Refused in the `kwargs` of an environment: they have entries of their own, or would select another environment."""
 
 
 def rebuild_environment(data: Any, *, trust: bool = False) -> Any:
-    """The environment `describe_environment` described. Without `trust`, code is refused."""
+    """The environment that `describe_environment` described. Without `trust`, code is refused."""
     code = Code(trusted=trust)
     make = environment_maker(data, code=code)
     code.check()
@@ -210,21 +210,21 @@ def rebuild_environment(data: Any, *, trust: bool = False) -> Any:
 
 
 def environment_maker(data: Any, *, code: Code) -> Make:
-    """What makes the environment `describe_environment` described; code is noted, as by `maker`."""
+    """A function that makes the environment that `describe_environment` described; records code, as `maker` does."""
     if not isinstance(data, dict) or "num_envs" not in data:
         return maker(data, at="environment", code=code)
     name, count, kwargs = data.get("name"), data["num_envs"], data.get("kwargs", {})
     if not isinstance(name, str) or not isinstance(kwargs, dict):
         return _refuser(
-            "`environment` of this run needs a text `name`, and `kwargs` that are a table, if there are any."
+            "`environment` of this run needs a `name`, which is a text, and `kwargs`, if given, must be a table."
         )
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        return _refuser(f"`environment.num_envs = {count!r}` of this run is no number of environments.")
+        return _refuser(f"`environment.num_envs = {count!r}` of this run is not a number of environments.")
     if not public_names.is_environment(name) and not public_names.is_no_environment(name):
         code.may_run("environment.name", name)
     for argument, value in kwargs.items():
         if argument in NOT_ARGUMENTS:
-            return _refuser(f"`environment.kwargs.{argument}` of this run is no argument of an environment.")
+            return _refuser(f"`environment.kwargs.{argument}` of this run is not an argument of an environment.")
         if not public_names.is_plain(value, argument):
             code.may_run(f"environment.kwargs.{argument}", value)
     arguments = _mapping(kwargs, "environment.kwargs", code)
@@ -239,7 +239,7 @@ def _named_environment(name: str, count: int, kwargs: dict[str, Any], *, trust: 
         return resolve.environment(name, count, **kwargs) if trust else envs.make(name, count, **kwargs)
     except UnknownNameError as error:
         raise RunError(
-            f"`environment` of this run is `{name}`, which is gone. {error.what}",
+            f"`environment` of this run is `{name}`, which no longer exists. {error.what}",
             fix="Put the file back or install the package, or pass the environment yourself: choreo.load(path, env=...).",
         ) from error
 
@@ -249,18 +249,18 @@ def _reload(target: str, at: str) -> Any:
         return resolve.load(target)
     except UnknownNameError as error:
         raise RunError(
-            f"`{at}` of this run is `{target}`, which is gone. {error.what}",
+            f"`{at}` of this run is `{target}`, which no longer exists. {error.what}",
             fix="Put the file back, or pass the value yourself: choreo.load(path, algo=...).",
         ) from error
 
 
 def _written_name(value: Any) -> str | None:
-    """How run.toml names a class or function: its public name, or where it is; None if it cannot be found again."""
+    """The name of a class or function in run.toml: its public name, or its module and name; None if it is not importable."""
     return public_names.name_of(value) or (_target(value) if _is_importable(value) else None)
 
 
 def _target(value: Any) -> str:
-    """`package.module:Name`, or `/path/file.py:Name` for a file that belongs to no package."""
+    """`package.module:Name`, or `/path/file.py:Name` for a file outside of any package."""
     module = sys.modules[value.__module__]
     if module.__package__ or value.__module__ in sys.stdlib_module_names:
         return f"{value.__module__}:{value.__qualname__}"
@@ -268,7 +268,7 @@ def _target(value: Any) -> str:
 
 
 def _is_importable(value: Any) -> bool:
-    """Whether the module a function or class says it is from holds it under its name, and can be loaded again."""
+    """Whether importing the module of a function or class, and looking up its name there, gives the same object."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     qualname = getattr(value, "__qualname__", None)
     if module is None or qualname is None or not getattr(module, "__file__", None):

@@ -69,7 +69,7 @@ def train(
       several sites.
     - `cluster`: a Cluster, or the path of a `cluster.toml`; names the hosts of workers.
     - `env_timeout`: seconds after which a worker whose environment does not return ends the run.
-    - `profile`: records when each site did what, as a table and as `trace.json` in the run folder (open it in Perfetto).
+    - `profile`: records a timeline of each site's work, also as `trace.json` in the run folder (open it in Perfetto).
     - `allow_versions`: accepts hosts with other versions than this machine, which are refused otherwise.
     - `same_bits`: refuses hosts with another CPU or other XLA_FLAGS, which give a warning otherwise.
     - `trust_network`: lets learners on different machines combine gradients without encryption, which is refused otherwise.
@@ -167,7 +167,7 @@ def resume(
         if done >= config.iterations:
             raise RunError(
                 f"{folder.path} is finished: {done} iterations, {done * config.steps_per_iteration:,} steps.",
-                fix=f"Go on with `choreo resume {folder.path} --steps {2 * done * config.steps_per_iteration}`.",
+                fix=f"Continue with `choreo resume {folder.path} --steps {2 * done * config.steps_per_iteration}`.",
             )
         start = Start(
             done=done,

@@ -1,12 +1,12 @@
-"""The weights of one run as the beginning of another: `train(..., init_from="runs/x")`.
+"""Begin a run with the weights of another run: `train(..., init_from="runs/x")`.
 
     Train(params, optimizer, iterations)     `policy(train)` returns `params`
-          └── read from the checkpoint of runs/x, leaf by leaf, by name; all else as `init` made it
+          └── read from the checkpoint of runs/x, leaf by leaf, by name; all other leaves are as `init` made them
 
-Weights are the leaves of `train` that `policy` returns. An algorithm that keeps them twice (a target network), or whose
-policy is computed, says itself where they go, by an optional method `with_policy(train, params) -> train`. The algorithm
-of the other run is not made again, so neither its code nor its environment need be there. What does not fit is refused
-when the weights are read, before anything is written.
+The weights are the leaves of `train` that `policy` returns. An algorithm that keeps its weights twice (a target network),
+or whose policy computes the parameters, needs a method `with_policy(train, params) -> train`, which puts them into `train`.
+The algorithm of the other run is not made again, so neither its code nor its environment is needed. Weights that do not
+fit are refused when they are read, before anything is written.
 """
 
 import re
@@ -28,18 +28,18 @@ from choreo.types import PyTree
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """What a run begins with in place of what `init` made."""
+    """Weights that replace those that `init` makes."""
 
     algo: Any
-    """The algorithm that begins."""
+    """The algorithm of the new run."""
     leaves: dict[str, jax.Array]
     """The weights, by their names in a checkpoint."""
     origin: InitFrom
-    """Where they are from."""
+    """The run that they are from."""
 
     @classmethod
     def read(cls, config: RunConfig, source: str | Path | InitFrom) -> "Weights":
-        """The weights in the run folder `source`; refuses those that do not fit the algorithm of `config`."""
+        """The weights in the run folder `source`; raises RunError if they do not fit the algorithm of `config`."""
         folder = RunFolder(source.path if isinstance(source, InitFrom) else source)
         folder.check_run()
         algo, train = config.algo_with_horizon, config.carry_structure().train
@@ -47,8 +47,8 @@ class Weights:
         params_hash = checkpoint.sha256(list(leaves.values()))
         if isinstance(source, InitFrom) and params_hash != source.params_hash:
             raise RunError(
-                f"The weights in {folder.path} are no longer those that the run began with: it was trained since.",
-                fix=f"Give --init-from {folder.path} to begin with the weights it has now.",
+                f"The weights in {folder.path} are not those that the run began with: the folder was trained further since.",
+                fix=f"Give --init-from {folder.path} to begin with its present weights.",
             )
         origin = InitFrom(path=str(folder.path.resolve()), params_hash=params_hash)
         weights = cls(algo=algo, leaves=leaves, origin=origin)
@@ -56,7 +56,7 @@ class Weights:
         return weights
 
     def put_into(self, carry: PyTree) -> PyTree:
-        """The carry that `init` made, with these weights."""
+        """`carry`, which `init` made, with these weights."""
         return eqx.tree_at(lambda c: c.train, carry, self._put(carry.train))
 
     def _put(self, train: PyTree) -> PyTree:
@@ -68,20 +68,20 @@ class Weights:
     def _check(self, train: PyTree) -> None:
         put = _named(eqx.filter_eval_shape(self._put, train))
         for name, leaf in _named(train).items():
-            if _form(put.get(name)) != _form(leaf):
+            if _type_of(put.get(name)) != _type_of(leaf):
                 raise AlgorithmError(
                     f"`{type(self.algo).__name__}.with_policy` does not return a train state like the one it is given: "
-                    f"`{name}` was {_form(leaf)} and becomes {_form(put.get(name))}.",
+                    f"`{name}` was {_type_of(leaf)} and becomes {_type_of(put.get(name))}.",
                     fix="Return `train` with some leaves replaced, as in `train._replace(params=params)`.",
                 )
 
 
 def _with_policy(algo: Any) -> Callable[[PyTree, PyTree], PyTree] | None:
-    return getattr(algo, "with_policy", None)  # an optional part of an algorithm
+    return getattr(algo, "with_policy", None)  # optional
 
 
 def _read_by_policy(algo: Any, train: PyTree) -> set[str]:
-    """The names of the leaves of `train` that its policy depends on."""
+    """The names of the leaves of `train` that the policy depends on: a liveness analysis of its jaxpr."""
     arrays, static = eqx.partition(train, _is_shaped)
     leaves, tree = jax.tree.flatten(arrays)
 
@@ -94,7 +94,7 @@ def _read_by_policy(algo: Any, train: PyTree) -> set[str]:
     if _with_policy(algo) is None and needed & {id(var) for eqn in jaxpr.eqns for var in eqn.outvars}:
         name = type(algo).__name__
         raise AlgorithmError(
-            f"`{name}.policy` computes the parameters, so that it is not known which part of `train` they are.",
+            f"`{name}.policy` computes the parameters, so Choreo cannot tell which part of `train` holds them.",
             fix=f"Add `with_policy(train, params) -> train` to `{name}`, or let `policy` return a field of `train`.",
         )
     for eqn in reversed(jaxpr.eqns):
@@ -104,34 +104,42 @@ def _read_by_policy(algo: Any, train: PyTree) -> set[str]:
 
 
 def _from_checkpoint(folder: RunFolder, train: Mapping[str, Any], wanted: set[str]) -> dict[str, jax.Array]:
-    """The wanted leaves of `train`, from the checkpoint of a run."""
+    """The leaves of `train` whose names are in `wanted`, from the checkpoint of a run."""
     header = checkpoint.read_header(folder.checkpoint)
-    with checkpoint.whole(folder.checkpoint), safetensors.safe_open(folder.checkpoint, framework="numpy") as file:
+    with (
+        checkpoint.damage_reported(folder.checkpoint),
+        safetensors.safe_open(folder.checkpoint, framework="numpy") as file,
+    ):
         _check_names(folder, train, wanted, set(file.keys()))
         arrays = {name: file.get_tensor(name) for name in train if name in wanted}
     leaves = {}
     for name, array in arrays.items():
         value = checkpoint.decode(folder.checkpoint, header, name, array)
-        if _form(value) != _form(train[name]):
-            raise _unfit(folder, f"`{name}` is {_form(value)} there and {_form(train[name])} here")
+        if _type_of(value) != _type_of(train[name]):
+            raise _does_not_fit(
+                folder, f"`{name}` is {_type_of(value)} in the folder and {_type_of(train[name])} in this run"
+            )
         leaves[name] = value
     return leaves
 
 
 def _check_names(folder: RunFolder, train: Mapping[str, Any], wanted: set[str], there: set[str]) -> None:
-    """All that is wanted is there; and a field of `train` that is wanted whole has no more there than here."""
+    """Refuse a checkpoint that lacks a wanted leaf, or in which a field that is wanted as a whole has more leaves.
+
+    `there`: the names in the checkpoint.
+    """
     for name in sorted(wanted - there):
-        raise _unfit(folder, f"`{name}` is {_form(train[name])} here and is not there")
+        raise _does_not_fit(folder, f"`{name}` ({_type_of(train[name])}) of this run is not in the folder")
     whole = {_field(name) for name in wanted} - {_field(name) for name in set(train) - wanted}
     for name in sorted(there - wanted):
         if _field(name) in whole:
-            raise _unfit(folder, f"`{name}` is there and is not here")
+            raise _does_not_fit(folder, f"`{name}` of the folder is not in this run")
 
 
-def _unfit(folder: RunFolder, why: str) -> RunError:
+def _does_not_fit(folder: RunFolder, why: str) -> RunError:
     return RunError(
         f"The weights in {folder.path} do not fit: {why}.",
-        fix=f"Begin from a run with the same network and the same spaces; {folder.config_file} says what this one had.",
+        fix=f"Begin with a run that has the same network and spaces; see {folder.config_file}.",
     )
 
 
@@ -142,7 +150,7 @@ def _named(train: PyTree) -> dict[str, Any]:
 
 
 def _field(name: str) -> str | None:
-    """`.train.params` of `.train.params.network.weight`; None for what is no part of `train`."""
+    """The field that a leaf is in: `.train.params` for `.train.params.network.weight`; None outside of `train`."""
     found = re.match(r"\.train(?![^.\[])(\.\w+|\[[^\]]*\])?", name)
     return found and found[0]
 
@@ -151,5 +159,5 @@ def _is_shaped(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
 
 
-def _form(leaf: Any) -> str:
+def _type_of(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else repr(leaf)
