@@ -26,7 +26,7 @@ import zmq
 import choreo
 from choreo import envs
 from choreo.errors import RunError
-from choreo.runtime.channels.keys import KeyPair, doorkeeper, show_key
+from choreo.runtime.channels.keys import KeyPair, authenticator, show_key
 from choreo.runtime.channels.sockets import Connections, context_of_process
 from choreo.runtime.coordinator import launching
 from choreo.runtime.coordinator.agent import AGENT, COORDINATOR, Order
@@ -47,7 +47,7 @@ TOO_MUCH = GREETING + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
 
 
 context_of_process().socket(zmq.PAIR).close()
-doorkeeper()
+authenticator()
 # Both open files that stay open: before a test looks for what it left.
 
 
@@ -201,7 +201,7 @@ def friend(agent: Agent):
         show_key(dealer, KeyPair.from_token(token, COORDINATOR), KeyPair.from_token(token, AGENT).public)
         connections = Connections(dealer)
         dealer.connect(f"tcp://{agent.address}:{agent.port}")
-        assert connections.await_welcome(time.monotonic() + 10)
+        assert connections.await_handshake(time.monotonic() + 10)
         connections.close()
         yield dealer
 

@@ -25,7 +25,7 @@ from typing import Any
 import zmq
 
 from choreo.errors import RunError
-from choreo.runtime.channels.keys import KeyPair, doorkeeper
+from choreo.runtime.channels.keys import KeyPair, authenticator
 from choreo.runtime.channels.sockets import Connections, bind, context_of_process, fd_of, keep_alive
 
 AGENT, COORDINATOR = "agent", "coordinator"
@@ -65,7 +65,7 @@ class Agent:
             self._socket.set(option, value)
         keep_alive(self._socket)
         coordinator = KeyPair.from_token(token, COORDINATOR)
-        doorkeeper().admit_keys(self._socket, KeyPair.from_token(token, AGENT), {coordinator.public: COORDINATOR})
+        authenticator().admit_keys(self._socket, KeyPair.from_token(token, AGENT), {coordinator.public: COORDINATOR})
         self._connections = Connections(self._socket)
         self._jobs: dict[bytes, Job] = {}
         try:
@@ -85,7 +85,7 @@ class Agent:
             # workers that were here before, and a coordinator that is gone may leave its connection's to the one that asks.
             for job in list(self._jobs.values()):
                 self._look_after(job, ready)
-            for fd in self._connections.hear():
+            for fd in self._connections.read_events():
                 self._forget(fd)
             if self._socket in ready:
                 self._take(self._socket.recv_multipart(copy=False))
@@ -95,7 +95,7 @@ class Agent:
         for job in list(self._jobs.values()):
             self._tell(job.identity, {"kind": "stopped"})
             self._end(job)
-        doorkeeper().forget(self._socket)
+        authenticator().forget(self._socket)
         self._connections.close()
         self._socket.close()
 

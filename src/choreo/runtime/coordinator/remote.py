@@ -61,7 +61,7 @@ class RemoteProcess:
             connect(self.agent, self.host.address, self.host.port)
         except OSError as error:
             raise RunError(f"There is no agent at {where}: {error}.", fix=fix) from error
-        if self._connections.await_welcome(time.monotonic() + HELLO_S):
+        if self._connections.await_handshake(time.monotonic() + HELLO_S):
             return
         if self._connections.refused:
             raise RunError(
@@ -112,7 +112,7 @@ class RemoteProcess:
 
     def read_messages(self) -> bytes:
         """Take what the agent has told; returns what the worker printed since."""
-        self._connections.hear()
+        self._connections.read_events()
         while self.agent.poll(0):
             text, data = self.agent.recv_multipart()
             header = json.loads(text)

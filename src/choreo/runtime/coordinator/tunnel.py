@@ -15,7 +15,7 @@ import threading
 
 import zmq
 
-from choreo.runtime.channels.keys import KeyPair, doorkeeper, show_key
+from choreo.runtime.channels.keys import KeyPair, authenticator, show_key
 from choreo.runtime.channels.sockets import (
     SILENCE_S,
     Connections,
@@ -61,13 +61,13 @@ class Tunnel:
     def dig(cls, host: str, keys: KeyPair, coordinator: bytes) -> "tuple[Tunnel, int]":
         """The worker's end and its port, where only the owner of the public key `coordinator` gets in."""
         tunnel = cls()
-        doorkeeper().admit_keys(tunnel.socket, keys, {coordinator: "coordinator"})
+        authenticator().admit_keys(tunnel.socket, keys, {coordinator: "coordinator"})
         return tunnel, bind(tunnel.socket, host)
 
     def await_peer(self, deadline: float) -> bool:
         """Until the coordinator has said something; False if it does not come in time."""
         came = bool(self.socket.poll(milliseconds_to(deadline)))
-        doorkeeper().forget(self.socket)
+        authenticator().forget(self.socket)
         if came:
             self._left = self._receive()
         return came
@@ -78,7 +78,7 @@ class Tunnel:
         tunnel = cls()
         show_key(tunnel.socket, keys, worker)
         connect(tunnel.socket, host, port)
-        if not tunnel._connections.await_welcome(deadline):
+        if not tunnel._connections.await_handshake(deadline):
             tunnel.close()
             raise ConnectionRefusedError(f"nobody with the worker's key answers at {host}:{port}")
         return tunnel
@@ -100,7 +100,7 @@ class Tunnel:
 
     def check_connection(self) -> None:
         """Look whether the peer's connection is gone."""
-        self._connections.hear()
+        self._connections.read_events()
         self.lost |= self._connections.peer_gone
 
     def settimeout(self, seconds: float | None) -> None:
