@@ -148,8 +148,8 @@ def no_thread_or_process_is_left():
 
 
 def _left(threads: set[threading.Thread], processes: set[psutil.Process]) -> list[str]:
-    # The thread that accepts connections is started once and stays, like ZeroMQ's own threads.
-    started = [t for t in threading.enumerate() if t not in threads and t.name != "choreo-doorkeeper"]
+    # The authenticator of connections is started once and stays, as ZeroMQ's own threads do.
+    started = [t for t in threading.enumerate() if t not in threads and t.name != "choreo-authenticator"]
     return [f"thread {t.name}" for t in started] + [f"process {p.pid} ({p.name()})" for p in _children() - processes]
 
 

@@ -26,10 +26,10 @@ import zmq
 import choreo
 from choreo import envs
 from choreo.errors import RunError
-from choreo.runtime.channels.keys import KeyPair, doorkeeper, show_key
+from choreo.runtime.channels.keys import KeyPair, authenticator, show_key
 from choreo.runtime.channels.sockets import Connections, context_of_process
 from choreo.runtime.coordinator import launching
-from choreo.runtime.coordinator.agent import AGENT, COORDINATOR, Order
+from choreo.runtime.coordinator.agent import AGENT, COORDINATOR, SpawnRequest
 from choreo.runtime.coordinator.cluster import Cluster, ClusterError, Host
 from choreo.runtime.coordinator.remote import RemoteProcess
 from choreo.runtime.coordinator.supervision import WorkerError
@@ -47,7 +47,7 @@ TOO_MUCH = GREETING + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
 
 
 context_of_process().socket(zmq.PAIR).close()
-doorkeeper()
+authenticator()
 # Both open files that stay open: before a test looks for what it left.
 
 
@@ -102,7 +102,7 @@ class TestStrangers:
         with pytest.raises(RunError) as caught:
             Local(cartpole("fine x1"), cluster=cluster)
         assert str(caught.value).startswith(
-            f"Whoever is at 127.0.0.1:{agent.port} is no agent with the token of this cluster.\n"
+            f"The process at 127.0.0.1:{agent.port} is no agent with the token of this cluster.\n"
             "Use the same token file on every host. Run there: choreo agent"
         )
 
@@ -144,7 +144,7 @@ class TestPeersWithTheKey:
         assert_same_bits(run_there(agent), alone("fine x1"))
         assert agent.process.poll() is None
         logged = agent.end()
-        assert "Refused 127.0.0.1: ValueError('an order with other parts')" in logged
+        assert "Refused 127.0.0.1: ValueError('a request with other fields')" in logged
         assert "Traceback" not in logged
 
     def test_nonsense_to_its_own_worker_ends_that_one_only(self, agent):
@@ -186,7 +186,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.randint(1, 4)):
         changed[chance.randrange(len(changed))] = chance.randrange(256)
     try:
-        Order.read(bytes(changed))
+        SpawnRequest.from_bytes(bytes(changed))
     except ValueError:
         return bytes(changed)
     return b""  # still an order; workers for nobody would be started
@@ -201,7 +201,7 @@ def friend(agent: Agent):
         show_key(dealer, KeyPair.from_token(token, COORDINATOR), KeyPair.from_token(token, AGENT).public)
         connections = Connections(dealer)
         dealer.connect(f"tcp://{agent.address}:{agent.port}")
-        assert connections.await_welcome(time.monotonic() + 10)
+        assert connections.await_handshake(time.monotonic() + 10)
         connections.close()
         yield dealer
 
@@ -262,10 +262,10 @@ class TestManInTheMiddle:
 def test_a_message_that_is_left_out_on_the_way_is_noticed():
     """CURVE does not notice it; a tunnel numbers its messages."""
     here, there = KeyPair.new(), KeyPair.new()
-    dug, port = Tunnel.dig("127.0.0.1", there, here.public)
+    dug, port = Tunnel.listen("127.0.0.1", there, here.public)
     with Relay(port) as relay, contextlib.closing(dug):
         with contextlib.closing(
-            Tunnel.reach("127.0.0.1", relay.port, here, there.public, time.monotonic() + 10)
+            Tunnel.connect("127.0.0.1", relay.port, here, there.public, time.monotonic() + 10)
         ) as reached:
             reached.sendall(b"first")
             assert dug.await_peer(time.monotonic() + 10)

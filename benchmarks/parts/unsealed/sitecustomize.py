@@ -9,7 +9,7 @@ from choreo.runtime.channels import sockets, tcp_ends
 class Unsealed(tcp_ends.TcpConnection):
     """A connection without encryption, and with as few copies as this allows."""
 
-    def next(self):
+    def receive_first(self):
         try:
             frame = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -20,7 +20,7 @@ class Unsealed(tcp_ends.TcpConnection):
     def open_into(self, array, sealed):
         array[...] = np.ndarray(array.shape, array.dtype, sealed.buffer)
 
-    def say(self, frame, *, more=False):
+    def send_small(self, frame, *, more=False):
         try:
             self.socket.send(frame, zmq.NOBLOCK | (zmq.SNDMORE if more else 0))
         except zmq.Again:

@@ -79,7 +79,7 @@ def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socke
     from choreo.runtime.coordinator.tunnel import Tunnel, start_relay
 
     keys = KeyPair.new()
-    tunnel, port = Tunnel.dig(host, keys, coordinator)
+    tunnel, port = Tunnel.listen(host, keys, coordinator)
     os.write(agent, json.dumps({"port": port, "key": keys.public.decode()}).encode())
     os.set_inheritable(agent, False)
     if not tunnel.await_peer(time.monotonic() + COME_S):

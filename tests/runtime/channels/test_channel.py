@@ -340,7 +340,7 @@ def test_a_site_without_a_key_of_this_run_is_refused():
 
         def call_twice():
             with pytest.raises(
-                HelloRefused, match=f"Whoever is at {listener.address} is not `learner-0`, or does not know"
+                HelloRefused, match=f"The process at {listener.address} is not `learner-0`, or does not know"
             ):
                 call(listener.address, "a", keys=stranger)
             return call(listener.address, "a")

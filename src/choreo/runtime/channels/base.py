@@ -1,33 +1,35 @@
-"""What a channel is: messages in order, from one site to one other site.
+"""What a channel is: messages in order, from one process to one other process.
 
     sender.send([obs, reward]) ──▶ slot 0 │ slot 1 ──▶ receiver.receive([batch_obs[:, 2:4], batch_reward[2:4]])
 
-A message is a sequence of arrays whose shapes and types both ends know from the plan: no schema travels, only a number
-and a byte count, which the receiver checks. At most `slots` messages are unread: then `send` waits. Each end belongs to
-one thread at a time.
+A message is a sequence of arrays. Both ends know their shapes and dtypes from the plan, so a message carries no schema, only
+its number and its size, which the receiver checks. When `slots` messages are unread, `send` waits (back-pressure). Only one
+thread at a time may use an end.
 
-A channel ends in one of three ways, and each has its own error: I closed it (`ChannelClosed`); the sender finished and
-everything was read (`EndOfChannel`); the peer was lost (`PeerLost`, which names it). A sender whose receiver went away in
-good order gets `ReceiverClosed`. Every wait ends when the peer is lost.
+A channel ends in one of three ways, each with an error of its own: this end was closed (`ChannelClosed`); the sender
+finished and all its messages were read (`EndOfChannel`); the peer was lost (`PeerLost`, which names it). A sender whose
+receiver closed in good order gets `ReceiverClosed`. Every wait ends when the peer is lost.
 
-This module and the carriers (`shm`, `tcp`) import numpy, not JAX: a site with host environments alone stays small.
+This module and the carriers (`shm`, `tcp`) import numpy but not JAX, so that a process with Python environments alone stays
+small.
 """
 
+import abc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from choreo.errors import ChoreoError
 
 ALIGNMENT = 64
-"""Each array of a message begins at a multiple of this: a cache line."""
+"""Each array of a message begins at a multiple of this many bytes, the size of a cache line."""
 
 
 class ChannelError(ChoreoError):
-    """Something about a channel; `peer` is the site at its other end."""
+    """An error of a channel; `peer` is the name of the process at its other end."""
 
     @property
     def peer(self) -> str:
@@ -35,15 +37,15 @@ class ChannelError(ChoreoError):
 
 
 class ChannelClosed(ChannelError):
-    """It was closed at this end, and then used."""
+    """This end was closed, and then used."""
 
 
 class EndOfChannel(ChannelError):
-    """The sender finished, and everything it sent was read."""
+    """The sender finished, and all its messages were read."""
 
 
 class ReceiverClosed(ChannelError):
-    """The receiver closed its end in good order: nobody will read what is sent now."""
+    """The receiver closed its end in good order, so nobody will read another message."""
 
 
 class PeerLost(ChannelError):
@@ -51,48 +53,48 @@ class PeerLost(ChannelError):
 
 
 class ChannelTimeout(ChannelError):
-    """The peer lives, but nothing came (or nothing was read) for as long as `timeout_s` allows."""
+    """The peer is alive, but sent or read nothing for `timeout_s`."""
 
 
 class HelloRefused(ChannelError):
-    """Whoever is at the other end is not the peer, or has another channel in mind."""
+    """The process at the other end is not the peer, or expects another channel."""
 
 
 class FrameForged(ChannelError):
-    """A frame arrived that the peer did not seal: changed on its way, or not the peer's at all."""
+    """A frame arrived that the peer did not seal: somebody changed it on the way, or sent it."""
 
 
 class MessageMismatch(ChannelError):
-    """The two ends do not agree on what is sent: an error in the plan or in Choreo, not in the user's code."""
+    """The two ends expect different messages: an error in the plan or in Choreo, not in the user's code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelStatistics:
-    """What passed through one end so far."""
+    """What has passed through one end of a channel so far."""
 
     messages: int
     """Messages sent or received."""
     bytes: int
-    """Their payload."""
+    """Payload of all messages."""
     waits: int
     """How often this end had to wait for the other."""
     wait_s: float
-    """For how long, in all."""
+    """How long this end has waited in all."""
 
 
 @runtime_checkable
 class Sender(Protocol):
-    """The end that is written to. Leaving its `with` block closes it; by an error, the peer learns that it was lost."""
+    """The sending end. Leaving its `with` block closes it; after an error, the peer gets `PeerLost`."""
 
     peer: str
-    """The receiving site."""
+    """The name of the receiving process."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy a message out. Blocks while `slots` messages are unread; the arrays may be reused when it returns."""
+        """Send a message. Blocks while `slots` messages are unread; the caller may change the arrays when it returns."""
         ...
 
     def close(self) -> None:
-        """Say that this was all. The receiver reads what is left, then gets EndOfChannel."""
+        """Send no more. The receiver can still read all messages, then gets EndOfChannel."""
         ...
 
     def statistics(self) -> ChannelStatistics: ...
@@ -106,21 +108,21 @@ class Sender(Protocol):
 
 @runtime_checkable
 class Receiver(Protocol):
-    """The end that is read from. Leaving its `with` block closes it; by an error, the peer learns that it was lost."""
+    """The receiving end. Leaving its `with` block closes it; after an error, the peer gets `PeerLost`."""
 
     peer: str
-    """The sending site."""
+    """The name of the sending process."""
 
     def receive(self, into: Sequence[np.ndarray]) -> None:
         """Copy the next message into these arrays, which may be strided views of a batch. Blocks until there is one."""
         ...
 
     def ready(self) -> bool:
-        """Whether `receive` would return (or raise) at once."""
+        """Would `receive` return, or raise, without waiting?"""
         ...
 
     def close(self) -> None:
-        """Read no more. The sender gets ReceiverClosed."""
+        """Receive no more. The sender gets ReceiverClosed."""
         ...
 
     def statistics(self) -> ChannelStatistics: ...
@@ -132,20 +134,56 @@ class Receiver(Protocol):
     ) -> None: ...
 
 
+_E = TypeVar("_E", bound="ChannelEnd")
+
+
+class ChannelEnd(abc.ABC):
+    """What the ends of all carriers share: their statistics, and how they are closed."""
+
+    def __init__(self, peer: str, timeout_s: float | None):
+        self.peer, self._timeout_s = peer, timeout_s
+        self._number = self._bytes = self._waits = 0
+        self._wait_s, self._closed = 0.0, False
+
+    def statistics(self) -> ChannelStatistics:
+        return ChannelStatistics(messages=self._number, bytes=self._bytes, waits=self._waits, wait_s=self._wait_s)
+
+    def __enter__(self: _E) -> _E:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_once(in_good_order=in_good_order(error))
+
+    def close(self) -> None:
+        """Close this end in good order. Returns at once; messages that were sent can still be read."""
+        self._close_once(in_good_order=True)
+
+    def _close_once(self, *, in_good_order: bool) -> None:
+        if not self._closed:
+            self._closed = True
+            self._close(in_good_order=in_good_order)
+
+    @abc.abstractmethod
+    def _close(self, *, in_good_order: bool) -> None:
+        """Close this end; if not in good order, the peer must take it for lost."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where each array of a message lies when they are written one after the other."""
+    """Where each array of a message lies, when they are written one after the other."""
 
     offsets: tuple[int, ...]
     """Where each array begins."""
     packed_bytes: int
-    """Room for all of them, gaps included."""
+    """The size of the message with the gaps between arrays."""
     payload_bytes: int
-    """Without gaps: what the receiver compares."""
+    """The size of the message without gaps; the receiver checks it."""
 
 
 def pack(arrays: Iterable[Any], *, alignment: int = ALIGNMENT) -> Packing:
-    """The packing of a message of such arrays; anything with a shape and a dtype will do."""
+    """The packing of a message of such arrays; each needs a shape and a dtype only."""
     offsets, end, payload = [], 0, 0
     for array in arrays:
         dtype = np.dtype(array.dtype)
@@ -161,12 +199,12 @@ def pack(arrays: Iterable[Any], *, alignment: int = ALIGNMENT) -> Packing:
 
 
 def message_bytes(arrays: Iterable[Any]) -> int:
-    """What `slot_bytes` must be for a message of such arrays to fit."""
+    """The smallest `slot_bytes` of a channel for messages of such arrays."""
     return pack(arrays).packed_bytes
 
 
 def in_good_order(error: BaseException | None) -> bool:
-    """Whether a `with` block that ended so has finished; a site that failed must not look like one that finished."""
+    """Has a `with` block that ended with this error finished its work? A failed process must not look like a finished one."""
     return error is None or isinstance(error, EndOfChannel | ReceiverClosed)
 
 

@@ -1,14 +1,14 @@
-"""Who may connect to whom: key pairs, and the doorkeeper that asks for them.
+"""Who may connect to whom: key pairs, and the authenticator that checks them.
 
-    token ──HKDF──▶ the agent's and the coordinator's long-term pairs     both know the token, so each knows both
-    a worker ─────▶ a pair of its own, made when it starts                only its public key leaves the process
+    token ──HKDF──▶ the key pairs of the agent and of the coordinator     both know the token, so each can compute both
+    a worker ─────▶ a key pair of its own, made when it starts            only the public key leaves the process
 
-Connections are encrypted by CURVE, ZeroMQ's own protocol: a client must know the public key of the server, and a server
-asks, by ZeroMQ's authentication protocol (ZAP), whether a client's public key is welcome. `Doorkeeper` answers. A socket
-that it guards lets in nobody whom it was not told of; a socket that nobody guards is never bound.
+CURVE, ZeroMQ's own protocol, encrypts connections. A client must know the public key of the server. The server asks by
+ZeroMQ's authentication protocol (ZAP) whether it may admit a client's public key; `Authenticator` answers. It admits only
+the clients that it was told of, and every socket that is bound is guarded by it.
 
-zmq.auth has a ZAP server, too; it brings an asyncio loop into every worker, and lets in strangers of some kinds unless it
-is told not to. This one refuses whatever it was not told of.
+zmq.auth has a ZAP server, too. But it starts an asyncio loop in every worker, and by default it admits some kinds of
+strangers.
 """
 
 import atexit
@@ -28,14 +28,14 @@ from zmq.utils import z85
 from choreo.runtime.channels.sockets import context_of_process
 
 HANDSHAKE_S = 10.0
-"""How long a stranger may take to prove who it is."""
+"""How long a client may take for the handshake."""
 
 Credentials = Callable[[bytes, list[bytes]], str | None]
-"""(mechanism, credentials of a client) -> the name of that client; None refuses it."""
+"""(mechanism, credentials of a client) -> the name of the client; None to refuse it."""
 
 
 class KeyPair(NamedTuple):
-    """A pair of Curve25519 keys, in the 40 characters in which ZeroMQ writes them."""
+    """A pair of Curve25519 keys, each as 40 characters (Z85), as ZeroMQ writes them."""
 
     public: bytes
     secret: bytes
@@ -46,55 +46,55 @@ class KeyPair(NamedTuple):
 
     @classmethod
     def from_token(cls, token: bytes, label: str) -> "KeyPair":
-        """The long-term pair that everybody who knows the token can compute; another one for each label."""
+        """The key pair that everybody who knows the token can compute; each label gives another pair."""
         kdf = HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=f"choreo 1 {label}".encode())
         secret = z85.encode(kdf.derive(token))
         return cls(zmq.curve_public(secret), secret)
 
     def __repr__(self) -> str:
-        return f"KeyPair({self.public.decode()})"  # a secret that is never printed is in no log and no traceback
+        return f"KeyPair({self.public.decode()})"  # without the secret, which must not appear in logs and tracebacks
 
 
-class Doorkeeper:
-    """Answers ZeroMQ's questions who may connect to the sockets of this process, in a thread of its own."""
+class Authenticator:
+    """Decides, in a thread of its own, which clients may connect to the sockets of this process: a ZAP server."""
 
     def __init__(self, context: zmq.Context):
-        self._doors: dict[bytes, _Door] = {}
-        # To close a connection, ZeroMQ also needs this socket to be polled: hence a thread that always does.
-        self._questions = context.socket(zmq.REP)
-        self._questions.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks
+        self._guarded: dict[bytes, _GuardedSocket] = {}
+        # ZeroMQ needs this socket to be polled to close a connection as well, so a thread polls it all the time.
+        self._requests = context.socket(zmq.REP)
+        self._requests.bind("inproc://zeromq.zap.01")  # ZeroMQ sends its requests there
         self._stop, stopped = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        self._stop.bind("inproc://choreo-doorkeeper")
-        stopped.connect("inproc://choreo-doorkeeper")
-        self._thread = threading.Thread(target=self._answer, args=(stopped,), name="choreo-doorkeeper", daemon=True)
+        self._stop.bind("inproc://choreo-authenticator")
+        stopped.connect("inproc://choreo-authenticator")
+        self._thread = threading.Thread(target=self._answer, args=(stopped,), name="choreo-authenticator", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def admit_keys(self, sock: zmq.Socket, mine: KeyPair, names: Mapping[bytes, str]) -> None:
-        """Let in only clients with one of these public keys, which may still change. Messages carry the name: `name_of`."""
+        """Admit only clients with one of these public keys. `names` may change later; `name_of` tells a message's client."""
         sock.set(zmq.CURVE_SERVER, 1)
         sock.set(zmq.CURVE_SECRETKEY, mine.secret)
         self._guard(sock, lambda mechanism, shown: _name_of_key(mechanism, shown, names))
 
     def admit_ticket(self, sock: zmq.Socket, ticket: bytes) -> None:
-        """Let in only clients with this ticket. It crosses the network in clear text: good for one connection only."""
+        """Admit only clients with this ticket. It crosses the network in clear text, so use it for one connection only."""
         sock.set(zmq.PLAIN_SERVER, 1)
         self._guard(sock, lambda mechanism, shown: "ticket" if _is_ticket(mechanism, shown, ticket) else None)
 
     def _guard(self, sock: zmq.Socket, credentials: Credentials) -> None:
         domain = secrets.token_hex(8).encode()
-        self._doors[domain] = _Door(credentials, deque(maxlen=16))
+        self._guarded[domain] = _GuardedSocket(credentials, deque(maxlen=16))
         sock.set(zmq.ZAP_DOMAIN, domain)
-        sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else a socket whose doorkeeper is gone would let in everybody
+        sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, ZeroMQ would otherwise admit everybody
         sock.set(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_S))
 
     def forget(self, sock: zmq.Socket) -> None:
-        """Refuse new connections; open ones stay open."""
-        self._doors.pop(_domain(sock), None)
+        """Refuse new connections to a socket; open connections stay open."""
+        self._guarded.pop(_domain(sock), None)
 
     def refused(self, sock: zmq.Socket) -> list[str]:
-        """The addresses of the last few who were not let in."""
-        return sorted(set(self._doors[_domain(sock)].refused))
+        """The addresses of the last clients that were refused."""
+        return sorted(set(self._guarded[_domain(sock)].refused))
 
     def close(self) -> None:
         """Refuse all new connections, and end the thread."""
@@ -104,25 +104,27 @@ class Doorkeeper:
 
     def _answer(self, stopped: zmq.Socket) -> None:
         poller = zmq.Poller()
-        poller.register(self._questions, zmq.POLLIN)
+        poller.register(self._requests, zmq.POLLIN)
         poller.register(stopped, zmq.POLLIN)
         while stopped not in dict(poller.poll()):
-            version, request, domain, address, _, mechanism, *shown = self._questions.recv_multipart()
-            door = self._doors.get(domain)
-            name = door and door.credentials(mechanism, shown)
-            if door is not None and name is None:
-                door.refused.append(address.decode(errors="replace"))
+            version, request, domain, address, _, mechanism, *shown = self._requests.recv_multipart()
+            guarded = self._guarded.get(domain)
+            name = guarded and guarded.credentials(mechanism, shown)
+            if guarded is not None and name is None:
+                guarded.refused.append(address.decode(errors="replace"))
             status = [b"400", b"No stranger gets in", b""] if name is None else [b"200", b"OK", name.encode()]
-            self._questions.send_multipart([version, request, *status, b""])
-        self._questions.close(0)
+            self._requests.send_multipart([version, request, *status, b""])
+        self._requests.close(0)
         stopped.close(0)
 
 
-class _Door(NamedTuple):
-    """A guarded socket."""
+class _GuardedSocket(NamedTuple):
+    """Which clients a socket admits, and which it refused."""
 
     credentials: Credentials
+    """Decides which clients to admit."""
     refused: "deque[str]"
+    """The addresses of the last clients that were refused."""
 
 
 def _domain(sock: zmq.Socket) -> bytes:
@@ -140,24 +142,24 @@ def _is_ticket(mechanism: bytes, shown: list[bytes], ticket: bytes) -> bool:
 
 
 def name_of(frame: zmq.Frame) -> str:
-    """The name of the client that sent a message, as the doorkeeper knows it."""
+    """The name of the client that sent a message, as given to `Authenticator.admit_keys`."""
     return str(frame.get("User-Id"))
 
 
 def show_key(sock: zmq.Socket, mine: KeyPair, server: bytes) -> None:
-    """Before it connects: prove to be `mine`, to nobody but the owner of the public key `server`."""
+    """Call it before the socket connects: it will prove to own `mine`, and accept only the owner of the key `server`."""
     sock.set(zmq.CURVE_PUBLICKEY, mine.public)
     sock.set(zmq.CURVE_SECRETKEY, mine.secret)
     sock.set(zmq.CURVE_SERVERKEY, server)
 
 
 def show_ticket(sock: zmq.Socket, ticket: bytes) -> None:
-    """Before it connects: show the ticket."""
+    """Call it before the socket connects: it will show the ticket."""
     sock.set(zmq.PLAIN_USERNAME, b"choreo")
     sock.set(zmq.PLAIN_PASSWORD, ticket)
 
 
 @functools.cache
-def doorkeeper() -> Doorkeeper:
-    """The one of this process."""
-    return Doorkeeper(context_of_process())
+def authenticator() -> Authenticator:
+    """The authenticator of this process."""
+    return Authenticator(context_of_process())

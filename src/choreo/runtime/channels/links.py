@@ -1,8 +1,8 @@
-"""How a worker reaches the others: for each of them a channel out and a channel in, over whatever carries it.
+"""The channels from one worker to the others and back, in shared memory or over TCP.
 
-A description of a link, as it comes with a worker's briefing:
+The coordinator describes each channel in the worker's briefing: sender, receiver, kind, carrier, options of the carrier.
 
-    ["env+actor-0", "learner", "", "shm", memory fd, doorbell fd, slot bytes, slots]     sender, receiver, kind, carrier ...
+    ["env+actor-0", "learner", "", "shm", memory fd, doorbell fd, slot bytes, slots]
     ["learner", "env+actor-0", " (bundle)", "tcp", slot bytes, slots]
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 
-class TwoWay:
-    """The channels to one peer."""
+class ChannelPair:
+    """The channel to a peer and the channel from it; either may be missing."""
 
     def __init__(self):
         self.sender: Any = None
@@ -26,23 +26,25 @@ class TwoWay:
         self.receiver.receive(into)
 
     def ready(self) -> bool:
-        """Is there a message, so that `receive` would not wait?"""
+        """Would `receive` return without waiting?"""
         return self.receiver.ready()
 
 
 class Links:
-    """All channels of the worker `me`."""
+    """All channels of one worker."""
 
     def __init__(self, me: str, descriptions: list[list[Any]], *, host: str = "127.0.0.1", keys: Any = None):
-        """`host` and `keys` are for channels over TCP: where to listen, and a pair of keys, if there is one already."""
+        """`me` is the worker's name. For channels over TCP, `host` is the address to listen at, and `keys` the worker's key
+        pair, if it has one already."""
         self.me = me
-        self.by_peer: dict[str, TwoWay] = {}
-        self.remote = sorted(d for d in descriptions if d[3] == "tcp")
+        self.by_peer: dict[str, ChannelPair] = {}
+        """The channels by the name of the peer and the kind of channel."""
+        self.over_tcp = sorted(d for d in descriptions if d[3] == "tcp")
         self.listener: Any = None
         for sender, receiver, kind, *how in descriptions:
             if how[0] == "shm":
-                self._open_shared(sender, receiver, kind, *how[1:])
-        if self.remote:
+                self._open_shm(sender, receiver, kind, *how[1:])
+        if self.over_tcp:
             from choreo.runtime.channels.keys import KeyPair
             from choreo.runtime.channels.tcp import TcpListener
 
@@ -50,41 +52,41 @@ class Links:
 
     @property
     def contact(self) -> list[str] | None:
-        """Address and public key for others, if this worker has channels over TCP."""
+        """The address and public key that the other workers need, if this worker has channels over TCP."""
         return self.listener and [self.listener.address, self.listener.keys.public.decode()]
 
     def admit(self, contacts: dict[str, list[str]]) -> None:
-        """Let the others in. Nobody may connect before all have done this."""
+        """Let the other workers connect. All workers must have called this before any of them calls `connect`."""
         if self.listener is not None:
             self.listener.admit({key.encode(): name for name, (_, key) in contacts.items()})
 
     def connect(self, contacts: dict[str, list[str]]) -> None:
-        """Open the channels over TCP: in the same order everywhere, since both ends wait for each other."""
+        """Open the channels over TCP. All workers use the same order, because the two ends of a channel wait for each other."""
         if self.listener is None:
             return
         from choreo.runtime.channels.tcp import connect
 
-        for sender, receiver, kind, _, slot_bytes, slots in self.remote:
+        for sender, receiver, kind, _, slot_bytes, slots in self.over_tcp:
             name, sizes = f"{sender} -> {receiver}{kind}", {"slot_bytes": slot_bytes, "slots": slots}
             if sender == self.me:
                 address, key = contacts[receiver]
                 keys = self.listener.keys
                 channel = connect(address, name, keys=keys, peer=receiver, peer_key=key.encode(), end="sender", **sizes)
-                self._with(receiver + kind).sender = channel
+                self._pair(receiver + kind).sender = channel
             else:
-                self._with(sender + kind).receiver = self.listener.accept_channel(name, peer=sender, **sizes)
+                self._pair(sender + kind).receiver = self.listener.accept_channel(name, peer=sender, **sizes)
         self.listener.close()
 
-    def _open_shared(self, sender: str, receiver: str, kind: str, *how: int) -> None:
+    def _open_shm(self, sender: str, receiver: str, kind: str, *how: int) -> None:
         from choreo.runtime.channels.shm import ShmReceiver, ShmSender
 
         if sender == self.me:
-            self._with(receiver + kind).sender = ShmSender.open(*how, peer=receiver)
+            self._pair(receiver + kind).sender = ShmSender.open(*how, peer=receiver)
         else:
-            self._with(sender + kind).receiver = ShmReceiver.open(*how, peer=sender)
+            self._pair(sender + kind).receiver = ShmReceiver.open(*how, peer=sender)
 
-    def _with(self, peer: str) -> TwoWay:
-        return self.by_peer.setdefault(peer, TwoWay())
+    def _pair(self, peer: str) -> ChannelPair:
+        return self.by_peer.setdefault(peer, ChannelPair())
 
     def close(self) -> None:
         for link in self.by_peer.values():

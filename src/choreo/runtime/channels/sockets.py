@@ -1,4 +1,4 @@
-"""ZeroMQ's sockets: the context of this process, addresses, and what becomes of a connection."""
+"""ZeroMQ sockets: the context of this process, addresses, and the connections of a socket."""
 
 import atexit
 import functools
@@ -9,21 +9,21 @@ import time
 import zmq
 
 LINGER_S = 3.0
-"""At exit, how long the last messages may take to leave."""
+"""How long the last messages may take to be transmitted when the process exits."""
 
 SILENCE_S = 6
-"""After how long a connection over which nothing comes through counts as cut."""
+"""After how long without any sign of the peer a connection counts as cut."""
 
 _OPENED = (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
-# Without the events of failed handshakes. To report one of them for a forged frame, ZeroMQ 4.3.5 overwrites errno, so it
-# takes the failure for EAGAIN, keeps the connection, and aborts the process at the next heartbeat.
+# Without the events of failed handshakes: when ZeroMQ 4.3.5 reports one for a forged frame, it overwrites errno, takes the
+# failure for EAGAIN, keeps the connection, and aborts the process at the next heartbeat.
 _EVENTS = functools.reduce(int.__or__, (*_OPENED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED))
 _EVENT = struct.Struct("=Hi")
 
 
 @functools.cache
 def context_of_process() -> zmq.Context:
-    """The one context of this process. At exit it lets the last messages go, but not for ever."""
+    """The ZeroMQ context of this process. At exit it waits up to LINGER_S for the last messages to be transmitted."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 16384)
     atexit.register(context.destroy, int(1000 * LINGER_S))
@@ -31,55 +31,54 @@ def context_of_process() -> zmq.Context:
 
 
 class Connections:
-    """The connections of a socket, as its monitor reports them, in order. Made before the socket is bound or connected.
+    """Follows the connections of a socket, by the events of its monitor. Make it before the socket is bound or connected.
 
-    Strangers come and go at a bound socket, so a connection is known by its descriptor (`fd_of` a message). The system gives
-    a descriptor to another connection once it is free, and the monitor may lag behind: what counts is what is open after
-    all reports.
+    Strangers may connect to a bound socket and leave, so a connection is identified by its file descriptor (`fd_of` a
+    message). The system reuses descriptors, and events may come late: a connection is open if it is open after all events.
     """
 
     def __init__(self, sock: zmq.Socket):
         self._sock = sock
         self.monitor = sock.get_monitor_socket(_EVENTS)
         self.open: set[int] = set()
-        """Descriptors of those that are open."""
-        self.connected = self.welcome = self.refused = False
-        """Of a socket that connects: did it reach a server, did that let it in, or hang up instead?"""
+        """Descriptors of the open connections."""
+        self.connected = self.handshake_done = self.refused = False
+        """For a socket that connects: has it reached a server, has the server let it in, or closed the connection?"""
         self._peer: int | None = None
         self._peer_ended = False
 
-    def hear(self) -> list[int]:
-        """Read all reports there are; returns the descriptors of connections that have ended."""
+    def read_events(self) -> list[int]:
+        """Read all events that have arrived; returns the descriptors of connections that have ended."""
         ended = []
         while self.monitor.poll(0):
             event, fd = _EVENT.unpack(self.monitor.recv_multipart()[0])
             self.connected |= event == zmq.EVENT_CONNECTED
-            self.welcome |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.handshake_done |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event in _OPENED:
                 self.open.add(fd)
             elif event == zmq.EVENT_DISCONNECTED and fd in self.open:
                 self.open.remove(fd)
-                self.refused |= not self.welcome
+                self.refused |= not self.handshake_done
                 self._peer_ended |= fd == self._peer
                 ended.append(fd)
         return ended
 
     def follow(self, fd: int) -> None:
-        """This is the connection of the peer: `peer_gone` tells from now on whether it has ended."""
+        """Take the connection with this descriptor for the peer's: `peer_gone` says from now on whether it has ended."""
         if self._peer is None:
-            self.hear()  # older reports are about other connections that had the same descriptor
+            self.read_events()  # older events may be about other connections with the same descriptor
             self._peer, self._peer_ended = fd, fd not in self.open
 
     @property
     def peer_gone(self) -> bool:
-        """As of the last `hear`. Until a peer is followed: has a socket that was connected lost its connection?"""
+        """Has the peer's connection ended, as of the last `read_events`? Before `follow`: has every connection ended?"""
         return self._peer_ended if self._peer is not None else self.connected and not self.open
 
-    def await_welcome(self, deadline: float) -> bool:
-        """Until the server has let this socket in; False if it refuses, or nothing is heard in time."""
-        while not (self.welcome or self.refused) and self.monitor.poll(milliseconds_to(deadline)):
-            self.hear()
-        return self.welcome
+    def await_handshake(self, deadline: float) -> bool:
+        """Wait until the server has let this socket in; False if the server refuses, or does not answer in time."""
+        while not (self.handshake_done or self.refused) and self.monitor.poll(milliseconds_to(deadline)):
+            self.read_events()
+        return self.handshake_done
 
     def close(self) -> None:
         self._sock.disable_monitor()
@@ -87,10 +86,10 @@ class Connections:
 
 
 def keep_alive(sock: zmq.Socket) -> None:
-    """Notice a cut cable within SILENCE_S, by the system's own means.
+    """Notice a cut cable within SILENCE_S, by TCP keep-alive.
 
-    ZeroMQ's heartbeats also notice a process that is stopped. But in ZeroMQ 4.3.5 they end the process if a connection breaks
-    while its messages wait to be read (RCVHWM), so they are only for sockets whose RCVHWM is 0.
+    ZeroMQ's heartbeats would notice a stopped process, too. But ZeroMQ 4.3.5 aborts the process if a connection with
+    heartbeats breaks while RCVHWM holds its messages back, so only sockets whose RCVHWM is 0 can use heartbeats.
     """
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1),
@@ -103,18 +102,18 @@ def keep_alive(sock: zmq.Socket) -> None:
 
 
 def fd_of(message: zmq.Frame) -> int:
-    """The descriptor of the connection through which a message came."""
+    """The file descriptor of the connection that a message came through."""
     return int(message.get(zmq.SRCFD))
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """ZeroMQ's name for a port of this host; it wants numbers, so a name is looked up."""
+    """ZeroMQ's name for a port of a host. ZeroMQ needs a numeric address, so a host name is looked up."""
     family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
 
 
 def bind(sock: zmq.Socket, host: str, port: int = 0) -> int:
-    """Listen at a port of this host, or at a free one if `port` is 0; returns the port. Raises OSError."""
+    """Listen at a port of this host, or at a free port if `port` is 0; returns the port. Raises OSError."""
     where = endpoint(host, port or "*")
     sock.set(zmq.IPV6, int("[" in where))
     try:
@@ -132,4 +131,5 @@ def connect(sock: zmq.Socket, host: str, port: int | str) -> None:
 
 
 def milliseconds_to(deadline: float) -> int:
+    """The time left until a deadline on the monotonic clock; 0 if it has passed."""
     return max(0, int(1000 * (deadline - time.monotonic())))

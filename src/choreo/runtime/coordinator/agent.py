@@ -1,13 +1,13 @@
-"""`choreo agent`: starts workers on this host whenever a coordinator asks.
+"""`choreo agent`: starts workers on this host when a coordinator asks for them.
 
-    coordinator ══ CURVE ══ agent           both keys come from the token; whoever does not know it gets no connection
-                ── "spawn" ──▶              name, environment variables, the coordinator's public key for this run
-                                  worker    makes a key pair of its own, listens for that coordinator alone (tunnel.py)
-                ◀── "started" ──            its port and its public key
-                ◀── "output", "ended" ──    what it prints, and its exit code; "stopped" if the agent ends
+    coordinator ══ CURVE ══ agent           both keys come from the token; a client without the token cannot connect
+                ── SpawnRequest ──▶         name, environment variables, the coordinator's public key for this run
+                                  worker    makes its own key pair, and listens for that coordinator alone (tunnel.py)
+                ◀── "started" ──            the worker's port and public key
+                ◀── "output", "ended" ──    what the worker prints, and its exit code; "stopped" if the agent ends
 
-One connection stands for one worker: when it ends, so does the worker, with all that its environments have started. An
-agent that ends takes its workers with it. Whatever else arrives is refused, logged, and changes nothing.
+Each connection belongs to one worker. When the connection ends, the agent kills the worker and all processes that its
+environments have started. When the agent ends, its workers end. Every other message is refused and logged.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ from typing import Any
 import zmq
 
 from choreo.errors import RunError
-from choreo.runtime.channels.keys import KeyPair, doorkeeper
+from choreo.runtime.channels.keys import KeyPair, authenticator
 from choreo.runtime.channels.sockets import Connections, bind, context_of_process, fd_of, keep_alive
 
 AGENT, COORDINATOR = "agent", "coordinator"
-"""The labels of the two pairs of keys that come from the token."""
+"""The labels of the two key pairs that come from the token."""
 MAX_BYTES = 64 * 1024
-"""Of a message to an agent."""
+"""The largest message that an agent accepts."""
 OUTPUT_BYTES = 16 * 1024
-"""Of a worker's output, sent at once."""
-LOOK_S = 0.5
-"""How often an agent looks for workers that ended without closing their output."""
+"""The most output of a worker that the agent sends in one message."""
+CHECK_S = 0.5
+"""How often an agent checks for workers that have ended without closing their output."""
 
 
 def serve(address: str, port: int, token: bytes) -> int:
-    """Start workers for whoever knows the token, until interrupted."""
+    """Start workers for coordinators that know the token, until interrupted; returns the exit code."""
     _allow_many_connections()
     agent = Agent(address, port, token)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -52,7 +52,7 @@ def serve(address: str, port: int, token: bytes) -> int:
 
 
 class Agent:
-    """One thread, which waits for coordinators and workers alike."""
+    """Starts and ends workers for coordinators; one thread polls all of them."""
 
     def __init__(self, address: str, port: int, token: bytes):
         self._socket = context_of_process().socket(zmq.ROUTER)
@@ -65,9 +65,10 @@ class Agent:
             self._socket.set(option, value)
         keep_alive(self._socket)
         coordinator = KeyPair.from_token(token, COORDINATOR)
-        doorkeeper().admit_keys(self._socket, KeyPair.from_token(token, AGENT), {coordinator.public: COORDINATOR})
+        authenticator().admit_keys(self._socket, KeyPair.from_token(token, AGENT), {coordinator.public: COORDINATOR})
         self._connections = Connections(self._socket)
-        self._jobs: dict[bytes, Job] = {}
+        self._workers: dict[bytes, SpawnedWorker] = {}
+        """The worker of each connection, by ZeroMQ's name for the connection."""
         try:
             self.port = bind(self._socket, address, port)
         except OSError as error:
@@ -79,191 +80,207 @@ class Agent:
             self._poller.register(each, zmq.POLLIN)
 
     def run(self) -> None:
+        """Serve coordinators for ever."""
         while True:
-            ready = dict(self._poller.poll(int(1000 * LOOK_S)))
-            # In this order: the system gives a descriptor that is closed to the next that asks. What is `ready` is of the
-            # workers that were here before, and a coordinator that is gone may leave its connection's to the one that asks.
-            for job in list(self._jobs.values()):
-                self._look_after(job, ready)
-            for fd in self._connections.hear():
-                self._forget(fd)
+            ready = dict(self._poller.poll(int(1000 * CHECK_S)))
+            # The order matters, because the system reuses file descriptors that were closed. `ready` holds descriptors of
+            # workers that exist now; and a connection that has ended may have had the descriptor of the next one.
+            for worker in list(self._workers.values()):
+                self._serve(worker, ready)
+            for fd in self._connections.read_events():
+                self._connection_ended(fd)
             if self._socket in ready:
-                self._take(self._socket.recv_multipart(copy=False))
+                self._take_request(self._socket.recv_multipart(copy=False))
 
     def close(self) -> None:
-        """End all workers, and tell their coordinators why."""
-        for job in list(self._jobs.values()):
-            self._tell(job.identity, {"kind": "stopped"})
-            self._end(job)
-        doorkeeper().forget(self._socket)
+        """End all workers, and tell their coordinators that the agent was stopped."""
+        for worker in list(self._workers.values()):
+            self._tell(worker.identity, {"kind": "stopped"})
+            self._end(worker)
+        authenticator().forget(self._socket)
         self._connections.close()
         self._socket.close()
 
-    def _take(self, frames: list[zmq.Frame]) -> None:
-        """A message of somebody who knows the token; it may still be nonsense."""
+    def _take_request(self, frames: list[zmq.Frame]) -> None:
+        """Start the worker that a client asks for. The client knows the token, but its message may still be nonsense."""
         identity, peer = frames[0].bytes, str(frames[-1].get("Peer-Address"))
         try:
             if len(frames) != 2:
                 raise ValueError(f"a message of {len(frames) - 1} parts")
-            order = Order.read(frames[1].bytes)
-            if identity in self._jobs:
+            request = SpawnRequest.from_bytes(frames[1].bytes)
+            if identity in self._workers:
                 raise ValueError("a second worker over one connection")
-            job = Job.start(order, identity, peer, fd_of(frames[1]))
+            worker = SpawnedWorker.start(request, identity, peer, fd_of(frames[1]))
         except (ValueError, OSError) as error:
             log(f"Refused {peer}: {error!r}")
             self._tell(identity, {"kind": "refused", "why": str(error)})
             return
-        self._jobs[identity] = job
-        for fd in (job.output, job.news):
+        self._workers[identity] = worker
+        for fd in (worker.output, worker.control):
             self._poller.register(fd, zmq.POLLIN)
-        log(f"{job.title}: started, process {job.process.pid}.")
+        log(f"{worker.title}: started, process {worker.process.pid}.")
 
-    def _look_after(self, job: "Job", ready: dict[Any, int]) -> None:
-        """Pass on what a worker has to tell."""
-        if job.news in ready:
-            if told := os.read(job.news, 4096):  # one short line, written at once
-                self._tell(job.identity, {"kind": "started", "pid": job.process.pid}, told)
+    def _serve(self, worker: "SpawnedWorker", ready: dict[Any, int]) -> None:
+        """Pass on to the coordinator what a worker has printed, where it listens, and whether it has ended."""
+        if worker.control in ready:
+            if contact := os.read(worker.control, 4096):  # a short text, written in one piece
+                self._tell(worker.identity, {"kind": "started", "pid": worker.process.pid}, contact)
             else:
-                job.news = self._unwatch(job.news)
-        if job.output in ready:
-            if data := os.read(job.output, OUTPUT_BYTES):
-                self._tell(job.identity, {"kind": "output"}, data)
+                worker.control = self._close_fd(worker.control)
+        if worker.output in ready:
+            if data := os.read(worker.output, OUTPUT_BYTES):
+                self._tell(worker.identity, {"kind": "output"}, data)
             else:
-                job.output = self._unwatch(job.output)
-        if job.process.poll() is not None and not self._has_more(job):
-            # A coordinator that does not read, and has let its queue fill, is told the next time.
-            if self._tell(job.identity, {"kind": "ended", "code": job.process.returncode}):
-                self._end(job)
+                worker.output = self._close_fd(worker.output)
+        if worker.process.poll() is not None and not self._has_more(worker):
+            # If the coordinator does not read and its queue is full, the next round tries again.
+            if self._tell(worker.identity, {"kind": "ended", "code": worker.process.returncode}):
+                self._end(worker)
 
-    def _has_more(self, job: "Job") -> bool:
+    def _has_more(self, worker: "SpawnedWorker") -> bool:
+        """Is there something to read from a worker that has ended?"""
         poller = zmq.Poller()
-        for fd in (job.output, job.news):
+        for fd in (worker.output, worker.control):
             if fd >= 0:
                 poller.register(fd, zmq.POLLIN)
-        # The end of a pipe counts as something to read; what an environment has started may hold it open.
+        # Do not wait for the end of the pipe: a process that an environment has started may hold it open.
         return bool(poller.poll(0))
 
-    def _forget(self, fd: int) -> None:
-        """A connection has ended: end its worker."""
-        for job in [job for job in self._jobs.values() if job.fd == fd]:
-            if job.process.poll() is None:
-                log(f"{job.title}: its coordinator is gone.")
-            self._end(job)
+    def _connection_ended(self, fd: int) -> None:
+        """End the worker of a connection that has ended."""
+        for worker in [worker for worker in self._workers.values() if worker.fd == fd]:
+            if worker.process.poll() is None:
+                log(f"{worker.title}: its coordinator is gone.")
+            self._end(worker)
 
-    def _end(self, job: "Job") -> None:
-        del self._jobs[job.identity]
-        for fd in (job.output, job.news):
+    def _end(self, worker: "SpawnedWorker") -> None:
+        del self._workers[worker.identity]
+        for fd in (worker.output, worker.control):
             if fd >= 0:
-                self._unwatch(fd)
-        code = job.kill()
-        log(f"{job.title}: ended with exit code {code} after {time.monotonic() - job.began:.0f} s.")
+                self._close_fd(fd)
+        code = worker.kill()
+        log(f"{worker.title}: ended with exit code {code} after {time.monotonic() - worker.began:.0f} s.")
 
-    def _unwatch(self, fd: int) -> int:
-        """Nothing will be read there any more."""
+    def _close_fd(self, fd: int) -> int:
+        """Close a descriptor and stop polling it; returns -1, to put in its place."""
         self._poller.unregister(fd)
         os.close(fd)
         return -1
 
     def _tell(self, identity: bytes, header: dict[str, Any], data: bytes = b"") -> bool:
-        """False if it cannot be told now. Output that nobody takes is dropped: an agent never waits."""
+        """Send a message to a coordinator; False if its queue is full. Never waits: output may be dropped."""
         try:
             self._socket.send_multipart([identity, json.dumps(header).encode(), data], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            return error.errno == zmq.EHOSTUNREACH  # it is gone, and wants to know nothing more
+            return error.errno == zmq.EHOSTUNREACH  # the coordinator is gone, and needs no message
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """What a coordinator asks for."""
+class SpawnRequest:
+    """The worker that a coordinator asks for."""
 
     run: str
-    """Tells its runs apart, in the log."""
+    """A text that identifies the run in the log."""
     name: str
-    """The worker's."""
+    """The worker's name."""
     host: str
-    """This host, as the coordinator calls it: where the worker listens."""
+    """The address of this host, as the coordinator knows it; the worker listens there."""
     key: str
     """The coordinator's public key for this run."""
     environment: dict[str, str]
-    """Variables of the worker, beside the agent's own."""
+    """Environment variables of the worker, in addition to those of the agent."""
 
     @classmethod
-    def read(cls, data: bytes) -> "Order":
-        """Raises ValueError for anything that is not exactly an order."""
+    def from_bytes(cls, data: bytes) -> "SpawnRequest":
+        """The request in a message. Raises ValueError if the message is anything else."""
         try:
-            order = json.loads(data)
+            request = json.loads(data)
         except RecursionError as error:
-            raise ValueError("an order that is nested too deeply") from error
-        if not isinstance(order, dict) or set(order) != {"run", "name", "host", "key", "environment"}:
-            raise ValueError("an order with other parts")
-        environment = order["environment"]
+            raise ValueError("a request that is nested too deeply") from error
+        if not isinstance(request, dict) or set(request) != {"run", "name", "host", "key", "environment"}:
+            raise ValueError("a request with other fields")
+        environment = request["environment"]
         if not isinstance(environment, dict):
-            raise ValueError("an order without a table of variables")
-        texts = [value for name, value in order.items() if name != "environment"]
+            raise ValueError("a request without a table of variables")
+        texts = [value for name, value in request.items() if name != "environment"]
         for text in (*texts, *environment, *environment.values()):
             if not isinstance(text, str) or not text.isprintable():
-                raise ValueError("an order with something other than printable text")
-        if len(order["key"]) != 40 or not order["key"].isascii():
-            raise ValueError("an order with a key that is none")
+                raise ValueError("a request with something other than printable text")
+        if len(request["key"]) != 40 or not request["key"].isascii():
+            raise ValueError("a request whose key is not a public key")
         if any(not name or "=" in name for name in environment):
-            raise ValueError("an order with a variable that has no name")
-        return cls(**order)
+            raise ValueError("a request with a variable that has no name")
+        return cls(**request)
 
 
 @dataclass(eq=False)
-class Job:
-    """A worker and the connection it belongs to."""
+class SpawnedWorker:
+    """A worker that the agent has started, and the connection that it belongs to."""
 
     title: str
+    """The run, the coordinator and the worker, for the log."""
     identity: bytes
+    """ZeroMQ's name for the connection."""
     fd: int
-    """Descriptor of the connection."""
+    """The file descriptor of the connection."""
     process: "subprocess.Popen[bytes]"
+    """The worker's process."""
     output: int
-    """Where it prints to; -1 once it has closed that."""
-    news: int
-    """Our end of a socket, where it tells its port and its public key, and hears of our end; -1 once it has closed that."""
+    """The pipe with the worker's output; -1 once the worker has closed it."""
+    control: int
+    """A socket: the worker writes its port and public key, and ends when the agent's end closes. -1 once it is closed."""
     began: float = field(default_factory=time.monotonic)
+    """When the worker was started."""
 
     @classmethod
-    def start(cls, order: Order, identity: bytes, peer: str, fd: int) -> "Job":
-        """Raises OSError or ValueError if it cannot be started."""
+    def start(cls, request: SpawnRequest, identity: bytes, peer: str, fd: int) -> "SpawnedWorker":
+        """Start a worker. Raises OSError or ValueError if that is not possible."""
         ours, theirs = socket.socketpair()
-        news, tell = ours.detach(), theirs.detach()
+        control, theirs_fd = ours.detach(), theirs.detach()
         output, printed = os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "choreo.runtime.worker", "--remote", order.host, order.key, str(tell)],
-                pass_fds=[tell],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "choreo.runtime.worker",
+                    "--remote",
+                    request.host,
+                    request.key,
+                    str(theirs_fd),
+                ],
+                pass_fds=[theirs_fd],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **order.environment},
+                env={**os.environ, **request.environment},
                 start_new_session=True,
             )
         except BaseException:
-            os.close(news)
+            os.close(control)
             os.close(output)
             raise
         finally:
-            os.close(tell)
+            os.close(theirs_fd)
             os.close(printed)
-        title = f"run {order.run[:16]} of {peer}, `{order.name[:80]}`"
-        return cls(title=title, identity=identity, fd=fd, process=process, output=output, news=news)
+        title = f"run {request.run[:16]} of {peer}, `{request.name[:80]}`"
+        return cls(title=title, identity=identity, fd=fd, process=process, output=output, control=control)
 
     def kill(self) -> int:
-        """End it, with all that its environments have started; its exit code."""
-        with contextlib.suppress(ProcessLookupError):  # gone already
+        """Kill the worker and the processes that its environments have started; returns its exit code."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
 
 def log(text: str) -> None:
+    """Print a line with the time."""
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}", flush=True)
 
 
 def _allow_many_connections() -> None:
-    """As many as the system lets this process have: a thousand strangers must not keep a coordinator out."""
+    """Raise the limit of open files to the most that the system allows: many strangers must not keep a coordinator out."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

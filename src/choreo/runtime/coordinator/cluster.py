@@ -1,19 +1,19 @@
-"""The machines a run may use, as a value; `cluster.toml` is this, written down.
+"""The machines that a run may use, as a value that `cluster.toml` holds.
 
-    token_file = "token"              the secret that agents ask for, beside this file
+    token_file = "token"              the secret that agents ask for; a path relative to this file
 
     [[hosts]]
-    address = "10.0.0.1"              the first host also gets what is not replicated: the learner
+    address = "10.0.0.1"              the first host also gets groups that are not replicated, the learner for example
     cpus = 8
     devices = ["cpu", "gpu"]
 
     [[hosts]]
     address = "10.0.0.2"
-    port = 7000                       of the `choreo agent` there; this machine needs none
+    port = 7000                       the port of the `choreo agent` there; this machine needs no agent
     cpus = 16
 
-Without a file, a cluster is this machine. A layout says how many sites there are, `place` on which host each is. Nothing
-here imports JAX, or looks whether a host is there.
+Without a file, the cluster is this machine. A layout says how many sites there are, and `place` chooses a host for each.
+Nothing here imports JAX, or checks whether a host can be reached.
 """
 
 import difflib
@@ -32,6 +32,7 @@ from choreo.types import GroupName
 
 LOOPBACK = "127.0.0.1"
 HOST_KINDS = {"address": str, "port": int, "cpus": int, "devices": list}
+"""The type of each setting of a host in cluster.toml."""
 HOST_EXAMPLE = {
     "address": 'address = "10.0.0.1"',
     "port": "port = 7000",
@@ -39,11 +40,11 @@ HOST_EXAMPLE = {
     "devices": 'devices = ["cpu"]',
 }
 PLATFORMS = ("cpu", "gpu", "tpu")
-"""What a host can compute on, as layouts call it."""
+"""The kinds of devices, as in the `device` of a group."""
 
 
 class ClusterError(ChoreoError):
-    """A cluster that cannot be, or that has no place for a group."""
+    """A cluster that makes no sense, or that has no host for a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,13 @@ class Host:
     """One machine."""
 
     address: str
-    """Its name or number in the network."""
+    """The name or number of the host in the network."""
     port: int = 0
-    """Where `choreo agent` listens there; 0: this is the machine of the coordinator, which needs no agent."""
+    """The port of `choreo agent` on the host; 0 for the coordinator's own machine, which needs no agent."""
     cpus: int = 1
-    """How many workers it can run side by side; hosts with more get more."""
+    """How many workers the host can run side by side; hosts with more cpus get more workers."""
     devices: tuple[str, ...] = ("cpu",)
-    """What it computes on; a group with device="gpu" is placed only where there is one."""
+    """The kinds of devices that the host has; a group with device="gpu" is placed only on hosts with a "gpu"."""
 
     def __post_init__(self):
         if not self.address or re.search(r"\s", self.address):
@@ -82,18 +83,18 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines a run may use."""
+    """The machines that a run may use."""
 
     hosts: tuple[Host, ...]
-    """The first also gets what is not replicated."""
+    """The machines; the first one also gets groups that are not replicated."""
     token_file: Path | None = None
-    """Holds the secret that agents ask for; None: a new one for each run, which is enough for this machine."""
+    """The file with the secret that agents ask for. None if no host has an agent."""
 
     def __post_init__(self):
         if not self.hosts:
             raise ClusterError("A cluster needs at least one host.", fix="Add a table [[hosts]] with its address.")
         for i, host in enumerate(self.hosts):
-            # Two hosts at one address are two network namespaces, or a mistake; ports tell them apart.
+            # Two hosts may share an address if their ports differ: two agents on one machine.
             if (host.address, host.port) in [(other.address, other.port) for other in self.hosts[:i]]:
                 where = host.address + (f" port {host.port}" if host.port else "")
                 raise ClusterError(f"The host {where} is listed twice.", fix="Name each once, with all its cpus.")
@@ -107,12 +108,12 @@ class Cluster:
 
     @classmethod
     def local(cls) -> "Cluster":
-        """This machine, with the cpus that this process may use."""
+        """The cluster of this machine alone, with the cpus that this process may use."""
         return cls(hosts=(Host(address=LOOPBACK, cpus=len(os.sched_getaffinity(0)), devices=PLATFORMS),))
 
     @classmethod
     def from_toml(cls, file: str | Path) -> "Cluster":
-        """The cluster in a file; a relative `token_file` is meant from the folder of that file."""
+        """The cluster in a file. A relative `token_file` is relative to the folder of that file."""
         file = Path(file)
         data = _read(file)
         _check_keys(data, ("hosts", "token_file"), at=f"{file}")
@@ -138,7 +139,7 @@ class Cluster:
         return cluster
 
     def token(self) -> bytes | None:
-        """The secret in `token_file`; refuses a file that others can read."""
+        """The secret in `token_file`; None without one. Refuses a file that others can read, and a short secret."""
         if self.token_file is None:
             return None
         try:
@@ -162,28 +163,30 @@ class Cluster:
 
 
 class SiteHost(NamedTuple):
-    """Where one site is."""
+    """The host of one site."""
 
     group: GroupName
+    """The group of the site."""
     replica: int
-    """0 for a group that is not replicated."""
+    """The replica of the group; 0 for a group that is not replicated."""
     host: Host
+    """The host where the site runs."""
 
 
 def place(
     sites: Mapping[GroupName, int | None], cluster: Cluster, *, devices: Mapping[GroupName, str | None] | None = None
 ) -> list[SiteHost]:
-    """A host for every site: `sites` says how many replicas a group has, None for one that is not replicated.
+    """A host for every site. `sites` is the number of replicas of each group; None for a group that is not replicated.
 
-    Replicas go around the hosts in proportion to their cpus; those of two groups with the same number of replicas meet on
-    the same hosts. What is not replicated is on the first host. `devices` says what a group computes on, if it matters.
+    Hosts get replicas in proportion to their cpus. Two groups with the same number of replicas have replica i on the same
+    host. Groups that are not replicated are on the first host. `devices` is the kind of device that a group needs, if any.
     """
     placements = []
     for group, replicas in sites.items():
         hosts = _hosts_with((devices or {}).get(group), group, cluster)
         workers = dict.fromkeys(hosts, 0)
         for replica in range(replicas or 1):
-            # The host that would still have most of a cpu for each of its workers; the first of equals.
+            # The host with the most cpus per worker after this one is added; the first among equals.
             host = hosts[0] if replicas is None else min(hosts, key=lambda h: (workers[h] + 1) / h.cpus)
             workers[host] += 1
             placements.append(SiteHost(group, replica, host))
@@ -191,14 +194,14 @@ def place(
 
 
 def on_one_machine(hosts: Collection[Host]) -> bool:
-    """Do these hosts have one address, or are they all this machine? Two names of another machine count as two."""
+    """Have these hosts one address, or are they all this machine? Two names of another machine count as two machines."""
     here = {host.address for host in hosts if not host.port}
     machines = {LOOPBACK if is_loopback(host.address) or host.address in here else host.address for host in hosts}
     return len(machines) == 1
 
 
 def is_loopback(address: str) -> bool:
-    """Can only this machine reach that address? Names are not looked up."""
+    """Is this an address that only this machine can reach? Host names other than `localhost` are not looked up."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -1,9 +1,9 @@
-"""A worker on another host, as its coordinator sees it: asked for at the agent there, then talked to directly.
+"""A worker on another host, as its coordinator sees it: the agent there starts it, then the coordinator connects to it.
 
-    coordinator ══ agent        lifetime: "spawn", "started", "output", "ended"; closing it ends the worker
-                ══ worker       control, through a tunnel
+    coordinator ══ agent        lifetime: request, "started", "output", "ended"; closing this connection ends the worker
+                ══ worker       commands and replies, through a tunnel
 
-`RemoteProcess` stands where a `Popen` would.
+`RemoteProcess` has the methods of `subprocess.Popen` that the coordinator needs.
 """
 
 import json
@@ -25,12 +25,12 @@ HELLO_S = 10.0
 
 
 class RemoteProcess:
-    """A worker on another host."""
+    """The process of a worker on another host, and the connection to the agent that starts it."""
 
     stdout = None
 
     def __init__(self, host: Host, token: bytes):
-        """Connect to the agent there. Raises RunError if there is none, or none with this token."""
+        """Connect to the agent of a host. Raises RunError if there is no agent, or none with this token."""
         self.host, self.pid, self.returncode, self.agent_stopped = host, -1, None, False
         self._started: tuple[int, bytes] | None = None
         self._output = b""
@@ -38,7 +38,7 @@ class RemoteProcess:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.RCVHWM, 1000),
-            (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # an agent that was lost is lost
+            (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # never reconnect: an agent that was lost stays lost
         ):
             self.agent.set(option, value)
         keep_alive(self.agent)
@@ -56,33 +56,33 @@ class RemoteProcess:
             f"Run there: choreo agent --address {self.host.address} --port {self.host.port} --token-file token",
         )
         try:
-            # ZeroMQ does not say why it reaches nobody; the system does.
+            # A plain connection first: its error says why the agent cannot be reached, and ZeroMQ's would not.
             socket.create_connection((self.host.address, self.host.port), timeout=HELLO_S).close()
             connect(self.agent, self.host.address, self.host.port)
         except OSError as error:
             raise RunError(f"There is no agent at {where}: {error}.", fix=fix) from error
-        if self._connections.await_welcome(time.monotonic() + HELLO_S):
+        if self._connections.await_handshake(time.monotonic() + HELLO_S):
             return
         if self._connections.refused:
             raise RunError(
-                f"Whoever is at {where} is no agent with the token of this cluster.",
+                f"The process at {where} is no agent with the token of this cluster.",
                 fix=f"Use the same token file on every host. {fix}",
             )
-        raise RunError(f"Whoever is at {where} does not answer as an agent does.", fix=fix)
+        raise RunError(f"The process at {where} does not answer as an agent does.", fix=fix)
 
     def spawn(self, name: str, variables: Mapping[str, str], *, run: str, key: bytes) -> None:
-        """Ask for a worker that talks to the owner of the public key `key`."""
-        order = {
+        """Ask for a worker that accepts the owner of the public key `key` as its coordinator; see `agent.SpawnRequest`."""
+        request = {
             "run": run,
             "name": name,
             "host": self.host.address,
             "key": key.decode(),
             "environment": dict(variables),
         }
-        self.agent.send(json.dumps(order).encode())
+        self.agent.send(json.dumps(request).encode())
 
     def reach_worker(self, name: str, keys: KeyPair, deadline: float) -> Tunnel:
-        """Control of the worker, as soon as it has started. Raises RunError, with its last output, if it does not."""
+        """The control connection, once the worker has started. Raises RunError with its last output if it does not start."""
         while self._started is None and self.returncode is None and self.is_connected:
             if not self._wait(deadline):
                 break
@@ -95,24 +95,24 @@ class RemoteProcess:
                            fix="Is Choreo installed there as it is here?")  # fmt: skip
         port, key = self._started
         try:
-            return Tunnel.reach(self.host.address, port, keys, key, deadline)
+            return Tunnel.connect(self.host.address, port, keys, key, deadline)
         except OSError as error:
             raise RunError(f"{where} has started, but {error}.",
                            fix=f"May this machine reach all ports of {self.host.address}?") from error  # fmt: skip
 
     @property
     def pollable(self) -> list[zmq.Socket]:
-        """What to wait for before `read_messages`."""
+        """Sockets to poll: when one is ready, call `read_messages`."""
         return [self.agent, self._connections.monitor]
 
     @property
     def is_connected(self) -> bool:
-        """Can its agent still be heard?"""
+        """Is the connection to the agent open?"""
         return bool(self._connections.open)
 
     def read_messages(self) -> bytes:
-        """Take what the agent has told; returns what the worker printed since."""
-        self._connections.hear()
+        """Read all messages of the agent; returns what the worker has printed since the last call."""
+        self._connections.read_events()
         while self.agent.poll(0):
             text, data = self.agent.recv_multipart()
             header = json.loads(text)
@@ -129,23 +129,23 @@ class RemoteProcess:
                 case "refused":
                     raise RunError(f"The agent at {self.host.address}:{self.host.port} refused: {header['why']}.")
         if self._started is None:
-            return b""  # kept for the error, if it does not start
+            return b""  # `reach_worker` shows the output if the worker does not start
         output, self._output = self._output, b""
         return output
 
     def poll(self) -> int | None:
-        """The exit code, once the agent has told it."""
+        """The exit code; None until the agent has sent it."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the exit code as long as the agent can be heard."""
+        """Wait for the exit code, as long as the agent is connected; None if it does not come."""
         deadline = time.monotonic() + (timeout or 0.0)
         while self.returncode is None and self.is_connected and self._wait(deadline):
             self._output += self.read_messages()
         return self.returncode
 
     def close(self) -> None:
-        """The agent ends the worker when this connection ends."""
+        """Close the connection to the agent, which then kills the worker."""
         self._connections.close()
         self.agent.close()
 

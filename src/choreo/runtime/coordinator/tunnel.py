@@ -1,11 +1,11 @@
-"""A stream of bytes through an encrypted connection: how a coordinator talks with a worker on another host.
+"""An encrypted stream of bytes between a coordinator and a worker on another host.
 
-    coordinator                                    host of the worker
-      Tunnel.reach ═══ CURVE ═══ Tunnel.dig ── relay, a thread ── socket pair ── Worker
+    coordinator                                        host of the worker
+      Tunnel.connect ═══ CURVE ═══ Tunnel.listen ── relay (a thread) ── socket pair ── Worker
 
-A `Tunnel` has the methods of a stream socket that `wire.py` needs. A worker on another host is thus the same program as one
-on this host: its control socket is one end of a socket pair, and a thread moves the bytes between the other end and the
-tunnel. A peer whose process ended is noticed at once, one that falls silent after SILENCE_S.
+A `Tunnel` has the methods of a stream socket that `wire.py` needs. A worker on another host has an ordinary control socket,
+as a worker on this host has: one end of a socket pair. A thread relays bytes between the other end and the tunnel. The end
+of the peer's process is noticed at once, its silence after SILENCE_S.
 """
 
 import contextlib
@@ -15,34 +15,34 @@ import threading
 
 import zmq
 
-from choreo.runtime.channels.keys import KeyPair, doorkeeper, show_key
+from choreo.runtime.channels.keys import KeyPair, authenticator, show_key
 from choreo.runtime.channels.sockets import (
     SILENCE_S,
     Connections,
     bind,
-    connect,
     context_of_process,
     fd_of,
     milliseconds_to,
 )
+from choreo.runtime.channels.sockets import connect as connect_socket
 
 CHUNK_BYTES = 256 * 1024
-"""The largest message. Longer data is divided; a connection that announces more is closed."""
+"""The largest message. Longer data is divided; a connection that announces a larger message is closed."""
 _NUMBER = struct.Struct("<Q")
-WAITING = 64
-"""Messages that may wait to be transmitted."""
+MAX_QUEUED = 64
+"""How many messages may wait to be transmitted."""
 
 
 class Tunnel:
-    """One end of it. Belongs to one thread."""
+    """One end of a tunnel. Only one thread may use it."""
 
     def __init__(self):
         self.socket = context_of_process().socket(zmq.PAIR)
         for option, value in (
             (zmq.MAXMSGSIZE, _NUMBER.size + CHUNK_BYTES),
-            (zmq.SNDHWM, WAITING),
-            (zmq.RCVHWM, 0),  # as heartbeats need it, see `keep_alive`
-            (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # a connection that was cut is over
+            (zmq.SNDHWM, MAX_QUEUED),
+            (zmq.RCVHWM, 0),  # heartbeats need this, see `keep_alive`
+            (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # never reconnect: a tunnel that was cut is lost
             (zmq.HEARTBEAT_IVL, 1000),
             (zmq.HEARTBEAT_TIMEOUT, 1000 * SILENCE_S),
             (zmq.LINGER, 1000),
@@ -50,65 +50,65 @@ class Tunnel:
             self.socket.set(option, value)
         self._connections = Connections(self.socket)
         self._sent = self._received = 0
-        """Messages so far. Each carries its number: CURVE does not notice one that is left out on the way."""
-        self._left = memoryview(b"")
-        """Bytes of the last message that nobody has asked for yet."""
+        """Messages so far. Each message carries its number, because CURVE does not notice a message that is left out."""
+        self._unread = memoryview(b"")
+        """Bytes of the last message that `recv_into` has not returned yet."""
         self._timeout_s: float | None = None
         self.lost = False
         """Is the connection to the peer gone?"""
 
     @classmethod
-    def dig(cls, host: str, keys: KeyPair, coordinator: bytes) -> "tuple[Tunnel, int]":
-        """The worker's end and its port, where only the owner of the public key `coordinator` gets in."""
+    def listen(cls, host: str, keys: KeyPair, coordinator: bytes) -> "tuple[Tunnel, int]":
+        """The worker's end and its port; only the owner of the public key `coordinator` can connect."""
         tunnel = cls()
-        doorkeeper().admit_keys(tunnel.socket, keys, {coordinator: "coordinator"})
+        authenticator().admit_keys(tunnel.socket, keys, {coordinator: "coordinator"})
         return tunnel, bind(tunnel.socket, host)
 
     def await_peer(self, deadline: float) -> bool:
-        """Until the coordinator has said something; False if it does not come in time."""
+        """Wait for the first bytes of the coordinator; False if none come in time. Nobody can connect after this."""
         came = bool(self.socket.poll(milliseconds_to(deadline)))
-        doorkeeper().forget(self.socket)
+        authenticator().forget(self.socket)
         if came:
-            self._left = self._receive()
+            self._unread = self._receive()
         return came
 
     @classmethod
-    def reach(cls, host: str, port: int, keys: KeyPair, worker: bytes, deadline: float) -> "Tunnel":
-        """The coordinator's end. Raises ConnectionRefusedError if nobody with the key `worker` answers in time."""
+    def connect(cls, host: str, port: int, keys: KeyPair, worker: bytes, deadline: float) -> "Tunnel":
+        """The coordinator's end. Raises ConnectionRefusedError if no owner of the public key `worker` answers in time."""
         tunnel = cls()
         show_key(tunnel.socket, keys, worker)
-        connect(tunnel.socket, host, port)
-        if not tunnel._connections.await_welcome(deadline):
+        connect_socket(tunnel.socket, host, port)
+        if not tunnel._connections.await_handshake(deadline):
             tunnel.close()
             raise ConnectionRefusedError(f"nobody with the worker's key answers at {host}:{port}")
         return tunnel
 
     @property
     def monitor(self) -> zmq.Socket:
-        """When this is ready, `check_connection`."""
+        """When this socket is ready, call `check_connection`."""
         return self._connections.monitor
 
     @property
     def pollable(self) -> list[zmq.Socket]:
-        """What to wait for, unless there is something `pending`."""
+        """Sockets to poll, unless bytes are `pending`."""
         return [self.socket, self.monitor]
 
     @property
     def pending(self) -> bool:
-        """Are there bytes here already?"""
-        return bool(self._left)
+        """Can `recv_into` return bytes at once?"""
+        return bool(self._unread)
 
     def check_connection(self) -> None:
-        """Look whether the peer's connection is gone."""
-        self._connections.hear()
+        """Set `lost` if the peer's connection has ended."""
+        self._connections.read_events()
         self.lost |= self._connections.peer_gone
 
     def settimeout(self, seconds: float | None) -> None:
-        """How long `sendall` and `recv_into` may wait."""
+        """How long `sendall` and `recv_into` may wait; None: without limit."""
         self._timeout_s = seconds
 
     def sendall(self, data: "bytes | memoryview") -> None:
-        """Raises ConnectionResetError if the peer is gone."""
+        """Send all bytes. Raises ConnectionResetError if the peer is gone."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), CHUNK_BYTES):
             while not self._try_to_send(view[start : start + CHUNK_BYTES]):
@@ -117,19 +117,19 @@ class Tunnel:
                     raise ConnectionResetError("the connection to it ended")
 
     def recv_into(self, view: memoryview) -> int:
-        """Take what has come, at least a byte; 0 if the peer is gone and nothing more will come.
+        """Read at least one byte into `view`; returns the number of bytes, 0 if the peer is gone and all bytes were read.
 
-        Raises ConnectionResetError if a message is missing: somebody on the way has left it out.
+        Raises ConnectionResetError if a message is missing, because somebody on the way has left it out.
         """
-        while not self._left:
+        while not self._unread:
             try:
-                self._left = self._receive()
+                self._unread = self._receive()
             except zmq.Again:
                 if self.lost:
                     return 0
                 self._wait(zmq.POLLIN)
-        size = min(len(view), len(self._left))
-        view[:size], self._left = self._left[:size], self._left[size:]
+        size = min(len(view), len(self._unread))
+        view[:size], self._unread = self._unread[:size], self._unread[size:]
         return size
 
     def close(self) -> None:
@@ -153,10 +153,10 @@ class Tunnel:
         self._received += 1
         return memoryview(frame.bytes)[_NUMBER.size :]
 
-    def _wait(self, for_what: int) -> None:
-        """Until it may go on, or the peer is gone."""
+    def _wait(self, event: int) -> None:
+        """Wait for POLLIN or POLLOUT of the socket, or for the end of the connection. Raises TimeoutError."""
         poller = zmq.Poller()
-        poller.register(self.socket, for_what)
+        poller.register(self.socket, event)
         poller.register(self.monitor, zmq.POLLIN)
         ready = dict(poller.poll(None if self._timeout_s is None else int(1000 * self._timeout_s)))
         if not ready:
@@ -166,10 +166,10 @@ class Tunnel:
 
 
 def start_relay(tunnel: Tunnel, lifeline: int) -> tuple[socket.socket, threading.Thread]:
-    """A socket that stands for the tunnel, for any thread, and the thread that relays; both end when the tunnel ends.
+    """A plain socket in place of the tunnel, and the thread that relays between them; both end when the tunnel ends.
 
-    They also end when the other end of the descriptor `lifeline` is closed: that of the agent. Whoever closes the socket and
-    waits for the thread has sent everything.
+    They also end when the agent closes its end of the descriptor `lifeline`. To send everything before the process exits,
+    shut the socket down for writing and join the thread.
     """
     ours, theirs = socket.socketpair()
     relay = threading.Thread(target=_relay, args=(tunnel, ours, lifeline), name="choreo-tunnel", daemon=True)
@@ -178,7 +178,7 @@ def start_relay(tunnel: Tunnel, lifeline: int) -> tuple[socket.socket, threading
 
 
 def _relay(tunnel: Tunnel, plain: socket.socket, lifeline: int) -> None:
-    """Move bytes both ways until either end is gone, or the lifeline is cut."""
+    """Move bytes both ways until either end is gone, or the lifeline is closed."""
     poller, buffer = zmq.Poller(), memoryview(bytearray(CHUNK_BYTES))
     for each in (*tunnel.pollable, plain.fileno(), lifeline):
         poller.register(each, zmq.POLLIN)

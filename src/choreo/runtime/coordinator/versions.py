@@ -1,10 +1,10 @@
-"""Whether a worker would compute what this machine computes: versions are compared when it is greeted.
+"""Compares versions and CPU of a worker's host with this machine: would the worker compute the same results?
 
     versions     choreo, jax, jaxlib, numpy, Python, the packages of the environment     a difference is refused
     bits         the CPU, XLA_FLAGS                                                      a difference is a warning
 
-With other versions the same program can mean something else; on another kind of CPU XLA compiles it to other instructions,
-which may round differently. Versions are asked of the installed packages, so that nothing here imports JAX.
+With other versions the same program can give other results. For another kind of CPU, XLA compiles the program to other
+instructions, which may round differently. Versions are read from the metadata of packages, so nothing here imports JAX.
 """
 
 import dataclasses
@@ -20,22 +20,23 @@ from typing import Any
 from choreo.errors import RunError
 
 ALWAYS = ("choreo", "jax", "jaxlib", "numpy")
+"""The packages that are compared for every run."""
 NONE = "none"
-"""In place of a version: the package is not installed."""
+"""Stands for the version of a package that is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """What a process runs on."""
+    """Versions, CPU and XLA_FLAGS of a process."""
 
     packages: Mapping[str, str]
-    """Versions by the name of the package; `python` is among them."""
+    """The version of each package, and of `python`."""
     cpu: str
     """The name of the CPU."""
     cpu_features: str
-    """A hash of its instruction sets, among which XLA chooses."""
+    """A hash of the instruction sets of the CPU; XLA compiles for these."""
     xla_flags: str
-    """XLA_FLAGS, in alphabetical order."""
+    """XLA_FLAGS, sorted."""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -46,7 +47,7 @@ class Versions:
 
 
 def this_machine(packages: Iterable[str]) -> Versions:
-    """What this process runs on; `packages` are those of the environment."""
+    """The `Versions` of this process; `packages` are the packages of the environment."""
     cpu, features = cpu_of(_read("/proc/cpuinfo"))
     found = {name: _version(name) for name in dict.fromkeys((*ALWAYS, *packages))}
     return Versions(
@@ -58,7 +59,7 @@ def this_machine(packages: Iterable[str]) -> Versions:
 
 
 def compare(host: str, there: Versions, here: Versions) -> "Differences":
-    """What `host` has that this machine has not."""
+    """The differences between the host `there` and this machine `here`."""
     packages = {
         name: (there.packages.get(name, NONE), version)
         for name, version in here.packages.items()
@@ -74,41 +75,42 @@ def compare(host: str, there: Versions, here: Versions) -> "Differences":
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """What a host has, and what this machine has."""
+    """What differs between a host and this machine, each as (there, here)."""
 
     host: str
+    """The host, as errors name it."""
     packages: Mapping[str, tuple[str, str]]
-    """Versions (there, here): other ones can give other results."""
+    """Versions that differ: other versions can give other results."""
     bits: Mapping[str, tuple[str, str]]
-    """What lets the same program round differently (there, here)."""
+    """Differences that can make the same program round differently."""
 
     @property
     def recorded(self) -> dict[str, str]:
-        """What the host had, for run.toml; empty if it had what this machine has."""
+        """The host's side of each difference, for run.toml; empty if nothing differs."""
         return {name: there for name, (there, _) in (*self.packages.items(), *self.bits.items())}
 
     @property
     def warning(self) -> str | None:
-        """What the user is told if the run goes on."""
+        """The warning for the user if the run goes on; None if nothing differs."""
         if not self.recorded:
             return None
-        told = _told({**self.packages, **self.bits})
-        return f"It has {told}. That the results are the same bit for bit (law, level 1) is not promised."
+        listed = _listed({**self.packages, **self.bits})
+        return f"It has {listed}. That the results are the same bit for bit (law, level 1) is not promised."
 
     def check(self, *, allow_versions: bool, same_bits: bool) -> None:
-        """Refuse a host whose versions differ; with `same_bits`, also one whose CPU or XLA_FLAGS do."""
+        """Refuse a host whose versions differ, unless `allow_versions`; with `same_bits`, refuse every difference."""
         if same_bits and self.recorded:
             raise RunError(
-                f"Host {self.host} has {_told({**self.packages, **self.bits})}. The same bits are not promised there.",
+                f"Host {self.host} has {_listed({**self.packages, **self.bits})}. The same bits are not promised there.",
                 fix="Use a host like this machine, or leave out --same-bits (same_bits=True).",
             )
         if self.packages and not allow_versions:
             raise RunError(
-                f"Host {self.host} has {_told(self.packages)}. Other versions can give other results.",
-                fix=f"{self._way_out()}, or insist: --allow-versions (allow_versions=True).",
+                f"Host {self.host} has {_listed(self.packages)}. Other versions can give other results.",
+                fix=f"{self._how_to_install()}, or insist: --allow-versions (allow_versions=True).",
             )
 
-    def _way_out(self) -> str:
+    def _how_to_install(self) -> str:
         wanted = [f"{name}=={here}" for name, (_, here) in self.packages.items() if name != "python" and here != NONE]
         steps = [f"pip install {' '.join(wanted)}"] if wanted else []
         if "python" in self.packages:
@@ -116,7 +118,7 @@ class Differences:
         return f"Install there what is here ({', and '.join(steps)})" if steps else "Install here what is there"
 
 
-def _told(different: Mapping[str, tuple[str, str]]) -> str:
+def _listed(different: Mapping[str, tuple[str, str]]) -> str:
     def value(name: str, of: str) -> str:
         return repr(of) if name == "XLA_FLAGS" else of
 

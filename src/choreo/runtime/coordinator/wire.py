@@ -1,8 +1,8 @@
-"""Frames between the coordinator and a worker: a small header as JSON, and numpy arrays as they are.
+"""Frames between the coordinator and a worker: a header as JSON, then the bytes of numpy arrays.
 
-    │ bytes of the header │ header: {"kind": "ran", ..., "arrays": [[shape, name of type], ...]} │ array │ array │ ...
+    │ size of the header │ header: {"kind": "ran", ..., "arrays": [[shape, name of dtype], ...]} │ array │ array │ ...
 
-A worker is told what to run by cloudpickle, which it opens by itself; nothing that comes back is ever unpickled.
+A worker unpickles the programs that the coordinator sends as an array. The coordinator never unpickles anything.
 """
 
 import json
@@ -16,6 +16,7 @@ from choreo.dtypes import dtype_named, name_of
 from choreo.errors import RunError
 
 Frame = tuple[dict[str, Any], list[np.ndarray]]
+"""Header and arrays."""
 MAX_HEADER_BYTES = 2**26
 """A longer header is refused, before memory is allocated for it."""
 PROGRESS = "progress"
@@ -23,12 +24,12 @@ PROGRESS = "progress"
 
 
 class WireError(RunError):
-    """Bytes that are no frame."""
+    """Bytes arrived that are not a frame."""
 
 
 @runtime_checkable
 class Stream(Protocol):
-    """What frames are sent over: a stream socket, or a tunnel."""
+    """A stream of bytes: a socket, or a tunnel."""
 
     def sendall(self, data: Any, /) -> None: ...
     def recv_into(self, buffer: memoryview, /) -> int: ...
@@ -45,7 +46,7 @@ def send_frame(sock: Stream, header: dict[str, Any], arrays: Sequence[np.ndarray
 
 
 def receive_frame(sock: Stream) -> Frame | None:
-    """The next frame; None if the other end is gone. Raises WireError for what is none."""
+    """The next frame; None if the other end is gone. Raises WireError if the bytes are not a frame."""
     size = _receive(sock, 8)
     if size is None:
         return None
@@ -63,7 +64,7 @@ def receive_frame(sock: Stream) -> Frame | None:
 
 
 def _parse(text: bytearray) -> Frame:
-    """The header, and room for the arrays that it announces."""
+    """The header, and empty arrays of the shapes and dtypes that it announces."""
     try:
         header = json.loads(bytes(text))
         arrays = [np.empty(shape, dtype_named(name)) for shape, name in header.pop("arrays")]
