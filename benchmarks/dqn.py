@@ -28,7 +28,7 @@ from parts import dqn_rivals
 from parts.turns import ratios, take_turns
 
 import choreo
-from choreo.networks.q import q_mlp
+from choreo.networks import q_mlp
 from choreo.runs.config import STEPS_PER_CHUNK
 from choreo.runtime.make import make_runtime
 

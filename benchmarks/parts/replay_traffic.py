@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from parts import replay_numbers as same
 
 import choreo
-from choreo.algos import off_policy
-from choreo.algos.off_policy import Batches, Carry
-from choreo.buffers import Replay
+from choreo.buffers import Replay, ReplayState
+from choreo.buffers.sharded import Batches, add, draw, init_replay, make_replay, step_types, update_priorities
 from choreo.envs.base import Env
-from choreo.loops import Position, rollout
+from choreo.loops import Position, begin, rollout
 from choreo.types import Key
 
 
@@ -29,6 +28,14 @@ class Train(NamedTuple):
 
     total: jax.Array
     """The sum over all numbers in the last batches."""
+
+
+class Carry(NamedTuple):
+    train: Train
+    replay: ReplayState
+    """The stored steps."""
+    position: Position
+    """The environments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +51,15 @@ class Traffic:
 
     @property
     def replay(self) -> Replay:
-        return off_policy.make_replay(
+        return make_replay(
             capacity=self.capacity, unroll=self.unroll, length=same.LENGTH, updates=same.BATCHES,
             batch_size=same.BATCH_SIZE, min_size=same.BATCH_SIZE, prioritized=self.prioritized, exponent=same.EXPONENT,
         )  # fmt: skip
 
     def init(self, env: Env, key: Key) -> Carry:
-        env_state, obs = env.reset(env.keys(key))
-        step = off_policy.step_types(env, self.act, ())
-        replay = off_policy.init_replay(self.replay, step, env.num_envs, 1)
-        return Carry(Train(jnp.zeros(())), replay, Position(env_state, obs))
+        step = step_types(env, self.act, ())
+        replay = init_replay(self.replay, step, env.num_envs, 1)
+        return Carry(Train(jnp.zeros(())), replay, begin(env, key))
 
     def policy(self, train: Train) -> tuple[()]:
         del train
@@ -74,10 +80,10 @@ class Traffic:
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
         key_draw, key_act = jax.random.split(key)
-        replay, batches, where = off_policy.draw(self.replay, carry.replay, key_draw, updates=same.BATCHES, shards=1)
+        replay, batches, where = draw(self.replay, carry.replay, key_draw, updates=same.BATCHES, shards=1)
         train, priorities = self.learn(batches)
         end, trajectory, _ = rollout(env, self.act, (), carry.position, key_act, self.unroll)
         if self.prioritized:
-            replay = off_policy.update_priorities(self.replay, replay, where, priorities)
-        replay, stored = off_policy.add(self.replay, replay, trajectory, 1)
+            replay = update_priorities(self.replay, replay, where, priorities)
+        replay, stored = add(self.replay, replay, trajectory, 1)
         return Carry(train, replay, end), {**stored, "total": train.total}

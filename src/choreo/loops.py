@@ -1,4 +1,10 @@
-"""The usual loops of an algorithm, as plain functions: collect a trajectory, cut it into minibatches, sum up episodes.
+"""The usual loops of an algorithm, as plain functions.
+
+    begin          environments after their reset
+    rollout        a trajectory [time, env], and the metrics of its episodes
+    unfold         a network with memory along one sequence [time]
+    minibatches    a batch in random order, cut into pieces
+    anneal         the learning rate, which falls to 0 over the run
 
 They carry no role and know no layout; a `lax.scan` written by hand in their place works just as well.
 """
@@ -11,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from choreo.envs.base import Env
-from choreo.roles import metric
+from choreo.roles import all_reduce, metric
 from choreo.types import Key, PyTree
 
 source_info_util.register_exclusion(__file__)
@@ -21,13 +27,13 @@ class Transition(NamedTuple):
     """One step of every environment; a trajectory has a time axis in front: [time, env, ...]."""
 
     obs: jax.Array
-    """What was acted on."""
+    """Observation before the step."""
     action: jax.Array
-    """What was done."""
+    """Action of the step."""
     extras: PyTree
-    """What `act` returned beside the action."""
+    """Whatever `act` returned beside the action."""
     reward: jax.Array
-    """What it gave."""
+    """Reward of the step."""
     discount: jax.Array
     """0 where the episode terminated, else 1."""
     last: jax.Array
@@ -37,14 +43,20 @@ class Transition(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where the environments stand between two iterations."""
+    """The environments between two iterations."""
 
     env_state: PyTree
     """State of the environments."""
     obs: jax.Array
-    """What to act on next."""
+    """Observation to act on next: [env, ...]."""
     memory: PyTree = None
-    """The network's recurrent state in each environment; None if it has none."""
+    """Memory of the network in each environment; None if the network has none."""
+
+
+def begin(env: Env, key: Key, fresh: PyTree = None) -> Position:
+    """All environments after a reset; `fresh` is the memory of one environment at the beginning of an episode."""
+    env_state, obs = env.reset(env.keys(key))
+    return Position(env_state, obs, jax.tree.map(lambda x: jnp.broadcast_to(x, (env.num_envs, *x.shape)), fresh))
 
 
 def rollout(
@@ -60,10 +72,10 @@ def rollout(
 ) -> tuple[Position, Transition, dict[str, jax.Array]]:
     """Act for `unroll` steps in every environment.
 
-    `act(params, obs, key) -> (action, extras)` is for one environment. If the network has memory, `start.memory` [env],
-    it is `act(params, obs, key, memory) -> (action, extras, memory)`, and `fresh` is the memory an episode begins with.
-    `each` [env] is what else `act` takes, of each environment: `act(params, obs, key, each)`.
-    Returns where the environments stand now, the trajectory [time, env, ...], and the metrics of episodes that ended.
+    `act(params, obs, key) -> (action, extras)` is for one environment. If the network has memory (`start.memory` [env]),
+    `act(params, obs, key, memory) -> (action, extras, memory)`, and `fresh` is the memory at the beginning of an episode.
+    With `each` [env, ...], `act` takes one more argument, which differs between environments: `act(params, obs, key, each)`.
+    Returns the environments after the last step, the trajectory [time, env, ...], and the metrics of episodes that ended.
     """
 
     def step(now: Position, key: Key):
@@ -76,13 +88,32 @@ def rollout(
         transition = Transition(now.obs, action, extras, ts.reward, ts.discount, ts.last, ts.next_obs)
         return Position(env_state, ts.obs, memory), (transition, ts.info)
 
-    # What only sums up comes after the loop: with environments in Python, every compiled call in it is paid per step.
+    # Metrics are computed after the loop: with environments in Python, every compiled call within the loop costs time per step.
     end, (trajectory, info) = jax.lax.scan(step, start, jax.random.split(key, unroll))
     return end, trajectory, episode_metrics(trajectory.last, info)
 
 
+def unfold(
+    apply: Callable[[PyTree, PyTree], tuple[Any, ...]], obs: PyTree, last: jax.Array, memory: PyTree, fresh: PyTree
+) -> tuple[Any, ...]:
+    """A network along one sequence [time, ...], from its memory before the first step: what `apply` returns at each step.
+
+    `apply(obs, memory) -> (..., memory)` is the network on one observation. After the last step of an episode the memory
+    becomes `fresh`. For a network without memory, `memory` is None.
+    """
+    if memory is None:
+        return jax.vmap(apply, (0, None))(obs, None)
+
+    def step(memory: PyTree, now: tuple[PyTree, jax.Array]):
+        obs, last = now
+        *results, memory = apply(obs, memory)
+        return jax.tree.map(lambda new, old: select(last, new, old), fresh, memory), (*results, memory)
+
+    return jax.lax.scan(step, memory, (obs, last))[1]
+
+
 def select(last: jax.Array, fresh: jax.Array, memory: jax.Array) -> jax.Array:
-    """`memory` [env, ...], but `fresh` [...] where `last` [env]."""
+    """`fresh` [...] where `last` [env] is True, elsewhere `memory` [env, ...]."""
     last = last.reshape(last.shape + (1,) * fresh.ndim)
     return jnp.where(last, jnp.broadcast_to(fresh, memory.shape), memory)
 
@@ -90,15 +121,15 @@ def select(last: jax.Array, fresh: jax.Array, memory: jax.Array) -> jax.Array:
 def episode_metrics(last: jax.Array, info: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Mean return and length of the episodes that ended, NaN if none did; from `last` and `info` [time, env].
 
-    Other numbers in `info` are averaged likewise, as they were in the last step: `x` becomes `episode_x`.
+    Every other number in `info` is averaged over the same episodes, with its value in the last step: `x` becomes `episode_x`.
     """
     dtype = info["episode_return"].dtype
 
     def total(x: jax.Array) -> jax.Array:
-        # Time first: what then has to leave an environment's site is one number per environment.
+        # Time first: then one number per environment leaves the site of the environments.
         return jnp.sum(jnp.sum(jnp.where(last, x.astype(dtype), 0), axis=0))
 
-    # Some vector environments pause between two episodes, and tell that as an episode of no length.
+    # Some vector environments pause for a step between two episodes, and report the pause as an episode of length 0.
     count = total((info["episode_length"] > 0).astype(dtype))
     per_episode = jnp.where(count > 0, 1 / jnp.maximum(count, 1), jnp.nan)
     means = {name if name.startswith("episode_") else f"episode_{name}": x for name, x in info.items()}
@@ -114,14 +145,31 @@ def minibatches(batch: PyTree, key: Key, size: int) -> PyTree:
 
 
 def permutation(key: Key, num: int) -> jax.Array:
-    """0 .. num - 1 in random order.
+    """The numbers 0 .. num - 1 in random order.
 
-    `jax.random.permutation` sorts pairs, of a random number and a place, and from 1,626 of them on twice. Here both are one
-    number where at least 16 bits of it are random, which is sorted in a sixth of the time. Those with equal bits, one pair in
-    65,536 or fewer, keep their order.
+    `jax.random.permutation` sorts pairs of a random number and a place, and from 1,626 pairs on it sorts twice. Here random
+    number and place share one integer, at least 16 bits of which are random; sorting takes a sixth of the time. Two places
+    with equal random bits, at most one pair in 65,536, keep their order.
     """
     bits = jax.random.bits(key, (num,), jnp.uint32)
     if num > 1 << 16:
         return jnp.argsort(bits)
     place = jnp.uint32((1 << (num - 1).bit_length()) - 1)
     return (jnp.sort(bits & ~place | jnp.arange(num, dtype=jnp.uint32)) & place).astype(jnp.int32)
+
+
+def count_steps(num: int, dtype: Any) -> jax.Array:
+    """Environment steps of this iteration on all learner shards together; `num` is the number on this shard."""
+    return all_reduce(jnp.full((), num, dtype), "sum")
+
+
+def anneal(learning_rate: float, total_steps: int | None, iterations: jax.Array, steps: jax.Array) -> jax.Array:
+    """The learning rate, which falls linearly to 0 over `total_steps` and is constant if `total_steps` is None.
+
+    `iterations` is the number of iterations done, `steps` the number of environment steps in each.
+    """
+    initial = jnp.full((), learning_rate, steps.dtype)
+    if total_steps is None:
+        return initial
+    done = iterations.astype(steps.dtype) * (steps / total_steps)
+    return initial * jnp.maximum(1 - done, 0)

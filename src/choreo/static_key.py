@@ -235,3 +235,22 @@ def _is_sorted_by_jax(x: Any) -> bool:
 
 def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def freeze(tree: Any) -> Any:
+    """A pytree whose leaves are all arrays: leaves of other kinds (an activation function) move into its structure."""
+    return jax.tree.map(lambda x: x if is_array(x) else Static(x), tree)
+
+
+def thaw(frozen: Any) -> Any:
+    """The pytree that `freeze` was given."""
+    is_static = lambda x: isinstance(x, Static)  # noqa: E731
+    return jax.tree.map(lambda x: x.value if is_static(x) else x, frozen, is_leaf=is_static)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["value"])
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A leaf that is no array, as part of the structure of a pytree."""
+
+    value: Any

@@ -1,6 +1,5 @@
 """Shared names for types. No logic; JAX is imported only when `Key` is used."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -17,9 +16,6 @@ GroupName: TypeAlias = str
 
 PyTree: TypeAlias = Any
 """Nested containers with arrays at the leaves."""
-
-Network: TypeAlias = Callable[..., Any]
-"""`(observation_space, action_space, key) -> module`."""
 
 
 def __getattr__(name: str) -> Any:

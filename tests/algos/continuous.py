@@ -13,13 +13,12 @@ from gymnasium import spaces
 from algos.one_gradient import iterate_often, learn
 from algos.one_step import OneStep
 from algos.toys import batch, box, number, one_of
-from choreo import ops
-from choreo.algos import control
-from choreo.algos.control import Network
-from choreo.algos.off_policy import Batches
-from choreo.buffers import StoredStep as Stored
+from choreo.algos import replayed_control
+from choreo.algos.replayed_control import Network
+from choreo.buffers import StoredStep
+from choreo.buffers.sharded import Batches
 from choreo.envs import EnvStep
-from choreo.networks.control import bounds_of
+from choreo.networks import Bounds, bounds_of
 from choreo.roles import SHARD_AXIS
 
 GAMMA = 0.8
@@ -121,7 +120,7 @@ def parts(num_envs: int = 4):
 
 def values(network, obs, action) -> np.ndarray:
     """What the critics say, the smallest of them: obs [n, ...], action [n]."""
-    smallest = jax.vmap(lambda obs, action: jnp.min(control.values(network.critics, obs, action[None])))
+    smallest = jax.vmap(lambda obs, action: jnp.min(replayed_control.values(network.critics, obs, action[None])))
     return np.asarray(smallest(jnp.asarray(obs), jnp.asarray(action)))
 
 
@@ -145,22 +144,22 @@ def _learn_task(algo, iterations, which):
     return iterate_often(algo, one_of(TASKS, which, 8), iterations, 0)
 
 
-def check_one_step(algo, network_of, iterations):
+def check_one_step(algo, iterations):
     """Shoot: the action, its value, and that of actions beside it."""
     train = learn_task(algo, "shoot", iterations)
     seen = np.linspace(-0.9, 0.9, 7, dtype=np.float32)
     obs, best = np.stack([seen, np.zeros(7, np.float32)], axis=1), 1 + seen
     np.testing.assert_allclose(actions(algo, train, obs), best, atol=0.15)
     for beside in (0.0, 0.4, -0.4):
-        found = values(network_of(train), obs, best + np.float32(beside))
+        found = values(train.learned, obs, best + np.float32(beside))
         np.testing.assert_allclose(found, -(beside**2), atol=0.1)
 
 
-def check_two_steps(algo, network_of, iterations):
+def check_two_steps(algo, iterations):
     """Walk: what the second step pays reaches the first, discounted."""
     train = learn_task(algo, "walk", iterations)
     start, there = np.zeros((1, 2), np.float32), np.array([[1.0, 0.5]], np.float32)
-    network, best = network_of(train), np.full(1, 2.0, np.float32)
+    network, best = train.learned, np.full(1, 2.0, np.float32)
     found = within_one(actions(algo, train, np.concatenate([start, there])))
     np.testing.assert_allclose(found, 0.5, atol=0.15)
     np.testing.assert_allclose(values(network, there, best), 1.0, atol=0.1)
@@ -168,12 +167,12 @@ def check_two_steps(algo, network_of, iterations):
     np.testing.assert_allclose(values(network, start, best - np.float32(1.2)), GAMMA * (1 - 0.36), atol=0.1)
 
 
-def check_discounting(algo, network_of, iterations):
+def check_discounting(algo, iterations):
     """Rest: a time limit is no end, values go on behind it."""
     train = learn_task(algo, "rest", iterations)
     obs = np.array([[1.0, 0.0]], np.float32)
     np.testing.assert_allclose(within_one(actions(algo, train, obs)), 0.0, atol=0.15)
-    found = values(network_of(train), obs, np.full(1, 1.0, np.float32))
+    found = values(train.learned, obs, np.full(1, 1.0, np.float32))
     np.testing.assert_allclose(found, 1 / (1 - GAMMA), atol=0.1)
 
 
@@ -228,7 +227,7 @@ class Always(eqx.Module):
     """A policy: always the same action."""
 
     action: jax.Array
-    bounds: ops.Bounds
+    bounds: Bounds
 
     def __call__(self, obs):
         return self.action
@@ -243,9 +242,9 @@ def by_hand(action: float, slopes: list[float]) -> Network:
     return Network(Always(jnp.array([action]), bounds_of(box(1))), lines(*slopes))
 
 
-def window(*, discount: float = 1.0, last: bool = False) -> Stored:
+def window(*, discount: float = 1.0, last: bool = False) -> StoredStep:
     """Two steps: from 0.1, -0.5 led to 0.2, and paid 1."""
-    return Stored(
+    return StoredStep(
         obs=jnp.array([[0.1], [0.2]]),
         action=jnp.array([[-0.5], [0.0]]),
         reward=jnp.array([1.0, 9.0]),
@@ -259,7 +258,7 @@ def some_batches(*, updates: int, items: int) -> Batches:
     keys = iter(jax.random.split(jax.random.key(5), 4))
     uniform = lambda *shape: jax.random.uniform(next(keys), (updates, items, 2, *shape), minval=-1.0)  # noqa: E731
     ones = jnp.ones((updates, items, 2))
-    steps = Stored(uniform(1), 1 + uniform(1), uniform(), ones, jnp.zeros((updates, items, 2), bool))
+    steps = StoredStep(uniform(1), 1 + uniform(1), uniform(), ones, jnp.zeros((updates, items, 2), bool))
     return Batches(steps, ones[..., 0], jnp.bool(True))
 
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from algos.toys import DISCRETE, one_of
-from choreo.algos.actor_critic import apply, count_steps
-from choreo.loops import rollout
+from choreo.loops import count_steps, rollout
 from choreo.roles import SHARD_AXIS, all_reduce
 
 
@@ -36,7 +35,7 @@ def _learn_task(algo, iterations, num_envs, which):
 
 def first_value(carry):
     """What the network says of the first thing one sees in most tasks of `DISCRETE`."""
-    return apply(carry.train.params, jnp.array([1.0, 0.0, 0.0]), None)[1]
+    return carry.train.params.network(jnp.array([1.0, 0.0, 0.0]))[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -75,7 +74,8 @@ def on_two_shards(algo, env):
 
 def _learn_from(algo, train, trajectory, memory):
     gradient, _ = algo.gradient(train.params, trajectory, memory)
-    return algo.update(train, all_reduce(gradient), count_steps(trajectory.reward))[0]
+    steps = count_steps(trajectory.reward.size, trajectory.reward.dtype)
+    return algo.update(train, all_reduce(gradient), steps)[0]
 
 
 def iterate_on_two_shards(algo, env):

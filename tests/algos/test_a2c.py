@@ -22,7 +22,7 @@ from algos.one_step import Copy, HighestOfTwo, Name, OneStep, Pieces
 from algos.toys import Aim, Recall, batch
 from choreo import envs, networks
 from choreo.algos.a2c import A2C
-from choreo.algos.actor_critic import Gradient
+from choreo.algos.one_gradient import Gradient
 from choreo.errors import AlgorithmError
 from choreo.testing import check_algorithm
 

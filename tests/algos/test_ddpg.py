@@ -12,7 +12,7 @@ from algos.continuous import GAMMA, by_hand, window
 from algos.toys import Match, batch
 from choreo.algos.ddpg import DDPG
 from choreo.errors import AlgorithmError
-from choreo.networks.control import deterministic
+from choreo.networks import deterministic
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(deterministic, hidden=(32, 32), critics=1)
@@ -21,20 +21,16 @@ TOY = DDPG(
 )
 
 
-def network_of(train):
-    return train.network
-
-
 def test_finds_the_best_action_and_its_value():
-    continuous.check_one_step(TOY, network_of, 1200)
+    continuous.check_one_step(TOY, 1200)
 
 
 def test_values_reach_back_over_a_step():
-    continuous.check_two_steps(TOY, network_of, 1200)
+    continuous.check_two_steps(TOY, 1200)
 
 
 def test_values_go_on_behind_a_time_limit():
-    continuous.check_discounting(TOY, network_of, 1200)
+    continuous.check_discounting(TOY, 1200)
 
 
 def test_begins_with_any_action():
@@ -60,7 +56,9 @@ def test_losses_by_hand(steps, wanted):
 def test_each_loss_changes_its_own_part():
     algo, target = DDPG(gamma=0.9), by_hand(0.5, [2.0])
     steps = jax.tree.map(lambda x: x[None], window())
-    gradient = jax.jit(jax.grad(lambda network: algo.loss(network, target, steps)[0]))(by_hand(0.25, [1.0]))
+    gradient = jax.jit(jax.grad(lambda network: algo.loss(network, target, steps, jax.random.key(0))[0]))(
+        by_hand(0.25, [1.0])
+    )
     np.testing.assert_allclose(gradient.critics[0].slope, (-0.4 - 2.08) * -0.5, rtol=1e-5)
     np.testing.assert_allclose(gradient.policy.action, [-1.0], rtol=1e-6)
 

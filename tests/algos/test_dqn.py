@@ -19,7 +19,7 @@ from choreo.algos.dqn import DQN, Params
 from choreo.buffers import StoredStep
 from choreo.errors import AlgorithmError, LayoutError
 from choreo.layouts import apex
-from choreo.networks.q import q_cnn, q_mlp
+from choreo.networks import q_cnn, q_mlp
 from choreo.plans.build import plan
 from choreo.testing import check_algorithm
 

@@ -21,10 +21,10 @@ from algos.one_step import HighestOfTwo, OneStep
 from algos.toys import Aim, Recall, TwoStep, batch
 from choreo import envs, networks
 from choreo.algos.a2c import A2C
-from choreo.algos.actor_critic import Carry, count_steps
 from choreo.algos.impala import IMPALA
+from choreo.algos.one_gradient import Carry
 from choreo.errors import AlgorithmError
-from choreo.loops import rollout
+from choreo.loops import count_steps, rollout
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(networks.mlp, hidden=(16,))
@@ -77,7 +77,8 @@ def learn_behind(algo, env, iterations, lag):
         fresh = algo.initial_state(params)
         end, trajectory, episodes = rollout(env, algo.act, params, carry.position, key, algo.unroll, fresh=fresh)
         gradient, metrics = algo.gradient(carry.train.params, trajectory, carry.position.memory)
-        train, _ = algo.update(carry.train, gradient, count_steps(trajectory.reward))
+        steps = count_steps(trajectory.reward.size, trajectory.reward.dtype)
+        train, _ = algo.update(carry.train, gradient, steps)
         return (Carry(train, end), [*rest, train.params]), episodes | metrics
 
     start = (carry, [carry.train.params] * (lag + 1))

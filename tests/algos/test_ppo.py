@@ -17,7 +17,6 @@ from algos.one_gradient import first_value, learn, learn_task
 from algos.toys import Aim, Match, Recall, batch
 from choreo import envs, networks, ops
 from choreo._compat import inner_jaxprs
-from choreo.algos.actor_critic import unfold
 from choreo.algos.ppo import PPO
 from choreo.errors import AlgorithmError
 from choreo.loops import rollout
@@ -97,7 +96,7 @@ def test_the_learner_recomputes_what_the_actor_did():
     _, trajectory = act(start, jax.random.key(1))
     sequences = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
     assert trajectory.last.any() and jnp.abs(start.memory[0]).sum() > 0
-    again = jax.jit(jax.vmap(lambda *args: unfold(params, *args)[0]))
+    again = jax.jit(lambda *args: algo.unfold(params, *args)[0])
     pi = again(sequences.obs, sequences.last, start.memory)
     acted = sequences.extras.log_prob(sequences.action)
     np.testing.assert_allclose(pi.log_prob(sequences.action), acted, rtol=1e-4, atol=1e-5)

@@ -11,11 +11,9 @@ from gymnasium import spaces
 
 from algos import continuous
 from algos.continuous import GAMMA, learn, lines, window
-from choreo import ops
-from choreo.algos.control import Network
 from choreo.algos.sac import SAC, Learned
 from choreo.errors import AlgorithmError
-from choreo.networks.control import bounds_of, squashed
+from choreo.networks import Bounds, Squashed, bounds_of, squashed
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(squashed, hidden=(32, 32))
@@ -25,20 +23,16 @@ TOY = SAC(
 )  # fmt: skip
 
 
-def network_of(train):
-    return train.learned.network
-
-
 def test_finds_the_best_action_and_its_value():
-    continuous.check_one_step(TOY, network_of, 1200)
+    continuous.check_one_step(TOY, 1200)
 
 
 def test_values_reach_back_over_a_step():
-    continuous.check_two_steps(TOY, network_of, 1200)
+    continuous.check_two_steps(TOY, 1200)
 
 
 def test_values_go_on_behind_a_time_limit():
-    continuous.check_discounting(TOY, network_of, 1200)
+    continuous.check_discounting(TOY, 1200)
 
 
 def test_begins_with_any_action():
@@ -47,7 +41,7 @@ def test_begins_with_any_action():
 
 @pytest.mark.long
 def test_learns_nothing_before_there_is_enough():
-    """In CI: DDPG, with the same `control.learn`."""
+    """In CI: DDPG, with the same `learn`."""
     continuous.check_beginning(TOY)
 
 
@@ -60,7 +54,7 @@ def test_the_temperature_holds_the_entropy():
 
 def test_a_temperature_that_is_given_stays():
     algo = dataclasses.replace(TOY, temperature=0.3)
-    losses = algo.item_losses(by_hand(), by_hand().network.critics, window(), jax.random.key(0))
+    losses = algo.item_losses(by_hand(), by_hand().critics, window(), jax.random.key(0))
     np.testing.assert_allclose(losses["temperature"], 0.3)
 
 
@@ -68,8 +62,8 @@ def test_a_temperature_that_is_given_stays():
 class SamePi:
     """A policy: the same distribution always."""
 
-    pi: ops.Squashed
-    bounds: ops.Bounds
+    pi: Squashed
+    bounds: Bounds
 
     def __call__(self, obs):
         return self.pi
@@ -80,8 +74,8 @@ jax.tree_util.register_dataclass(SamePi, ["pi"], ["bounds"])
 
 def by_hand(*, temperature: float = 0.5) -> Learned:
     one = bounds_of(spaces.Box(-1.0, 1.0, (1,), np.float32))
-    pi = ops.Squashed(ops.Gaussian(jnp.array([0.3]), jnp.array([-1.0])), one)
-    return Learned(Network(SamePi(pi, one), lines(1.0, 2.0)), jnp.log(jnp.float32(temperature)))
+    pi = Squashed(jnp.array([0.3]), jnp.array([-1.0]), one)
+    return Learned(SamePi(pi, one), lines(1.0, 2.0), jnp.log(jnp.float32(temperature)))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +84,7 @@ def by_hand(*, temperature: float = 0.5) -> Learned:
 def test_losses_by_hand(steps, discount):
     learned, key = by_hand(), jax.random.key(3)
     losses = SAC(gamma=0.9, target_entropy=-0.2).item_losses(learned, lines(3.0, 4.0), steps, key)
-    pi = learned.network.policy.pi
+    pi = learned.policy.pi
     (next_action, next_log_prob), (action, log_prob) = map(pi.sample_and_log_prob, jax.random.split(key))
     next_a, a = float(next_action[0]), float(action[0])
     value = min(3 * next_a + 0.2, 4 * next_a + 0.2) - 0.5 * float(next_log_prob)
@@ -120,8 +114,8 @@ def test_each_loss_changes_its_own_part():
 
     everything = gradient("critic", "policy", "temperature")
     for name, part in (
-        ("critic", lambda x: x.network.critics),
-        ("policy", lambda x: x.network.policy),
+        ("critic", lambda x: x.critics),
+        ("policy", lambda x: x.policy),
         ("temperature", lambda x: x.log_temperature),
     ):
         for alone, all_of_them in zip(jax.tree.leaves(gradient(name)), jax.tree.leaves(everything), strict=True):

@@ -11,7 +11,7 @@ from algos import continuous
 from algos.continuous import GAMMA, by_hand, window
 from choreo.algos.td3 import TD3
 from choreo.errors import AlgorithmError
-from choreo.networks.control import deterministic
+from choreo.networks import deterministic
 from choreo.testing import check_algorithm
 
 SMALL = functools.partial(deterministic, hidden=(32, 32))
@@ -21,20 +21,16 @@ TOY = TD3(
 )  # fmt: skip
 
 
-def network_of(train):
-    return train.network
-
-
 def test_finds_the_best_action_and_its_value():
-    continuous.check_one_step(TOY, network_of, 1200)
+    continuous.check_one_step(TOY, 1200)
 
 
 def test_values_reach_back_over_a_step():
-    continuous.check_two_steps(TOY, network_of, 1200)
+    continuous.check_two_steps(TOY, 1200)
 
 
 def test_values_go_on_behind_a_time_limit():
-    continuous.check_discounting(TOY, network_of, 1200)
+    continuous.check_discounting(TOY, 1200)
 
 
 def test_begins_with_any_action():
@@ -43,21 +39,22 @@ def test_begins_with_any_action():
 
 @pytest.mark.long
 def test_learns_nothing_before_there_is_enough():
-    """In CI: DDPG, with the same `control.learn`."""
+    """In CI: DDPG, with the same `learn`."""
     continuous.check_beginning(TOY)
 
 
 @pytest.mark.parametrize(("action", "slope"), [(0.5, 2.0), (-0.5, 3.0)])
 def test_targets_are_the_smaller_of_two(action, slope):
     algo, network, target = TD3(gamma=0.9, target_noise=0.0), by_hand(0.0, [1.0, 4.0]), by_hand(action, [2.0, 3.0])
-    loss, q = algo.item_loss(network.critics, target, window(), jax.random.key(0))
+    key = jax.random.key(0)
+    losses = algo.item_losses(network.critics, target, window(), key)
     wanted = 1 + 0.9 * (slope * action + 0.2)
-    np.testing.assert_allclose(q, [-0.5 + 0.1, -2.0 + 0.1], rtol=1e-6)
-    np.testing.assert_allclose(loss, 0.5 * ((-0.4 - wanted) ** 2 + (-1.9 - wanted) ** 2), rtol=1e-6)
-    loss, _ = algo.item_loss(network.critics, target, window(discount=0.0, last=True), jax.random.key(0))
-    np.testing.assert_allclose(loss, 0.5 * ((-0.4 - 1) ** 2 + (-1.9 - 1) ** 2), rtol=1e-6)
-    loss, _ = algo.item_loss(network.critics, target, window(last=True), jax.random.key(0))
-    assert loss == 0  # a time limit
+    np.testing.assert_allclose(losses["q"], [-0.5 + 0.1, -2.0 + 0.1], rtol=1e-6)
+    np.testing.assert_allclose(losses["critic_loss"], 0.5 * ((-0.4 - wanted) ** 2 + (-1.9 - wanted) ** 2), rtol=1e-6)
+    losses = algo.item_losses(network.critics, target, window(discount=0.0, last=True), key)
+    np.testing.assert_allclose(losses["critic_loss"], 0.5 * ((-0.4 - 1) ** 2 + (-1.9 - 1) ** 2), rtol=1e-6)
+    losses = algo.item_losses(network.critics, target, window(last=True), key)
+    assert losses["critic_loss"] == 0  # a time limit
 
 
 def test_targets_are_smoothed_over_actions_nearby():
@@ -65,8 +62,8 @@ def test_targets_are_smoothed_over_actions_nearby():
     algo = TD3(gamma=0.9, target_noise=1e4, target_noise_clip=0.1)
     network, target = by_hand(0.0, [1.0]), by_hand(0.5, [2.0])
     keys = jax.random.split(jax.random.key(0), 64)
-    step = functools.partial(algo.item_loss, network.critics, target, window())
-    losses, _ = jax.jit(jax.vmap(step))(keys)
+    step = functools.partial(algo.item_losses, network.critics, target, window())
+    losses = jax.jit(jax.vmap(step))(keys)["critic_loss"]
     expected = [0.5 * (-0.4 - (1 + 0.9 * (2 * action + 0.2))) ** 2 for action in (0.4, 0.6)]
     np.testing.assert_allclose(np.unique(np.round(losses, 4)), expected, rtol=1e-4)
 
@@ -74,8 +71,8 @@ def test_targets_are_smoothed_over_actions_nearby():
 def test_smoothed_actions_stay_in_the_space():
     algo = TD3(gamma=0.9, target_noise=1e4, target_noise_clip=0.4)
     keys = jax.random.split(jax.random.key(0), 64)
-    step = functools.partial(algo.item_loss, by_hand(0.0, [1.0]).critics, by_hand(0.9, [2.0]), window())
-    losses, _ = jax.jit(jax.vmap(step))(keys)
+    step = functools.partial(algo.item_losses, by_hand(0.0, [1.0]).critics, by_hand(0.9, [2.0]), window())
+    losses = jax.jit(jax.vmap(step))(keys)["critic_loss"]
     expected = [0.5 * (-0.4 - (1 + 0.9 * (2 * action + 0.2))) ** 2 for action in (0.5, 1.0)]
     np.testing.assert_allclose(np.unique(np.round(losses, 4)), expected, rtol=1e-4)
 
@@ -95,17 +92,17 @@ def test_the_policy_and_the_targets_wait():
     for i in range(6):
         batches = continuous.some_batches(updates=1, items=4)
         after, _ = learn(train, batches, jax.random.key(i))
-        parts = ("network.policy", "target", "policy_optimizer", "network.critics", "critics_optimizer")
+        parts = ("learned.policy", "target", "optimizer.0", "learned.critics", "optimizer.1")
         changed.append([_differ(train, after, part) for part in parts])
         train = after
     rarely, always = [False, False, False, True, True], [True] * 5
     assert changed == [rarely, rarely, always] * 2
-    assert optax.tree.get(train.policy_optimizer, "count") == 2
+    assert optax.tree.get(train.optimizer[0], "count") == 2
 
 
 def _differ(before, after, part):
     for name in part.split("."):
-        before, after = getattr(before, name), getattr(after, name)
+        before, after = (x[int(name)] if name.isdigit() else getattr(x, name) for x in (before, after))
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return not all(np.array_equal(x, y) for x, y in pairs)
 

@@ -14,7 +14,7 @@ import choreo
 from choreo import envs
 from choreo.algos import DQN
 from choreo.layouts import Group, Layout, apex
-from choreo.networks.q import q_mlp
+from choreo.networks import q_mlp
 from choreo.plans.build import plan
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local

@@ -12,7 +12,7 @@ import choreo
 from choreo.algos.ddpg import DDPG
 from choreo.algos.sac import SAC
 from choreo.algos.td3 import TD3
-from choreo.networks.control import deterministic, squashed
+from choreo.networks import deterministic, squashed
 
 STEPS = 30_000
 ONE_CRITIC = functools.partial(deterministic, hidden=(64, 64), critics=1)

@@ -8,7 +8,7 @@ import scipy.special
 import scipy.stats
 
 from choreo import ops
-from choreo.ops.distributions import Bernoulli, Independent, Shifted, masked, multi_categorical
+from choreo.ops import Bernoulli, Independent, Shifted, masked, multi_categorical
 
 LOGITS = np.array([[0.3, -1.2, 2.0, 0.0], [5.0, -5.0, 0.0, 1.0]], np.float32)
 MEAN, LOG_STD = np.array([0.5, -2.0], np.float32), np.array([0.2, -1.0], np.float32)

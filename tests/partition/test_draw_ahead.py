@@ -8,7 +8,7 @@ import pytest
 from choreo.algos.dqn import DQN
 from choreo.envs import make
 from choreo.layouts import coarse, fine, fused
-from choreo.networks.q import q_mlp
+from choreo.networks import q_mlp
 from choreo.partition import passes
 from choreo.partition.draw_ahead import DRAWS, _primitives
 from choreo.partition.program import Loop, Segment

@@ -21,8 +21,7 @@ import choreo
 from choreo import algos, envs, networks
 from choreo.cli.main import main
 from choreo.errors import LayoutError, RunError, UntrustedError
-from choreo.networks.control import deterministic
-from choreo.networks.q import q_cnn
+from choreo.networks import deterministic, q_cnn
 from choreo.runs import public_names, resolve, toml_values
 from choreo.runs.config import RunConfig
 from choreo.runs.folder import RunFolder

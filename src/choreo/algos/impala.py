@@ -1,62 +1,37 @@
 """IMPALA (Espeholt et al. 2018), for any space of numbers, with or without memory.
 
-    iterate:   act, step, act, step, ...  ->  trajectory [time, env]  ->  gradient (V-trace)  ->  all_reduce  ->  update
+    policy:   log pi(a | s) * rho * (r + gamma v' - V(s))       rho: the clipped importance weight of action a
+    critic:   v - V(s)                                          v: the V-trace target of state s, v' that of its successor
 
-Actors may use parameters that are some iterations old: `act` notes how likely its action was, and V-trace corrects for
-what has changed since. With parameters as they are, nothing is corrected, and this is an n-step actor-critic.
+Actors may use parameters that are some iterations old. `act` returns the distribution it drew from, and V-trace corrects for
+the difference to the learner's policy. With up-to-date parameters there is nothing to correct: an n-step actor-critic.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from choreo import networks, ops
-from choreo.algos import actor_critic
-from choreo.algos.actor_critic import Carry, Gradient, MakeOptimizer, Params, Train
-from choreo.envs.base import Env
+from choreo import ops
+from choreo.algos.one_gradient import OneGradient, Predictions, Targets
 from choreo.errors import AlgorithmError
-from choreo.loops import Transition, rollout
-from choreo.roles import all_reduce, fragment
-from choreo.types import Key, PyTree
+from choreo.loops import Transition
 
 
 @dataclass(frozen=True, kw_only=True)
-class IMPALA:
+class IMPALA(OneGradient):
     """Importance-weighted actor-learners: an actor-critic that corrects for actors behind the learner."""
 
-    learning_rate: float = 1e-3
-    """Step size of the optimiser; falls to 0 over `total_steps`."""
-    unroll: int = 16
-    """Steps per environment and iteration, which makes one gradient."""
-    gamma: float = 0.99
-    """Discount factor."""
     trace_lambda: float = 0.95
     """Between one-step (0) and n-step (1) targets, n = `unroll`; the paper has 1."""
     rho_bar: float = 1.0
-    """Importance weights of temporal differences are cut here: larger is nearer to the learner's own policy."""
+    """Largest importance weight of a temporal difference; larger is nearer to the learner's own policy."""
     c_bar: float = 1.0
-    """Importance weights of traces are cut here: smaller varies less."""
-    entropy_coef: float = 0.01
-    """Weight of the entropy bonus."""
-    value_coef: float = 0.5
-    """Weight of the critic's loss."""
-    max_grad_norm: float = 0.5
-    """Gradients are scaled down to this norm."""
-    normalise_obs: bool = False
-    """Scale observations by their running mean and variance."""
-    total_steps: int | None = None
-    """Environment steps of the whole run; None: the learning rate stays as it is."""
-    network: networks.Factory = networks.mlp
-    """Builds the network: (observation_space, action_space, key) -> module."""
-    optimizer: MakeOptimizer | None = None
-    """From a learning rate to an optimiser; None: RMSProp on gradients clipped to `max_grad_norm`."""
+    """Largest importance weight of a trace; smaller has less variance."""
 
     def __post_init__(self):
-        if self.unroll < 1:
-            raise AlgorithmError(f"IMPALA(unroll={self.unroll}) must be at least 1.")
+        super().__post_init__()
         if not self.c_bar > 0:
             raise AlgorithmError(
                 f"IMPALA(c_bar={self.c_bar}) must be above 0.", fix="For one-step targets set trace_lambda=0."
@@ -67,80 +42,25 @@ class IMPALA:
                 fix="V-trace converges for c_bar <= rho_bar (theorem 1 of the paper): raise rho_bar, or lower c_bar.",
             )
 
-    def init(self, env: Env, key: Key) -> Carry:
-        key_network, key_env = jax.random.split(key)
-        params = actor_critic.init_params(self.network, env, key_network, normalise_obs=self.normalise_obs)
-        train = actor_critic.init_train(params, self.make_optimizer(self.learning_rate))
-        return Carry(train, actor_critic.init_position(env, params, key_env))
-
-    def policy(self, train: Train) -> Params:
-        return train.params
-
-    def initial_state(self, params: Params) -> PyTree:
-        """The memory an episode begins with, of one environment; None if the network has none."""
-        return actor_critic.initial_state(params)
-
-    @fragment("actor")
-    def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
-        """One environment: -> action, what it was drawn from; and, if the network has one, its new memory."""
-        return actor_critic.act(params, obs, key, memory, greedy=greedy)
-
-    def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
-        params = self.policy(carry.train)
-        end, trajectory, episodes = rollout(
-            env, self.act, params, carry.position, key, self.unroll, fresh=self.initial_state(params)
-        )
-        gradient, metrics = self.gradient(params, trajectory, carry.position.memory)
-        steps = actor_critic.count_steps(trajectory.reward)
-        train, step_metrics = self.update(carry.train, all_reduce(gradient), steps)
-        return Carry(train, end), {**episodes, **metrics, **step_metrics}
-
-    @fragment("gradient")
-    def gradient(self, params: Params, trajectory: Transition, memory: PyTree):
-        """What one trajectory says; `memory` is what the network remembered before its first step."""
-        grads, metrics = jax.grad(self.loss, has_aux=True)(params.network, params.moments, trajectory, memory)
-        return Gradient(grads, actor_critic.look(params.moments, trajectory.obs)), metrics
-
-    @fragment("update")
-    def update(self, train: Train, gradient: Gradient, steps: jax.Array):
-        """Apply it, averaged over all shards; `steps` are theirs together."""
-        learning_rate = actor_critic.anneal(self.learning_rate, self.total_steps, train.iterations, steps)
-        train, metrics = actor_critic.descend(train, gradient, steps, self.make_optimizer(learning_rate))
-        return train, metrics | {"learning_rate": learning_rate}
-
-    def loss(self, network: PyTree, moments: PyTree, trajectory: Transition, memory: PyTree):
+    def targets(self, trajectory: Transition, predicted: Predictions) -> Targets:
         """Section 4.2 of the paper; means over the trajectory where the paper has sums."""
-        pi, value_tm1, value_t = actor_critic.predict(Params(network, moments), trajectory, memory)
-        log_prob, behaviour_log_prob = (policy.log_prob(trajectory.action) for policy in (pi, trajectory.extras))
-        log_ratio = jax.lax.stop_gradient(log_prob) - behaviour_log_prob
+        log_prob, behaviour_log_prob = (pi.log_prob(trajectory.action) for pi in (predicted.pi, trajectory.extras))
+        log_ratio = log_prob - behaviour_log_prob
         ratio = jnp.exp(log_ratio)
-        target, advantage = ops.vtrace(
+        value, advantage = ops.vtrace(
             ratio,
             trajectory.reward,
             self.gamma * trajectory.discount,
             trajectory.last,
-            jax.lax.stop_gradient(value_tm1),
-            value_t,
+            predicted.value_tm1,
+            predicted.value_t,
             self.trace_lambda,
             rho_bar=self.rho_bar,
             c_bar=self.c_bar,
         )
-        policy_loss = -jnp.mean(log_prob * advantage)
-        value_loss = 0.5 * jnp.mean((value_tm1 - target) ** 2)
-        entropy = jnp.mean(pi.entropy())
-        loss = policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
-        return loss, {
-            "loss": loss,
-            "policy_loss": policy_loss,
-            "value_loss": value_loss,
-            "entropy": entropy,
-            "importance": jnp.mean(ratio),
-            "behaviour_kl": jnp.mean(ratio - 1 - log_ratio),
-        }
+        metrics = {"importance": jnp.mean(ratio), "behaviour_kl": jnp.mean(ratio - 1 - log_ratio)}
+        return Targets(value, advantage, metrics)
 
-    def make_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
-        if self.optimizer is not None:
-            return self.optimizer(learning_rate)
-        # As in the paper: with actors four iterations behind, some seeds collapsed under Adam (docs/algorithms/impala.md).
-        rmsprop = optax.rmsprop(learning_rate, decay=0.99, eps=1e-5)
-        return ops.clipped(rmsprop, self.max_grad_norm)
+    def usual_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
+        # As in the paper. With Adam and actors four iterations behind, some seeds collapsed (docs/algorithms/impala.md).
+        return optax.rmsprop(learning_rate, decay=0.99, eps=1e-5)

@@ -6,6 +6,7 @@ The details that matter in practice are those of Huang et al. 2022, "The 37 impl
 file departs from them, a comment says so.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,17 +16,44 @@ import jax.numpy as jnp
 import optax
 
 from choreo import networks, ops
-from choreo.algos import actor_critic
-from choreo.algos.actor_critic import Carry, Params, Train, apply, unfold
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
-from choreo.loops import Transition, minibatches, rollout
+from choreo.loops import Position, Transition, anneal, begin, count_steps, minibatches, rollout, unfold
 from choreo.roles import all_reduce, fragment
 from choreo.types import Key, PyTree
 
 
+class Params(NamedTuple):
+    """What acting needs."""
+
+    network: PyTree
+    """The module, frozen: every leaf is an array."""
+    moments: PyTree
+    """Statistics of observations (`ops.normalise`); None if observations are not normalised."""
+
+
+class Train(NamedTuple):
+    """The state of learning."""
+
+    params: Params
+    """What acting needs."""
+    optimizer: optax.OptState
+    """State of the optimiser."""
+    iterations: jax.Array
+    """Number of iterations done; the learning rate follows it."""
+
+
+class Carry(NamedTuple):
+    """What one iteration hands to the next."""
+
+    train: Train
+    """The state of learning."""
+    position: Position
+    """The environments."""
+
+
 class Batch(NamedTuple):
-    """What the loss reads: [sample], or [sequence, time] if the network has memory."""
+    """The input of the loss: [sample], or [sequence, time] if the network has memory."""
 
     obs: PyTree
     action: jax.Array
@@ -34,7 +62,7 @@ class Batch(NamedTuple):
     advantage: jax.Array
     target: jax.Array
     memory: PyTree
-    """The network's memory before the first step, [sequence]; None if it has none."""
+    """Memory of the network before the first step: [sequence]; None if the network has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +82,7 @@ class PPO:
     gae_lambda: float = 0.98
     """Between one-step (0) and Monte Carlo (1) advantages."""
     clip: float = 0.2
-    """How far the probability of an action may move in one iteration."""
+    """How far the probability ratio of an action may move from 1 in one iteration."""
     entropy_coef: float = 0.01
     """Weight of the entropy bonus."""
     value_coef: float = 0.5
@@ -64,7 +92,7 @@ class PPO:
     normalise_obs: bool = False
     """Scale observations by their running mean and variance."""
     total_steps: int | None = None
-    """Environment steps of the whole run; None: the learning rate stays as it is."""
+    """Environment steps of the whole run; None: the learning rate is constant."""
     network: networks.Factory = networks.mlp
     """Builds the network: (observation_space, action_space, key) -> module."""
     optimizer: Callable[[Any], optax.GradientTransformation] | None = None
@@ -77,22 +105,39 @@ class PPO:
 
     def init(self, env: Env, key: Key) -> Carry:
         key_network, key_env = jax.random.split(key)
-        params = actor_critic.init_params(self.network, env, key_network, normalise_obs=self.normalise_obs)
-        position = actor_critic.init_position(env, params, key_env)
+        network = networks.freeze(self.network(env.observation_space, env.action_space, key_network))
+        params = Params(network, ops.initial_moments(env.observation_space) if self.normalise_obs else None)
+        position = begin(env, key_env, self.initial_state(params))
         self.sequences_per_minibatch(env.num_envs, recurrent=position.memory is not None)
-        return Carry(actor_critic.init_train(params, self.make_optimizer(self.learning_rate)), position)
+        optimizer = self.make_optimizer(self.learning_rate).init(network)
+        return Carry(Train(params, optimizer, jnp.zeros((), jnp.int32)), position)
 
     def policy(self, train: Train) -> Params:
         return train.params
 
     def initial_state(self, params: Params) -> PyTree:
-        """The memory an episode begins with, of one environment; None if the network has none."""
-        return actor_critic.initial_state(params)
+        """The memory of one environment at the beginning of an episode; None if the network has no memory."""
+        network = networks.thaw(params.network)
+        return network.initial_state() if isinstance(network, networks.Recurrent) else None
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
-        """One environment: -> action, what it was drawn from; and, if the network has one, its new memory."""
-        return actor_critic.act(params, obs, key, memory, greedy=greedy)
+        """One environment: -> action, its distribution; and, if the network has memory, the new memory."""
+        pi, _, memory = self.apply(params, obs, memory)
+        action = pi.mode() if greedy else pi.sample(key)
+        return (action, pi) if memory is None else (action, pi, memory)
+
+    def apply(self, params: Params, obs: PyTree, memory: PyTree):
+        """The network on one observation: pi, value, memory (None if the network has none)."""
+        if params.moments is not None:
+            obs = ops.normalise(params.moments, obs)
+        network = networks.thaw(params.network)
+        return (*network(obs), None) if memory is None else network(obs, memory)
+
+    def unfold(self, params: Params, obs: PyTree, last: jax.Array, memory: PyTree):
+        """The network along sequences [sequence, time, ...], from the memory [sequence] before their first step."""
+        apply, fresh = functools.partial(self.apply, params), self.initial_state(params)
+        return jax.vmap(lambda obs, last, memory: unfold(apply, obs, last, memory, fresh))(obs, last, memory)
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
         key_rollout, key_learn = jax.random.split(key)
@@ -105,9 +150,9 @@ class PPO:
 
     @fragment("learner")
     def learn(self, train: Train, trajectory: Transition, memory: PyTree, key: Key):
-        """Improve on one trajectory; `memory` is what the network remembered before its first step."""
-        steps = actor_critic.count_steps(trajectory.reward)
-        learning_rate = actor_critic.anneal(self.learning_rate, self.total_steps, train.iterations, steps)
+        """Learn from one trajectory; `memory` is the memory of the network before the first step."""
+        steps = count_steps(trajectory.reward.size, trajectory.reward.dtype)
+        learning_rate = anneal(self.learning_rate, self.total_steps, train.iterations, steps)
         batch = self.make_batch(train.params, trajectory, memory)
         size = self.sequences_per_minibatch(trajectory.reward.shape[1], recurrent=memory is not None)
         optimizer = self.make_optimizer(learning_rate)
@@ -123,18 +168,20 @@ class PPO:
 
         state = (train.params.network, train.optimizer)
         (network, opt_state), metrics = jax.lax.scan(epoch, state, jax.random.split(key, self.epochs))
-        # After the epochs, not before: the probabilities we compare with were computed with the old statistics.
-        moments = actor_critic.update_moments(train.params.moments, trajectory.obs)
+        # After the epochs, not before: the actor's probabilities were computed with the old statistics.
+        moments = train.params.moments
+        if moments is not None:
+            moments = ops.update_moments(moments, trajectory.obs)
         metrics = jax.tree.map(jnp.mean, metrics) | {"learning_rate": learning_rate}
         return Train(Params(network, moments), opt_state, train.iterations + 1), metrics
 
     def loss(self, network: PyTree, moments: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Equation 9 of the paper, on a minibatch."""
+        """Equation 9 of the paper, negated, on a minibatch; its first term is equation 7 (`ops.clipped_surrogate`)."""
         params = Params(network, moments)
         if batch.memory is None:
-            pi, value_tm1, _ = jax.vmap(apply, (None, 0, None))(params, batch.obs, None)
+            pi, value_tm1, _ = jax.vmap(self.apply, (None, 0, None))(params, batch.obs, None)
         else:
-            pi, value_tm1, _ = jax.vmap(unfold, (None, 0, 0, 0))(params, batch.obs, batch.last, batch.memory)
+            pi, value_tm1, _ = self.unfold(params, batch.obs, batch.last, batch.memory)
         log_ratio = pi.log_prob(batch.action) - batch.log_prob
         advantage = (batch.advantage - jnp.mean(batch.advantage)) / (jnp.std(batch.advantage) + 1e-8)
         policy_loss = jnp.mean(ops.clipped_surrogate(jnp.exp(log_ratio), advantage, self.clip))
@@ -152,16 +199,16 @@ class PPO:
         }
 
     def make_batch(self, params: Params, trajectory: Transition, memory: PyTree) -> Batch:
-        """Advantages and targets of a trajectory, and everything in the order of the loss."""
+        """Advantages and targets of a trajectory, and all input of the loss, sequence by sequence or sample by sample."""
         sequences = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
-        # Values are the learner's, not the actor's: an actor then computes and sends none.
-        _, value_tm1, memories = jax.vmap(unfold, (None, 0, 0, 0))(params, sequences.obs, sequences.last, memory)
-        each_step = jax.vmap(jax.vmap(apply, (None, 0, 0)), (None, 0, 0))
+        # The learner computes the values, so that an actor need not compute and send them.
+        _, value_tm1, memories = self.unfold(params, sequences.obs, sequences.last, memory)
+        each_step = jax.vmap(jax.vmap(self.apply, (None, 0, 0)), (None, 0, 0))
         _, value_t, _ = each_step(params, sequences.next_obs, memories)
         discount_t = self.gamma * trajectory.discount
         advantage = ops.gae(trajectory.reward, discount_t, trajectory.last, value_tm1.T, value_t.T, self.gae_lambda).T
         s = sequences
-        log_prob = s.extras.log_prob(s.action)  # not in `act`, where it would be one small computation in every step
+        log_prob = s.extras.log_prob(s.action)  # not in `act`, where it would be a small computation at every step
         batch = Batch(s.obs, s.action, log_prob, s.last, advantage, advantage + value_tm1, memory)
         return batch if memory is not None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
@@ -171,7 +218,7 @@ class PPO:
         return ops.clipped(optax.adam(learning_rate, eps=1e-5), self.max_grad_norm)
 
     def sequences_per_minibatch(self, num_envs: int, *, recurrent: bool) -> int:
-        """How many sequences (of `unroll` steps with memory, else of one) make a minibatch."""
+        """Number of sequences in a minibatch; a sequence has `unroll` steps if the network has memory, else one."""
         length, num_sequences = (self.unroll, num_envs) if recurrent else (1, self.unroll * num_envs)
         if self.minibatch_size % length:
             raise AlgorithmError(
@@ -192,5 +239,5 @@ class PPO:
 
 
 def _divisors(num_sequences: int, length: int) -> list[int]:
-    """Up to six of the largest minibatch sizes that would do."""
+    """The largest minibatch sizes that fit, at most six."""
     return [length * d for d in range(num_sequences, 0, -1) if num_sequences % d == 0][:6]

@@ -1,57 +1,107 @@
-"""Running mean and variance of a stream of batches (Chan et al. 1979, eq. 2.1), combined over learner shards."""
+"""Running mean and variance of a stream of observations (Chan et al. 1979, eq. 2.1), combined over learner shards.
 
-from typing import NamedTuple
+An observation may be a pytree. Its statistics are a pytree of the same form, with `Moments` for each part that is normalised
+and None for each other part (a Discrete part, an action mask).
+"""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gymnasium
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
+from choreo.envs.spaces import ACTION_MASK
+from choreo.errors import AlgorithmError
 from choreo.roles import all_reduce
+from choreo.types import PyTree
 
 
 class Moments(NamedTuple):
-    """Statistics of one observation, element by element."""
+    """Statistics of one part of an observation, element by element."""
 
     num: Float[Array, ""]
+    """Observations so far."""
     mean: Float[Array, "*obs"]
     var: Float[Array, "*obs"]
 
     @classmethod
     def of_nothing(cls, shape: tuple[int, ...]) -> "Moments":
-        """Before any data: normalising with these changes nothing."""
+        """Statistics before the first observation: normalising with them changes nothing."""
         return cls(jnp.zeros(()), jnp.zeros(shape), jnp.ones(shape))
 
 
-def update_moments(moments: Moments, batch: Shaped[Array, "..."]) -> Moments:
-    """Take in a batch with any number of leading axes; equal on all shards."""
-    batch = batch.reshape(-1, *moments.mean.shape).astype(moments.mean.dtype)
-    mean = all_reduce(jnp.mean(batch, axis=0))
-    var = all_reduce(jnp.mean((batch - mean[None]) ** 2, axis=0))
-    count = all_reduce(jnp.full((), batch.shape[0], moments.num.dtype), "sum")
-    return _merge(moments, mean, var, count)
-
-
 class Seen(NamedTuple):
-    """A batch, in numbers that may be averaged over shards: unlike variances, each is a mean over the batch."""
+    """A batch of observations in numbers that may be averaged over shards: unlike a variance, each is a mean over the batch."""
 
     mean: Float[Array, "*obs"]
     square: Float[Array, "*obs"]
-    """Of the distance from `around`."""
+    """Squared distance from `around`."""
     around: Float[Array, "*obs"]
-    """The same for all shards, and near the mean: squares of large numbers leave no digits for the variance."""
+    """Equal on all shards, and near the mean: squares of large numbers would leave no digits for the variance."""
 
 
-def look(moments: Moments, batch: Shaped[Array, "..."]) -> Seen:
-    """What `merge_moments` needs of a batch with any number of leading axes."""
-    around = moments.mean
-    batch = batch.reshape(-1, *around.shape).astype(around.dtype)
-    return Seen(jnp.mean(batch, axis=0), jnp.mean((batch - around[None]) ** 2, axis=0), around)
+def initial_moments(space: gymnasium.Space) -> PyTree:
+    """Statistics of nothing for an observation space; a space without a Box is refused."""
+    moments = _moments_of_nothing(space)
+    if not jax.tree.leaves(moments):
+        raise AlgorithmError(
+            f"normalise_obs needs observations in a Box, not in {space}.", fix="Leave normalise_obs off."
+        )
+    return moments
 
 
-def merge_moments(moments: Moments, seen: Seen, count: Float[Array, ""]) -> Moments:
-    """Take in `count` observations; `seen` is the average over the shards that saw them."""
-    var = jnp.maximum(seen.square - (seen.mean - seen.around) ** 2, 0)
-    return _merge(moments, seen.mean, var, count.astype(moments.num.dtype))
+def _moments_of_nothing(space: gymnasium.Space) -> PyTree:
+    if isinstance(space, gymnasium.spaces.Dict):
+        return {name: None if name == ACTION_MASK else _moments_of_nothing(part) for name, part in space.items()}
+    if isinstance(space, gymnasium.spaces.Tuple):
+        return tuple(map(_moments_of_nothing, space))
+    return Moments.of_nothing(space.shape) if isinstance(space, gymnasium.spaces.Box) else None
+
+
+def normalise(moments: PyTree, obs: PyTree, *, limit: float = 10.0) -> PyTree:
+    """An observation with mean 0 and variance 1, clipped to +-`limit`; parts without statistics stay as they are."""
+
+    def scale(moments: Moments, x: jax.Array) -> jax.Array:
+        scaled = (x.astype(moments.mean.dtype) - moments.mean) * jax.lax.rsqrt(moments.var + 1e-8)
+        return jnp.clip(scaled, -limit, limit)
+
+    return _each_part(lambda m, x: x if m is None else scale(m, x), moments, obs)
+
+
+def update_moments(moments: PyTree, obs: PyTree) -> PyTree:
+    """The statistics with a batch of observations, which may have any number of leading axes; equal on all shards."""
+
+    def update(moments: Moments, batch: jax.Array) -> Moments:
+        batch = batch.reshape(-1, *moments.mean.shape).astype(moments.mean.dtype)
+        mean = all_reduce(jnp.mean(batch, axis=0))
+        var = all_reduce(jnp.mean((batch - mean[None]) ** 2, axis=0))
+        count = all_reduce(jnp.full((), batch.shape[0], moments.num.dtype), "sum")
+        return _merge(moments, mean, var, count)
+
+    return _each_part(lambda m, x: m if m is None else update(m, x), moments, obs)
+
+
+def look(moments: PyTree, obs: PyTree) -> PyTree:
+    """The `Seen` of a batch of observations, which may have any number of leading axes, for `merge_moments`."""
+
+    def see(moments: Moments, batch: jax.Array) -> Seen:
+        around = moments.mean
+        batch = batch.reshape(-1, *around.shape).astype(around.dtype)
+        return Seen(jnp.mean(batch, axis=0), jnp.mean((batch - around[None]) ** 2, axis=0), around)
+
+    return _each_part(lambda m, x: m if m is None else see(m, x), moments, obs)
+
+
+def merge_moments(moments: PyTree, seen: PyTree, count: Float[Array, ""]) -> PyTree:
+    """The statistics with `count` more observations; `seen` is the average of `look` over the shards that saw them."""
+
+    def merge(moments: Moments, seen: Seen) -> Moments:
+        var = jnp.maximum(seen.square - (seen.mean - seen.around) ** 2, 0)
+        return _merge(moments, seen.mean, var, count.astype(moments.num.dtype))
+
+    return _each_part(lambda m, s: m if m is None else merge(m, s), moments, seen)
 
 
 def _merge(moments: Moments, mean: Array, var: Array, count: Array) -> Moments:
@@ -61,7 +111,5 @@ def _merge(moments: Moments, mean: Array, var: Array, count: Array) -> Moments:
     return Moments(total, moments.mean + weight * delta, new_var)
 
 
-def normalise(moments: Moments, obs: Shaped[Array, "*obs"], *, limit: float = 10.0) -> Float[Array, "*obs"]:
-    """An observation to mean 0 and variance 1, clipped to +-`limit`."""
-    scaled = (obs.astype(moments.mean.dtype) - moments.mean) * jax.lax.rsqrt(moments.var + 1e-8)
-    return jnp.clip(scaled, -limit, limit)
+def _each_part(fn: Callable[[Moments | None, Any], PyTree], moments: PyTree, obs: PyTree) -> PyTree:
+    return jax.tree.map(fn, moments, obs, is_leaf=lambda m: m is None or isinstance(m, Moments))

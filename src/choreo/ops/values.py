@@ -1,14 +1,48 @@
-"""Values of actions as distributions, and what all learners of values share."""
+"""What learning of action values is made of, a paper equation each: n-step returns, and distributions of a return."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 Atoms = Float[Array, " atom"]
 
 
+class NStep(NamedTuple):
+    """The n-step return of the first step of a window."""
+
+    reward: jax.Array
+    """Discounted rewards of the steps that count."""
+    discount: jax.Array
+    """Discount of the value to bootstrap from; 0 where the episode terminated."""
+    steps: jax.Array
+    """Number of steps that count: the observation to bootstrap from comes that many steps after the first."""
+    weight: jax.Array
+    """1; but 0 where no step counts, because a time limit cut the first one, and its successor was not stored."""
+
+
+def n_step(
+    reward_t: Float[Array, " time"], discount_t: Float[Array, " time"], last_t: Bool[Array, " time"], gamma: float
+) -> NStep:
+    """The return of the first step of a window of n + 1 steps (Sutton & Barto 2018, eq. 7.1).
+
+    The last step of a window only gives the observation to bootstrap from. A return ends where the episode terminates; at a
+    time limit it ends one step earlier, at an observation that is stored.
+    """
+    reward_t, discount_t, last_t = reward_t[:-1], discount_t[:-1], last_t[:-1]
+    cut_t = last_t & (discount_t > 0)
+    # A step counts if no episode ended before it, and no time limit cuts it.
+    counts_t = jnp.cumprod(jnp.where(cut_t, 0, 1)) * jnp.cumprod(jnp.roll(jnp.where(last_t, 0, 1), 1).at[0].set(1))
+    factor_t = jnp.cumprod(jnp.where(counts_t > 0, gamma * discount_t, 1.0))
+    before_t = jnp.roll(factor_t, 1).at[0].set(1.0)
+    reward = jnp.sum(jnp.where(counts_t > 0, before_t * reward_t, 0.0))
+    steps = jnp.sum(counts_t)
+    return NStep(reward, factor_t[-1], steps, (steps > 0).astype(reward_t.dtype))
+
+
 def categorical_projection(support: Atoms, probs: Atoms, onto: Atoms) -> Atoms:
-    """A distribution over `support`, as one over the evenly spaced atoms `onto` (Bellemare et al. 2017, eq. 7)."""
+    """A distribution over `support`, projected onto the evenly spaced atoms `onto` (Bellemare et al. 2017, eq. 7)."""
     spacing = onto[1] - onto[0]
     inside = jnp.clip(support, onto[0], onto[-1])
     near = jnp.clip(1 - jnp.abs(inside[None, :] - onto[:, None]) / spacing, 0, 1)  # [onto, support]
@@ -16,7 +50,10 @@ def categorical_projection(support: Atoms, probs: Atoms, onto: Atoms) -> Atoms:
 
 
 def quantile_huber(quantiles: Atoms, target: Atoms, delta: float = 1.0) -> Float[Array, ""]:
-    """Quantile regression (Dabney et al. 2018, eq. 10): `quantiles` at the middles of equal parts, against samples."""
+    """The loss of quantile regression (Dabney et al. 2018, eq. 10), against samples `target` of the return.
+
+    Quantile i of n is the one at level (i + 0.5) / n.
+    """
     num = len(quantiles)
     levels = (jnp.arange(num, dtype=quantiles.dtype) + 0.5) / num
     error = target[None, :] - quantiles[:, None]
@@ -25,7 +62,7 @@ def quantile_huber(quantiles: Atoms, target: Atoms, delta: float = 1.0) -> Float
 
 
 def huber(error: Float[Array, "..."], delta: float = 1.0) -> Float[Array, "..."]:
-    """Half the square, but from `delta` on a straight line."""
+    """Huber's loss (Huber 1964): half the square of the error, and a straight line beyond `delta`."""
     size = jnp.abs(error)
     within = jnp.minimum(size, delta)
     return 0.5 * within**2 + delta * (size - within)

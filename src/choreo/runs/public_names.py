@@ -22,7 +22,6 @@ import jax
 import optax
 
 from choreo import algos, buffers, envs, layouts, networks
-from choreo.networks import control, q
 
 OPTIMISERS = (
     "adabelief", "adagrad", "adam", "adamax", "adamaxw", "adamw", "lamb", "lion", "nadam", "nadamw", "novograd", "radam",
@@ -57,9 +56,9 @@ def kinds() -> Mapping[str, Mapping[str, Any]]:
         "environment": {cls.__name__: cls for cls in envs.BUILT_IN.values()},
         "replay": {"Replay": buffers.Replay, "Table": buffers.Table},
         "actor-critic network": {name: getattr(networks, name) for name in ("mlp", "atari_cnn", "lstm")},
-        "network of action values": {name: getattr(q, name) for name in ("q_mlp", "q_cnn")},
-        "deterministic policy network": {"deterministic": control.deterministic},
-        "stochastic policy network": {"squashed": control.squashed},
+        "network of action values": {name: getattr(networks, name) for name in ("q_mlp", "q_cnn")},
+        "deterministic policy network": {"deterministic": networks.deterministic},
+        "stochastic policy network": {"squashed": networks.squashed},
         "optimiser": {f"optax.{name}": getattr(optax, name) for name in OPTIMISERS},
         "function of an array": {f"jax.nn.{name}": getattr(jax.nn, name) for name in FUNCTIONS},
     }

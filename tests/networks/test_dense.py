@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 
 from choreo.errors import AlgorithmError
-from choreo.networks.control import deterministic
+from choreo.networks import deterministic
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
-"""What algorithms that learn from replay have in common, as plain functions.
+"""A replay in shards, as the algorithms that learn from replay use it.
 
-    iterate:    draw -> learn             from what is stored
-                rollout -> add            with the parameters the iteration began with
+    iterate:    draw -> learn             from stored steps
+                rollout -> add            with the parameters from the beginning of the iteration
 
-Nothing leads from acting to learning within an iteration: what is collected now is drawn in the next one, at the earliest.
-So a site that acts and a site that learns work at the same time, also in lockstep.
+Nothing leads from acting to learning within an iteration: a step is drawn in the iteration after it was collected, at the
+earliest. So a site that acts and a site that learns work at the same time, also in lockstep.
 
-    replay    1 x [env]                   one, over all environments
-              B x [env / B]               or B of them, over the environments of each; every batch takes as many from each
+    1 shard     [env]                     one replay over all environments
+    B shards    B x [env / B]             a replay over the environments of each shard; every batch has as many items of each
 """
 
 import math
@@ -18,39 +18,28 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
-from choreo.buffers import Replay, ReplayState, Sample, StoredStep, Table
-from choreo.buffers.tables import Draw, TableState
+from choreo.buffers.base import Replay, ReplayState, Sample, StoredStep
+from choreo.buffers.tables import Draw, Table, TableState
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
-from choreo.loops import Position, Transition
-from choreo.roles import all_reduce, fragment
+from choreo.loops import Transition
+from choreo.roles import fragment
 from choreo.types import Key, PyTree
 
 source_info_util.register_exclusion(__file__)
 
 
 Priority = Callable[[StoredStep], jax.Array]
-"""Of an item, from its steps."""
-
-
-class Carry(NamedTuple):
-    """What one iteration hands to the next."""
-
-    train: Any
-    """Everything learned."""
-    replay: ReplayState
-    """Everything stored."""
-    position: Position
-    """Where the environments stand."""
+"""From the steps of an item to the priority of the item."""
 
 
 class Batches(NamedTuple):
-    """What one iteration learns from."""
+    """The items that one iteration learns from."""
 
     steps: StoredStep
     """[update, item, step, ...]"""
     probability: jax.Array
-    """With which each item was drawn: [update, item]"""
+    """Probability with which each item was drawn: [update, item]"""
     ready: jax.Array
     """False while too little is stored to learn from."""
 
@@ -68,7 +57,7 @@ def make_replay(
     exponent: float = 0.6,
     stack: int = 1,
 ) -> Replay:
-    """The replay of each shard: batches of `updates` updates, windows of `length` steps."""
+    """The replay of one of `shards` shards, from which items of `length` steps are drawn for `updates` updates at a time."""
     if shards < 1 or batch_size % shards:
         raise AlgorithmError(
             f"A batch of {batch_size} cannot be drawn evenly from {shards} buffer shards.",
@@ -91,7 +80,7 @@ def make_replay(
 
 
 def step_types(env: Env, act: Callable[..., Any], *args: Any) -> StoredStep:
-    """The types of what is stored of one step of one environment; `act(*args, obs, key)` acts."""
+    """The types of one stored step of one environment; `act(*args, obs, key)` returns its action and extras."""
 
     def one_step(key: Key) -> StoredStep:
         state, obs = env.reset(env.keys(key))
@@ -104,6 +93,7 @@ def step_types(env: Env, act: Callable[..., Any], *args: Any) -> StoredStep:
 
 
 def init_replay(replay: Replay, step: StoredStep, num_envs: int, shards: int) -> ReplayState:
+    """All shards, empty; `replay` is one shard, and `step` the types of one stored step."""
     if num_envs % shards:
         raise AlgorithmError(
             f"{num_envs} environments cannot be divided evenly among {shards} buffer shards.",
@@ -116,7 +106,7 @@ def init_replay(replay: Replay, step: StoredStep, num_envs: int, shards: int) ->
 def draw(
     replay: Replay, state: ReplayState, key: Key, *, updates: int, shards: int
 ) -> tuple[ReplayState, Batches, Draw]:
-    """What to learn from in this iteration, and where it lies."""
+    """The items to learn from in this iteration, and their places in the replay."""
     if shards == 1:
         tables, sample = sample_items(replay, state, key)
         sample = sample._replace(**jax.tree.map(lambda x: x[None], {"steps": sample.steps, "where": sample.where}))
@@ -133,7 +123,7 @@ def draw(
 
 
 def update_priorities(replay: Replay, state: ReplayState, where: Draw, priorities: jax.Array) -> ReplayState:
-    """New priorities [update, item] of the items that were drawn."""
+    """The replay with new priorities [update, item] of the items that were drawn."""
     shards = len(where.env)
     priorities = jnp.moveaxis(priorities.reshape(len(priorities), shards, -1), 0, 2).reshape(shards, -1)
     if shards == 1:
@@ -146,7 +136,7 @@ def update_priorities(replay: Replay, state: ReplayState, where: Draw, prioritie
 
 @fragment("buffer")
 def sample_items(replay: Replay, state: ReplayState, key: Key) -> tuple[dict[str, TableState], Sample]:
-    """One shard's part of the batches."""
+    """Draw one shard's part of the batches."""
     state, sample = replay.sample(state, key)
     return state.tables, sample
 
@@ -155,7 +145,7 @@ def sample_items(replay: Replay, state: ReplayState, key: Key) -> tuple[dict[str
 def set_priorities(
     replay: Replay, tables: dict[str, TableState], where: Draw, priorities: jax.Array
 ) -> dict[str, TableState]:
-    """One shard's part of the priorities."""
+    """Set one shard's part of the priorities."""
     (table,) = replay.tables
     return {table.name: table.set_priorities(tables[table.name], where.env, where.time, priorities)}
 
@@ -164,7 +154,7 @@ def set_priorities(
 def add(
     replay: Replay, state: ReplayState, trajectory: Transition, shards: int, priority: Priority | None = None
 ) -> tuple[ReplayState, dict[str, jax.Array]]:
-    """New steps [time, env], in every shard alike."""
+    """The replay with new steps [time, env], and its metrics; each shard stores the steps of its own environments."""
     t = trajectory
     state = replay.add(state, StoredStep(t.obs, t.action, t.reward, t.discount, t.last, t.extras), priority)
     metrics = replay.metrics(state)
@@ -172,25 +162,21 @@ def add(
 
 
 def _env_axis(x: jax.Array) -> int | None:
-    """Everything that is not one number for all environments has their axis first."""
+    """The env axis of an array of the replay: the first, unless the array is one number for all environments."""
     return 0 if x.ndim else None
 
 
 def _divided(tree: PyTree, shards: int) -> PyTree:
+    """From [env, ...] to [shard, env, ...]."""
     return jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]) if x.ndim else x, tree)
 
 
 def _joined(tree: PyTree) -> PyTree:
+    """From [shard, env, ...] to [env, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) if x.ndim else x, tree)
 
 
 def _per_update(x: jax.Array, updates: int) -> jax.Array:
-    """From [shard, item, ...] to [update, item, ...], each update with as many of every shard."""
+    """From [shard, item, ...] to [update, item, ...]; every update has as many items of each shard."""
     x = jnp.moveaxis(x.reshape(len(x), -1, updates, *x.shape[2:]), 2, 0)
     return x.reshape(updates, -1, *x.shape[3:])
-
-
-def count_steps(obs: PyTree, unroll: int) -> jax.Array:
-    """Environment steps of this iteration, on all learner shards together; `obs` is [env, ...]."""
-    num_envs = len(jax.tree.leaves(obs)[0])
-    return all_reduce(jnp.full((), num_envs * unroll, jnp.result_type(float)), "sum")

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from choreo import ops
+from choreo.networks import Bounds, Squashed
 
-UNIT = ops.Bounds((-1.0, -1.0), (1.0, 1.0), (2,))
-WIDE = ops.Bounds((-2.0, 0.0), (2.0, 10.0), (2,))
+UNIT = Bounds((-1.0, -1.0), (1.0, 1.0), (2,))
+WIDE = Bounds((-2.0, 0.0), (2.0, 10.0), (2,))
 
 
 @pytest.mark.parametrize("bounds", [pytest.param(UNIT, marks=pytest.mark.long), WIDE], ids=["unit", "wide"])
@@ -16,7 +16,7 @@ def test_densities_against_distrax(bounds):
     """Ours are of actions scaled to [-1, 1]: distrax's, and the logarithm of half the width of each dimension."""
     distrax = pytest.importorskip("distrax", reason="distrax is not installed")
     mean, log_std = jnp.array([0.5, -1.0]), jnp.array([-0.3, 0.2])
-    ours = ops.Squashed(ops.Gaussian(mean, log_std), bounds)
+    ours = Squashed(mean, log_std, bounds)
     low, high = jnp.array(bounds.low), jnp.array(bounds.high)
     squash = distrax.Chain([distrax.ScalarAffine((low + high) / 2, (high - low) / 2), distrax.Tanh()])
     theirs = distrax.Transformed(distrax.MultivariateNormalDiag(mean, jnp.exp(log_std)), distrax.Block(squash, 1))
@@ -30,7 +30,7 @@ def test_densities_far_out_are_finite():
     """Where tanh is 1 in float32: the density and its gradient are those of the Gaussian, and a slope of 4 exp(-2 x)."""
 
     def drawn(mean):
-        pi = ops.Squashed(ops.Gaussian(mean, jnp.array([-9.0, -9.0])), UNIT)
+        pi = Squashed(mean, jnp.array([-9.0, -9.0]), UNIT)
         return pi.sample_and_log_prob(jax.random.key(0))[::-1]
 
     (log_prob, action), gradient = jax.jit(jax.value_and_grad(drawn, has_aux=True))(jnp.array([20.0, -20.0]))
@@ -40,7 +40,7 @@ def test_densities_far_out_are_finite():
 
 
 def test_the_greedy_action_is_the_middle_of_the_distribution():
-    pi = ops.Squashed(ops.Gaussian(jnp.array([0.5, -1.0]), jnp.array([0.0, 0.0])), WIDE)
+    pi = Squashed(jnp.array([0.5, -1.0]), jnp.array([0.0, 0.0]), WIDE)
     drawn = jax.jit(jax.vmap(pi.sample))(jax.random.split(jax.random.key(0), 4000))
     np.testing.assert_allclose(np.median(drawn, axis=0), pi.mode(), atol=0.15)
     np.testing.assert_allclose(pi.mode(), [2 * np.tanh(0.5), 5 + 5 * np.tanh(-1.0)], rtol=1e-5)

@@ -1,0 +1,228 @@
+"""The loop of algorithms that learn control of continuous actions from replay: DDPG, TD3 and SAC.
+
+    iterate:   draw -> learn: update, update, ...      from stored steps
+               act, step, act, step, ... -> add        at the same time, with the parameters the iteration began with
+
+A member of the family says how a policy acts (`choose`), what is learned (`start`) and how a batch changes it (`update`).
+Its network has a `policy`, which is all that acting needs, and `critics` of actions (`choreo.networks.deterministic`,
+`squashed`). Until the first update, actions are drawn uniformly from the action space.
+"""
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from choreo import networks
+from choreo.buffers import Replay, ReplayState, StoredStep
+from choreo.buffers.sharded import Batches, add, draw, init_replay, make_replay, step_types
+from choreo.envs.base import Env
+from choreo.errors import AlgorithmError
+from choreo.loops import Position, begin, rollout
+from choreo.roles import all_reduce, fragment
+from choreo.types import Key, PyTree
+
+Metrics = dict[str, jax.Array]
+
+
+class Params(NamedTuple):
+    """What acting needs."""
+
+    policy: PyTree
+    """The module, frozen: every leaf is an array."""
+    updates: jax.Array
+    """Number of updates done; before the first one, actions are uniform."""
+
+
+class Network(NamedTuple):
+    """The two parts of a network, frozen: every leaf is an array."""
+
+    policy: PyTree
+    """obs -> action, or a distribution over actions; with the `bounds` of the action space."""
+    critics: PyTree
+    """A tuple of functions obs, action -> value."""
+
+
+class Train(NamedTuple):
+    """The state of learning."""
+
+    learned: Any
+    """Everything that gradients change; `learned.policy` is the policy."""
+    target: PyTree
+    """The targets, which follow the learned parameters slowly."""
+    optimizer: Any
+    """State of the optimiser, or of several."""
+    updates: jax.Array
+    """Number of updates done."""
+    iterations: jax.Array
+    """Number of iterations done, with those in which too little was stored to learn from."""
+
+
+class Carry(NamedTuple):
+    """What one iteration hands to the next."""
+
+    train: Train
+    """The state of learning."""
+    replay: ReplayState
+    """The stored steps."""
+    position: Position
+    """The environments."""
+
+
+class Item(NamedTuple):
+    """One transition out of the replay."""
+
+    obs: PyTree
+    action: jax.Array
+    reward: jax.Array
+    discount: jax.Array
+    """Discount of the value of `next_obs`: 0 where the episode terminated."""
+    next_obs: PyTree
+    weight: jax.Array
+    """Weight in the loss: 1; but 0 where a time limit cut the episode, because the successor was not stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedControl(abc.ABC):
+    """The family: its common fields, and its loop."""
+
+    learning_rate: float = 1e-3
+    """Step size of the optimiser."""
+    unroll: int = 1
+    """Steps per environment and iteration."""
+    updates: int = 1
+    """Updates per iteration."""
+    batch_size: int = 256
+    """Items per update."""
+    gamma: float = 0.99
+    """Discount factor."""
+    tau: float = 0.005
+    """How far the targets follow in each update: 1 is all the way."""
+    capacity: int = 1_000_000
+    """Steps that the replay holds."""
+    min_size: int = 1_000
+    """Steps that are stored before learning begins; until then actions are uniform."""
+    buffer_shards: int = 1
+    """Replays, each over its own environments. Part of the meaning: every batch takes as many items from each."""
+    network: networks.Factory = networks.deterministic
+    """Builds the network: (observation_space, action_space, key) -> module with `policy` and `critics`."""
+    optimizer: Callable[[Any], optax.GradientTransformation] | None = None
+    """From a learning rate to an optimiser; None: Adam."""
+
+    @abc.abstractmethod
+    def choose(self, policy: Any, obs: PyTree, key: Key | None) -> jax.Array:
+        """The action of a policy in one environment: exploring, or the best one if there is no key."""
+
+    @abc.abstractmethod
+    def start(self, network: Network) -> tuple[Any, PyTree, Any]:
+        """Before the first update: `learned`, `target` and `optimizer` of `Train`."""
+
+    @abc.abstractmethod
+    def update(self, train: Train, steps: StoredStep, key: Key) -> tuple[Train, Metrics]:
+        """Change `learned`, `target` and `optimizer` by a batch of stored windows [item, step, ...]."""
+
+    def __post_init__(self):
+        name = type(self).__name__
+        for count in ("unroll", "updates", "batch_size"):
+            if getattr(self, count) < 1:
+                raise AlgorithmError(f"{name}({count}={getattr(self, count)}) must be at least 1.")
+        if not 0 < self.tau <= 1:
+            raise AlgorithmError(f"{name}(tau={self.tau}) must be above 0, and at most 1.", fix="Use tau=0.005.")
+        _ = self.replay  # refuses sizes that do not fit together
+
+    @property
+    def replay(self) -> Replay:
+        """The replay of one buffer shard; its items are windows of two steps."""
+        return make_replay(
+            capacity=self.capacity, unroll=self.unroll, length=2, updates=self.updates,
+            batch_size=self.batch_size, min_size=self.min_size, shards=self.buffer_shards,
+        )  # fmt: skip
+
+    def init(self, env: Env, key: Key) -> Carry:
+        key_network, key_env = jax.random.split(key)
+        module = networks.freeze(self.network(env.observation_space, env.action_space, key_network))
+        zero = jnp.zeros((), jnp.int32)
+        train = Train(*self.start(Network(module.policy, module.critics)), zero, zero)
+        step = step_types(env, self.act, self.policy(train))
+        replay = init_replay(self.replay, step, env.num_envs, self.buffer_shards)
+        return Carry(train, replay, begin(env, key_env))
+
+    def policy(self, train: Train) -> Params:
+        return Params(train.learned.policy, train.updates)
+
+    @fragment("actor")
+    def act(self, params: Params, obs: PyTree, key: Key, *, greedy: bool = False):
+        """One environment: -> action, and nothing else."""
+        policy = networks.thaw(params.policy)
+        if greedy:
+            return self.choose(policy, obs, None), None
+        key_policy, key_uniform = jax.random.split(key)
+        action = self.choose(policy, obs, key_policy)
+        return jnp.where(params.updates > 0, action, policy.bounds.uniform(key_uniform)), None
+
+    def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, Metrics]:
+        key_draw, key_learn, key_act = jax.random.split(key, 3)
+        replay, batches, _ = draw(self.replay, carry.replay, key_draw, updates=self.updates, shards=self.buffer_shards)
+        train, metrics = self.learn(carry.train, batches, key_learn)
+        params = self.policy(carry.train)
+        end, trajectory, episodes = rollout(env, self.act, params, carry.position, key_act, self.unroll)
+        replay, stored = add(self.replay, replay, trajectory, self.buffer_shards)
+        return Carry(train, replay, end), {**episodes, **metrics, **stored}
+
+    @fragment("learner")
+    def learn(self, train: Train, batches: Batches, key: Key):
+        """One update after another; while too little is stored, only the number of iterations changes."""
+
+        def update(train: Train, now: tuple[StoredStep, Key]) -> tuple[Train, Metrics]:
+            after, metrics = self.update(train, *now)
+            return after._replace(updates=train.updates + 1), metrics
+
+        keys = jax.random.split(key, len(batches.probability))
+        after, metrics = jax.lax.scan(update, train, (batches.steps, keys))
+        after = jax.tree.map(lambda new, old: jnp.where(batches.ready, new, old), after, train)
+        metrics = {name: jnp.mean(x) for name, x in metrics.items()}
+        metrics |= {"learned": batches.ready.astype(jnp.result_type(float))}
+        return after._replace(iterations=train.iterations + 1), metrics
+
+    def item(self, steps: StoredStep) -> Item:
+        """The transition in a window of two stored steps."""
+        obs, next_obs = (jax.tree.map(lambda x, i=i: x[i], steps.obs) for i in (0, 1))
+        action, reward, discount, last = steps.action[0], steps.reward[0], steps.discount[0], steps.last[0]
+        cut = last & (discount > 0)  # by a time limit: then `next_obs` belongs to the next episode
+        return Item(obs, action, reward, self.gamma * discount, next_obs, jnp.where(cut, 0.0, 1.0).astype(reward.dtype))
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        return (self.optimizer or optax.adam)(self.learning_rate)
+
+    def descend(self, gradient: PyTree, params: PyTree, state: optax.OptState) -> tuple[PyTree, optax.OptState]:
+        """One step of the optimiser, with the gradient averaged over learner shards: -> parameters, state."""
+        changes, state = self.make_optimizer().update(all_reduce(gradient), state, params)
+        return optax.apply_updates(params, changes), state
+
+    def follow(self, target: PyTree, params: PyTree) -> PyTree:
+        """Targets, moved by the fraction `tau` of the way to the parameters (Lillicrap et al. 2016, section 3)."""
+        return jax.tree.map(lambda old, new: old + self.tau * (new - old), target, params)
+
+
+def values(critics: PyTree, obs: PyTree, action: jax.Array) -> jax.Array:
+    """The value of an action by each critic: [critic]."""
+    # One after another: as one product with an axis for the critics, they are slower on a CPU.
+    return jnp.stack([critic(obs, action) for critic in networks.thaw(critics)])
+
+
+def noisy(policy: Any, obs: PyTree, key: Key | None, noise: float) -> jax.Array:
+    """The action of a deterministic policy; with a key, plus normal noise in units of half the width of the space."""
+    action = policy(obs)
+    if key is None:
+        return action
+    return policy.bounds.add(action, noise * jax.random.normal(key, (action.size,), action.dtype))
+
+
+def mean_losses(losses: Callable[[StoredStep, Key], Metrics], steps: StoredStep, key: Key) -> Metrics:
+    """The means of `losses` over a batch of windows [item, step, ...], each item with a key of its own."""
+    metrics = jax.vmap(losses)(steps, jax.random.split(key, len(steps.reward)))
+    return {name: jnp.mean(x) for name, x in metrics.items()}

@@ -1,0 +1,28 @@
+"""Algorithms read alone: few lines in common, few files to open."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, TOOLS / script, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_no_two_algorithm_files_share_more_than_40_percent():
+    done = run("shared_lines.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ppo_and_sac_are_understood_with_four_files_open():
+    done = run("files_to_read.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "algos/ppo.py" in done.stdout and "algos/sac.py" in done.stdout
+
+
+def test_both_refuse_what_is_above_the_limit():
+    assert "share" in run("shared_lines.py", "--limit", "1").stdout.splitlines()[-1]
+    assert run("shared_lines.py", "--limit", "1").returncode == 1
+    assert run("files_to_read.py", "sac", "--limit", "1").returncode == 1
