@@ -110,7 +110,7 @@ def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
 
 
 def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
-    """For each leaf of the carry, the first axis of this length. A proposal only: `partition/blocks.py` proves it.
+    """For each leaf of the carry, the first axis of this length. A proposal only: `partition/inference.py` proves it.
 
     If several axes have this length, the first one may be wrong. Then the proof fails, or both give the same result.
     """

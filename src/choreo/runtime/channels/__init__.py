@@ -1,1 +1,1 @@
-"""Messages between two sites: shared memory on one machine, encrypted TCP between machines."""
+"""Messages between two processes: shared memory on one machine, encrypted TCP between machines."""

@@ -18,16 +18,16 @@ from choreo.runtime.engine.messages import Piece, Topology, messages
 SLOTS = 2
 """Messages that may wait in a channel."""
 
-Links = dict[str, list[list[Any]]]
+ChannelDescriptions = dict[str, list[list[Any]]]
 """For each worker, the descriptions of its channels; see `channels/links.py`."""
 Ends = dict[str, list[SenderEnd | ReceiverEnd]]
 """For each worker, the ends of shared-memory channels that it inherits."""
 
 
-def make_channels(deployment: Deployment) -> tuple[Links, Ends]:
+def make_channels(deployment: Deployment) -> tuple[ChannelDescriptions, Ends]:
     """Describe all channels, and make those in shared memory; workers open channels over TCP by themselves."""
     slots = max(SLOTS, deployment.plan.layout.max_lag + 2)
-    links: Links = {name: [] for name in deployment.workers}
+    links: ChannelDescriptions = {name: [] for name in deployment.workers}
     ends: Ends = {name: [] for name in deployment.workers}
     for (src, dst, kind), size in _channel_bytes(deployment).items():
         if deployment.over_tcp:
