@@ -93,7 +93,7 @@ class Training:
             dueling=False,
             n_step=1,
             unroll=same.UNROLL,
-            updates=updates,
+            updates_per_step=updates / same.STEPS,
             batch_size=same.BATCH_SIZE,
             capacity=same.CAPACITY,
             min_size=same.MIN_SIZE,

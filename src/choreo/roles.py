@@ -319,6 +319,11 @@ def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
     return in_order(jax.tree.unflatten(tree, results), orders_of(x))
 
 
+def num_shards() -> int:
+    """The number of learner shards, within `iterate`; elsewhere, 1."""
+    return jax.lax.axis_size(SHARD_AXIS) if SHARD_AXIS in bound_axis_names() else 1
+
+
 def _as_reduced(leaf: Any, op: str) -> Any:
     """`leaf` in the type that a reduction returns: a sum of bools is an integer, a mean of integers is a float."""
     if not is_array(leaf) or not (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer)):

@@ -1,6 +1,7 @@
 """DDPG on tasks whose values are known, its losses against numbers computed by hand, and its step over shards."""
 
 import functools
+import math
 
 import jax
 import numpy as np
@@ -17,8 +18,9 @@ from choreo.testing import check_algorithm
 
 SMALL = functools.partial(deterministic, hidden=(32, 32), critics=1)
 TOY = DDPG(
-    learning_rate=3e-3, tau=0.05, gamma=GAMMA, noise=0.3, batch_size=64, min_size=256, capacity=20_000, network=SMALL
-)
+    learning_rate=3e-3, updates_per_step=1 / 8, tau=0.05, gamma=GAMMA, noise=0.3,
+    batch_size=64, min_size=256, capacity=20_000, network=SMALL,
+)  # fmt: skip
 
 
 def test_finds_the_best_action_and_its_value():
@@ -103,7 +105,9 @@ def test_every_number_has_the_precision_asked_for(x64):
     ("options", "message"),
     [
         ({"unroll": 0}, r"DDPG\(unroll=0\) must be at least 1"),
-        ({"updates": 0}, r"DDPG\(updates=0\) must be at least 1"),
+        ({"batch_size": 0}, r"DDPG\(batch_size=0\) must be at least 1"),
+        ({"updates_per_step": 0.0}, r"DDPG\(updates_per_step=0.0\) must be above 0, and finite"),
+        ({"updates_per_step": math.inf}, r"DDPG\(updates_per_step=inf\) must be above 0, and finite"),
         ({"tau": 0.0}, r"DDPG\(tau=0.0\) must be above 0, and at most 1"),
         ({"tau": 1.5}, r"DDPG\(tau=1.5\) must be above 0, and at most 1"),
         ({"min_size": 10}, "min_size=10 is less than batch_size=256"),

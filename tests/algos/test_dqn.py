@@ -26,7 +26,7 @@ from choreo.testing import check_algorithm
 SMALL = functools.partial(q_mlp, hidden=(32,))
 GAMMA = 0.8
 TOY = DQN(
-    learning_rate=3e-3, unroll=2, updates=4, batch_size=32, gamma=GAMMA, n_step=1, target_period=20, capacity=4_000,
+    learning_rate=3e-3, unroll=2, updates_per_step=1 / 4, batch_size=32, gamma=GAMMA, n_step=1, target_period=20, capacity=4_000,
     min_size=64, epsilon=(1.0, 0.5), epsilon_steps=2_000, network=SMALL,
 )  # fmt: skip
 ITERATIONS = 500
@@ -143,7 +143,7 @@ def test_the_target_by_hand(double):
 
 
 def test_the_target_follows_at_the_end_of_the_iteration_in_which_its_period_ends():
-    algo = dataclasses.replace(TOY, updates=4, target_period=6, min_size=32)
+    algo = dataclasses.replace(TOY, target_period=6, min_size=32)
     env = batch(Match(), 8)
     iterate, carry = jax.jit(functools.partial(algo.iterate, env)), algo.init(env, jax.random.key(0))
     copies = {}
@@ -207,7 +207,8 @@ def test_a_network_for_frames():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_step": 0}, "DQN: unroll, updates, n_step and target_period are at least 1."),
+        ({"n_step": 0}, "DQN: unroll, n_step and target_period are at least 1."),
+        ({"updates_per_step": 0}, "DQN(updates_per_step=0) must be above 0, and finite."),
         ({"head": "c52"}, "DQN(head='c52') is not known."),
         ({"head": "c51", "value_range": (1.0, 1.0)}, "DQN(value_range=(1.0, 1.0)) is empty."),
         ({"batch_size": 10, "buffer_shards": 4}, "A batch of 10 cannot be drawn evenly from 4 buffer shards."),

@@ -18,7 +18,7 @@ from choreo.testing import check_algorithm
 
 SMALL = functools.partial(squashed, hidden=(32, 32))
 TOY = SAC(
-    learning_rate=3e-3, tau=0.05, gamma=GAMMA, temperature=0.005,
+    learning_rate=3e-3, updates_per_step=1 / 8, tau=0.05, gamma=GAMMA, temperature=0.005,
     batch_size=64, min_size=256, capacity=20_000, network=SMALL,
 )  # fmt: skip
 

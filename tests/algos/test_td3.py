@@ -16,7 +16,7 @@ from choreo.testing import check_algorithm
 
 SMALL = functools.partial(deterministic, hidden=(32, 32))
 TOY = TD3(
-    learning_rate=3e-3, tau=0.05, gamma=GAMMA, noise=0.3, target_noise=0.05,
+    learning_rate=3e-3, updates_per_step=1 / 8, tau=0.05, gamma=GAMMA, noise=0.3, target_noise=0.05,
     batch_size=64, min_size=256, capacity=20_000, network=SMALL,
 )  # fmt: skip
 

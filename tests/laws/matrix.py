@@ -17,7 +17,7 @@ from choreo.layouts import PRESETS, Layout
 
 SMALL = {
     "unroll": 4, "epochs": 2, "minibatch_size": 4,
-    "updates": 2, "batch_size": 8, "capacity": 128, "min_size": 32, "buffer_shards": 2, "prioritized": True, "policy_delay": 2,
+    "updates_per_step": 2 / 32, "batch_size": 8, "capacity": 128, "min_size": 32, "buffer_shards": 2, "prioritized": True, "policy_delay": 2,
 }  # fmt: skip
 """Fields that make an algorithm small, and that switch on its optional parts. Fields that an algorithm lacks are left out."""
 CONTINUOUS = ("ddpg", "td3", "sac")

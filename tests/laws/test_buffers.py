@@ -23,7 +23,13 @@ from laws.reference import assert_close, assert_same_bits, reference_run, run_of
 KEY = jax.random.key(3)
 CARTPOLE = envs.make("jax:CartPole-v1", 8)
 SMALL = functools.partial(
-    DQN, unroll=4, updates=2, batch_size=8, capacity=64, min_size=32, network=functools.partial(q_mlp, hidden=(8,))
+    DQN,
+    unroll=4,
+    updates_per_step=2 / 32,
+    batch_size=8,
+    capacity=64,
+    min_size=32,
+    network=functools.partial(q_mlp, hidden=(8,)),
 )
 """A small DQN. Its buffer holds eight steps of each environment, so that the third iteration overwrites the first."""
 OWN_SITE = Layout(Group("env", "actor", replicas=2), Group("buffer"), Group("learner"))

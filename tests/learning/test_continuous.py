@@ -1,6 +1,6 @@
 """DDPG, TD3 and SAC learn: greedy evaluation of the final parameters, 100 fresh episodes.
 
-One environment, one update for each step. Hyper-parameters were chosen on seeds 100 and above; docs/algorithms/sac.md says
+One update for each step. Hyper-parameters were chosen on seeds 100 and above; docs/algorithms/sac.md says
 what else was run. Run by `make test-learning`.
 """
 
@@ -29,11 +29,12 @@ RECOMMENDED = {
 
 @pytest.mark.learning
 @pytest.mark.parametrize(("name", "gate"), [("ddpg", -250), ("td3", -200), ("sac", -200)])
+@pytest.mark.parametrize("num_envs", [1, 8])
 @pytest.mark.parametrize("seed", range(5))
-def test_pendulum(name, gate, seed, capsys):
+def test_pendulum(name, gate, num_envs, seed, capsys):
     algo = RECOMMENDED[name]
-    run = choreo.train(algo, "jax:Pendulum-v1", steps=STEPS, seed=seed, num_envs=1, progress=False)
+    run = choreo.train(algo, "jax:Pendulum-v1", steps=STEPS, seed=seed, num_envs=num_envs, progress=False)
     evaluation = run.evaluate(episodes=100)
     with capsys.disabled():
-        print(f"\njax:Pendulum-v1 fused seed {seed} num_envs 1 steps {STEPS:,}: {evaluation}; {algo}")
+        print(f"\njax:Pendulum-v1 fused seed {seed} num_envs {num_envs} steps {STEPS:,}: {evaluation}; {algo}")
     assert evaluation.mean >= gate

@@ -63,7 +63,12 @@ def test_another_generator_is_left_alone():
 
 def test_keys_and_draws_join_the_call_before_the_loop():
     algo = DQN(
-        unroll=2, updates=1, batch_size=8, capacity=100, min_size=8, network=functools.partial(q_mlp, hidden=(8,))
+        unroll=2,
+        updates_per_step=1 / 8,
+        batch_size=8,
+        capacity=100,
+        min_size=8,
+        network=functools.partial(q_mlp, hidden=(8,)),
     )
     learn, loop, add = plan(algo, make("CartPole-v1", 4), fused()).iterate.steps
     assert isinstance(learn, Segment) and isinstance(loop, Loop) and isinstance(add, Segment)

@@ -8,6 +8,7 @@ QR-DQN (Dabney 2018). With an epsilon for every environment (`epsilon_spread`), 
 layout `apex`, it is Ape-X (Horgan 2018).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,16 @@ import optax
 
 from choreo import networks, ops
 from choreo.buffers import Replay, ReplayState, StoredStep
-from choreo.buffers.sharded import Batches, add, draw, init_replay, make_replay, step_types, update_priorities
+from choreo.buffers.sharded import (
+    Batches,
+    add,
+    draw,
+    init_replay,
+    make_replay,
+    num_updates,
+    step_types,
+    update_priorities,
+)
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, anneal, begin, count_steps, rollout
@@ -102,8 +112,8 @@ class DQN:
     """Step size of the optimiser; falls to 0 over `total_steps`."""
     unroll: int = 4
     """Steps per environment and iteration."""
-    updates: int = 8
-    """Updates per iteration."""
+    updates_per_step: float = 0.25
+    """Update-to-data ratio: gradient updates per environment step. Its product with unroll x environments must be whole."""
     batch_size: int = 64
     """Items per update."""
     gamma: float = 0.99
@@ -152,19 +162,20 @@ class DQN:
     """From a learning rate to an optimiser; None: Adam on gradients clipped to `max_grad_norm`."""
 
     def __post_init__(self):
-        if min(self.unroll, self.updates, self.n_step, self.target_period) < 1:
-            raise AlgorithmError("DQN: unroll, updates, n_step and target_period are at least 1.")
+        if min(self.unroll, self.n_step, self.target_period) < 1:
+            raise AlgorithmError("DQN: unroll, n_step and target_period are at least 1.")
+        if not 0 < self.updates_per_step < math.inf:
+            raise AlgorithmError(f"DQN(updates_per_step={self.updates_per_step}) must be above 0, and finite.")
         if self.head not in ("mean", "c51", "qr"):
             raise AlgorithmError(f"DQN(head={self.head!r}) is not known.", fix='Use "mean", "c51" or "qr".')
         if self.head == "c51" and self.value_range[0] >= self.value_range[1]:
             raise AlgorithmError(f"DQN(value_range={self.value_range}) is empty.", fix="Give the lowest return first.")
-        _ = self.replay  # refuses sizes that do not fit together
+        self.replay(updates=1)  # refuses sizes that do not fit together
 
-    @property
-    def replay(self) -> Replay:
-        """The replay of one buffer shard."""
+    def replay(self, updates: int) -> Replay:
+        """The replay of one buffer shard, with `updates` batches per draw."""
         return make_replay(
-            capacity=self.capacity, unroll=self.unroll, length=self.n_step + 1, updates=self.updates,
+            capacity=self.capacity, unroll=self.unroll, length=self.n_step + 1, updates=updates,
             batch_size=self.batch_size, min_size=self.min_size, shards=self.buffer_shards,
             prioritized=self.prioritized, exponent=self.priority_exponent, stack=self.frame_stack,
         )  # fmt: skip
@@ -178,7 +189,8 @@ class DQN:
         zero, optimizer = jnp.zeros((), jnp.int32), self.make_optimizer(self.learning_rate).init(params.network)
         train = Train(params, jax.tree.map(jnp.copy, params.network), optimizer, zero, zero)
         step = step_types(env, self.act, params)
-        replay = init_replay(self.replay, step, env.num_envs, self.buffer_shards)
+        updates = num_updates(self.updates_per_step, self.unroll, env)
+        replay = init_replay(self.replay(updates), step, env.num_envs, self.buffer_shards)
         return Carry(train, replay, begin(env, key_env))
 
     def policy(self, train: Train) -> Params:
@@ -201,9 +213,9 @@ class DQN:
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, dict[str, jax.Array]]:
         key_draw, key_act = jax.random.split(key)
-        replay, batches, where = draw(
-            self.replay, carry.replay, key_draw, updates=self.updates, shards=self.buffer_shards
-        )
+        updates = num_updates(self.updates_per_step, self.unroll, env)
+        buffer = self.replay(updates)
+        replay, batches, where = draw(buffer, carry.replay, key_draw, updates=updates, shards=self.buffer_shards)
         steps = count_steps(env.num_envs * self.unroll, jnp.result_type(float))
         train, priorities, metrics = self.learn(carry.train, batches, steps)
         end, trajectory, episodes = rollout(
@@ -216,8 +228,8 @@ class DQN:
             each=self.powers(env.num_envs),
         )
         if self.prioritized:
-            replay = update_priorities(self.replay, replay, where, priorities)
-        replay, stored = add(self.replay, replay, trajectory, self.buffer_shards, self.first_priority)
+            replay = update_priorities(buffer, replay, where, priorities)
+        replay, stored = add(buffer, replay, trajectory, self.buffer_shards, self.first_priority)
         return Carry(train, replay, end), {**episodes, **metrics, **stored}
 
     def powers(self, num_envs: int) -> jax.Array:
@@ -248,7 +260,7 @@ class DQN:
 
         learned = train.params.network, train.optimizer
         (network, state), (losses, errors, q) = jax.lax.scan(update, learned, (items, beyond, weights))
-        updates = train.updates + self.updates
+        updates = train.updates + len(batches.probability)
         due = updates // self.target_period > train.updates // self.target_period
         target = jax.tree.map(lambda new, old: jnp.where(due, new, old), network, train.target)
         after = Train(train.params._replace(network=network), target, state, updates, train.iterations)

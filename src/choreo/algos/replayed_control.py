@@ -9,6 +9,7 @@ Its network has a `policy`, which is all that acting needs, and `critics` of act
 """
 
 import abc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import optax
 
 from choreo import networks
 from choreo.buffers import Replay, ReplayState, StoredStep
-from choreo.buffers.sharded import Batches, add, draw, init_replay, make_replay, step_types
+from choreo.buffers.sharded import Batches, add, draw, init_replay, make_replay, num_updates, step_types
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Position, begin, rollout
@@ -94,8 +95,8 @@ class ReplayedControl(abc.ABC):
     """Step size of the optimiser."""
     unroll: int = 1
     """Steps per environment and iteration."""
-    updates: int = 1
-    """Updates per iteration."""
+    updates_per_step: float = 1.0
+    """Update-to-data ratio: gradient updates per environment step. Its product with unroll x environments must be whole."""
     batch_size: int = 256
     """Items per update."""
     gamma: float = 0.99
@@ -127,18 +128,19 @@ class ReplayedControl(abc.ABC):
 
     def __post_init__(self):
         name = type(self).__name__
-        for count in ("unroll", "updates", "batch_size"):
+        for count in ("unroll", "batch_size"):
             if getattr(self, count) < 1:
                 raise AlgorithmError(f"{name}({count}={getattr(self, count)}) must be at least 1.")
+        if not 0 < self.updates_per_step < math.inf:
+            raise AlgorithmError(f"{name}(updates_per_step={self.updates_per_step}) must be above 0, and finite.")
         if not 0 < self.tau <= 1:
             raise AlgorithmError(f"{name}(tau={self.tau}) must be above 0, and at most 1.", fix="Use tau=0.005.")
-        _ = self.replay  # refuses sizes that do not fit together
+        self.replay(updates=1)  # refuses sizes that do not fit together
 
-    @property
-    def replay(self) -> Replay:
-        """The replay of one buffer shard; its items are windows of two steps."""
+    def replay(self, updates: int) -> Replay:
+        """The replay of one buffer shard, with `updates` batches per draw; its items are windows of two steps."""
         return make_replay(
-            capacity=self.capacity, unroll=self.unroll, length=2, updates=self.updates,
+            capacity=self.capacity, unroll=self.unroll, length=2, updates=updates,
             batch_size=self.batch_size, min_size=self.min_size, shards=self.buffer_shards,
         )  # fmt: skip
 
@@ -148,7 +150,8 @@ class ReplayedControl(abc.ABC):
         zero = jnp.zeros((), jnp.int32)
         train = Train(*self.start(Network(module.policy, module.critics)), zero, zero)
         step = step_types(env, self.act, self.policy(train))
-        replay = init_replay(self.replay, step, env.num_envs, self.buffer_shards)
+        updates = num_updates(self.updates_per_step, self.unroll, env)
+        replay = init_replay(self.replay(updates), step, env.num_envs, self.buffer_shards)
         return Carry(train, replay, begin(env, key_env))
 
     def policy(self, train: Train) -> Params:
@@ -166,11 +169,13 @@ class ReplayedControl(abc.ABC):
 
     def iterate(self, env: Env, carry: Carry, key: Key) -> tuple[Carry, Metrics]:
         key_draw, key_learn, key_act = jax.random.split(key, 3)
-        replay, batches, _ = draw(self.replay, carry.replay, key_draw, updates=self.updates, shards=self.buffer_shards)
+        updates = num_updates(self.updates_per_step, self.unroll, env)
+        buffer = self.replay(updates)
+        replay, batches, _ = draw(buffer, carry.replay, key_draw, updates=updates, shards=self.buffer_shards)
         train, metrics = self.learn(carry.train, batches, key_learn)
         params = self.policy(carry.train)
         end, trajectory, episodes = rollout(env, self.act, params, carry.position, key_act, self.unroll)
-        replay, stored = add(self.replay, replay, trajectory, self.buffer_shards)
+        replay, stored = add(buffer, replay, trajectory, self.buffer_shards)
         return Carry(train, replay, end), {**episodes, **metrics, **stored}
 
     @fragment("learner")

@@ -23,7 +23,7 @@ from choreo.buffers.tables import Draw, Table, TableState
 from choreo.envs.base import Env
 from choreo.errors import AlgorithmError
 from choreo.loops import Transition
-from choreo.roles import fragment
+from choreo.roles import fragment, num_shards
 from choreo.types import Key, PyTree
 
 source_info_util.register_exclusion(__file__)
@@ -77,6 +77,21 @@ def make_replay(
         min_size=-(-min_size // shards),
     )
     return Replay(capacity=-(-capacity // shards), unroll=unroll, tables=(table,), stack=stack)
+
+
+def num_updates(updates_per_step: float, unroll: int, env: Env) -> int:
+    """The updates of one iteration, from the update-to-data ratio: gradient updates per environment step of all shards."""
+    num_envs = env.num_envs * num_shards()
+    updates = updates_per_step * unroll * num_envs
+    whole = max(round(updates), 1)
+    if abs(updates - whole) > 1e-6 * whole:  # a ratio such as 1/3 is rounded
+        raise AlgorithmError(
+            f"updates_per_step={updates_per_step:g} gives {updates:g} updates in an iteration of {unroll * num_envs} steps "
+            f"(unroll={unroll} x {num_envs} environments), but the number of updates must be whole.",
+            fix=f"Use updates_per_step={whole / (unroll * num_envs):.10g}, which gives {whole}; or change unroll or the number "
+            "of environments.",
+        )
+    return whole
 
 
 def step_types(env: Env, act: Callable[..., Any], *args: Any) -> StoredStep:

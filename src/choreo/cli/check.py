@@ -173,7 +173,6 @@ def small(algo: Any, env: Any, layout: Layout, iterations: int) -> Any:
         "unroll": unroll,
         "minibatch_size": unroll * (each // 2 if each % 2 == 0 else 1),
         "epochs": 2,
-        "updates": 2,
         "batch_size": batch,
         "min_size": stored,
         "capacity": 4 * stored,
