@@ -1,9 +1,9 @@
-"""How long does a message take there and back, through shared memory and through TCP, and does it pay to spin?
+"""How long does a message take there and back, through shared memory and through TCP, and is it faster with spinning?
 
 Two processes, a driver and an echo, send one array back and forth. Shared memory is measured in three ways: the default, where
 a waiting end sleeps at once (`sleep`); with 50 us of spinning first (`spin`); and with a byte through the doorbell for every
-message, even if the other end is awake (`bell`), which shows what the sleep flag saves. There is one pair, or as many pairs as
-fill the cores twice. The result is microseconds per round trip, the median over repetitions taken in turns. The ratio is
+message, even if the other end is awake (`bell`), which shows how much the sleep flag saves. One pair of processes runs, or two
+pairs at once. The result is microseconds per round trip, the median over repetitions taken in turns. The ratio is
 `sleep` to `spin` for one pair and 128 bytes; above 1, spinning is faster.
 """
 

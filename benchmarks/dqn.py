@@ -110,13 +110,13 @@ class Training:
         self.run(chunk)  # compiles, and stores enough to learn from
 
     def run(self, iterations: int) -> float:
-        """Run so many iterations; returns whether the last one learned something."""
+        """Run that many iterations; return whether the last one learned something."""
         metrics = self.runtime.run(self.done, self.done + iterations)
         self.done += iterations
         return metrics["learned"][-1]
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of so many iterations."""
+        """Wall and CPU time of that many iterations."""
         wall, cpu = time.perf_counter(), time.process_time()
         learned = [self.run(min(self.chunk, iterations - i)) for i in range(0, iterations, self.chunk)]
         took = time.perf_counter() - wall, time.process_time() - cpu

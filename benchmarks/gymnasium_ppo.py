@@ -76,7 +76,7 @@ class Alone:
         self.actions = np.stack([self.envs.action_space.sample() for _ in range(UNROLL)])
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of so many iterations."""
+        """Wall and CPU time of that many iterations."""
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(iterations):
             for action in self.actions:
@@ -99,7 +99,7 @@ class Training:
         self.seconds(2)  # compiles
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of so many iterations."""
+        """Wall and CPU time of that many iterations."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.runtime.run(self.done, self.done + iterations)
         self.done += iterations

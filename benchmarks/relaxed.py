@@ -3,7 +3,7 @@
 IMPALA with two workers in `coarse`: in lockstep, with `max_lag=4`, and with `max_lag=8, merge="any"`, on environments whose
 step sleeps. There are three scenes: a large network makes the learner slow; the environments are slow; one of the two workers
 is a straggler, four times slower than the other. All sides take turns of a few seconds, without compilation. The result is the
-median ratio of steps per second to lockstep, and the verdict of `--profile` on who waits for whom.
+median ratio of steps per second to lockstep, and the verdict of `--profile` on which side waits.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def compare(scene: str, *, quick: bool) -> None:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         names = [name for name in LAYOUTS if name != "max_lag" or not quick]
-        sides = {name: Training(_made(env, f"{folder}/{name}"), LAYOUTS[name], hidden) for name in names}
+        sides = {name: Training(_environment(env, f"{folder}/{name}"), LAYOUTS[name], hidden) for name in names}
         for side in sides.values():
             stack.callback(side.close)
         counts = {name: max(1, round(seconds / side.seconds(2)) * 2) for name, side in sides.items()}
@@ -80,7 +80,7 @@ def compare(scene: str, *, quick: bool) -> None:
         )
 
 
-def _made(env, mark: str):
+def _environment(env, mark: str):
     return functools.partial(env, mark, os.getpid()) if env is Straggling else env
 
 

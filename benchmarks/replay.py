@@ -29,7 +29,7 @@ ONE = StoredStep(jnp.zeros(4), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zero
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured."""
+    """The settings of one measurement."""
 
     sampler: str
     """"uniform" or "prioritized"."""
@@ -162,7 +162,7 @@ RIVALS = {"flashbax": flashbax_loop, "cpprb": cpprb_loop}
 
 
 def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) -> Callable[[], float]:
-    """A function that returns the seconds of so many iterations with a partly filled buffer, without compilation."""
+    """A function that returns the seconds of that many iterations with a partly filled buffer, without compilation."""
 
     def body(state, key):
         if not case.sample_first:

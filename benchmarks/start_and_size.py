@@ -1,7 +1,7 @@
 """How long does a run take to finish its first iteration, compared with Stable-Baselines3; and how much memory does it need?
 
 PPO on Gymnasium's CartPole-v1 with 8 environments. Start: new processes take turns; the time is from their start to the end of
-the first iteration (128 steps, then 16 updates). Compiled programs are in Choreo's cache, files in that of the system. Size: the
+the first iteration (128 steps, then 16 updates). Compiled programs are in Choreo's cache, and files in the system's. Size: the
 resident memory of the process of `fused`, of an acting worker (`coarse`), and of a worker that only steps environments (`fine`),
 as a ratio to the limit that we set (below 1 is good). `pss` counts shared pages once.
 """
@@ -71,7 +71,7 @@ def start(python: Path, side: str) -> float:
         assert process.stdout is not None
         line = process.stdout.readline()
         took = time.perf_counter() - began
-    assert line == "finished\n" and process.returncode == 0, f"{side} failed; its error stands above"
+    assert line == "finished\n" and process.returncode == 0, f"{side} failed; see its error above"
     return took
 
 

@@ -1,9 +1,9 @@
 """If environments are slow, how much faster are two workers than one process?
 
 PPO with 8 environments, in one process and with `coarse(workers=2)`: on environments whose step sleeps for 1 ms (like a
-simulator elsewhere), computes for 1 ms (like a simulator in this process), and on MuJoCo's Hopper-v5. Both take turns of a few
-seconds, without compilation. The result for each environment: the median ratio of steps per second over the turns, the spread,
-and how many cores other processes kept busy; two workers that compute need two free cores.
+simulator in another process), computes for 1 ms (like a simulator in this process), and on MuJoCo's Hopper-v5. Both take turns
+of a few seconds, without compilation. The result for each environment: the median ratio of steps per second over the turns, the
+spread, and how many cores other processes kept busy; two workers that compute need two free cores.
 """
 
 import argparse

@@ -53,4 +53,4 @@ run = choreo.train(
 )
 
 # %%
-print(f"Share of the safe: {run.evaluate(episodes=50).mean:.2f}")
+print(f"Share of the largest return: {run.evaluate(episodes=50).mean:.2f}")

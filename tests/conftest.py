@@ -3,8 +3,8 @@
 Warnings are errors (pyproject.toml), types do not promote silently, shapes do not broadcast across ranks, annotated
 shapes are checked at run time, and a test fails if it leaves a thread or a process behind.
 
-XLA compiles without most optimisations, which would take most of the time of these tests for programs that run for
-milliseconds. Tests marked `optimised` are compiled like users' programs, in a separate run: `pytest -m optimised`.
+XLA compiles without most optimisations: they would take most of the time of the tests, whose programs run for milliseconds
+only. Tests marked `optimised` are compiled like users' programs, in a separate run: `pytest -m optimised`.
 """
 
 import atexit
@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "CHOREO_TEST_RUN" not in os.environ:  # the main process; xdist workers inherit the folder
     # A new compilation cache for each test run: with the user's cache, the tests would not compile some programs.
     os.environ["CHOREO_TEST_RUN"] = os.environ["CHOREO_CACHE"] = tempfile.mkdtemp(prefix="choreo-tests-")
-    # Test runs must not enter the user's list of own runs.
+    # Test runs must not appear in the user's list of runs.
     os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["CHOREO_CACHE"], "state")
     atexit.register(shutil.rmtree, os.environ["CHOREO_CACHE"], ignore_errors=True)
 os.environ["MPLBACKEND"] = "agg"
@@ -62,12 +62,12 @@ UNCHECKED = (
     "test_who_waits.py", *(("graph", "partition") if jax.__version_info__ < (0, 11) else ()),
 )  # fmt: skip
 """Folders and files of tests in which annotations are not checked, because they run or plan whole programs, and the checks
-would take a third of the time. The tests of the parts check them. `graph` and `partition` are checked with the newest JAX."""
+would take a third of the time. The tests of single modules check them. `graph` and `partition` are checked with the newest JAX."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the compiler's options before the first program is compiled; child processes inherit them."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does this for background jobs
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Traces consist of many long-lived small objects; with the default thresholds the collector takes a tenth of the time.
     gc.set_threshold(20_000, 10, 10)
@@ -97,8 +97,8 @@ def _promoting(fn):
     return call
 
 
-# Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses; so it gets standard
-# promotion. Everything else that we use of optax, equinox and flax works with strict promotion.
+# Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses; so that function
+# gets standard promotion. Everything else that we use of optax, equinox and flax works with strict promotion.
 optax.tree.bias_correction = _promoting(optax.tree.bias_correction)
 
 
@@ -114,7 +114,7 @@ jaxtyping.jaxtyped = _jaxtyped_unless_disabled
 
 
 @pytest.fixture(autouse=True)
-def check_annotations_in_tests_of_parts(request: pytest.FixtureRequest):
+def check_annotations(request: pytest.FixtureRequest):
     folders = request.path.relative_to(request.config.rootpath).parts
     jaxtyping.config.update("jaxtyping_disable", any(folder in UNCHECKED for folder in folders))
     yield
@@ -123,7 +123,7 @@ def check_annotations_in_tests_of_parts(request: pytest.FixtureRequest):
 
 @pytest.fixture(autouse=True)
 def limit_memory_maps():
-    """Clear JAX's caches in time: every compiled program holds memory maps, and beyond Linux's 65,530 XLA aborts."""
+    """Clear JAX's caches in time: every compiled program holds memory maps, and XLA aborts beyond Linux's limit of 65,530."""
     yield
     _tests.append(None)
     # Counting many maps takes 30 ms.

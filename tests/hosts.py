@@ -47,11 +47,11 @@ class Agent:
 
     @property
     def cluster(self) -> Cluster:
-        """This host alone."""
+        """A cluster of this host alone."""
         return Cluster(hosts=(self.host,), token_file=self.token)
 
     def end(self) -> str:
-        """End it; returns what it has logged."""
+        """End the process; return its log."""
         if self.logged is None:
             self.process.terminate()
             self.logged = self.process.communicate()[0]
@@ -67,7 +67,7 @@ class Agent:
 
 @contextmanager
 def two_hosts_in(folder: Path) -> Iterator[Cluster]:
-    """This machine, and a second host in a network namespace; both on loopback where there are no namespaces."""
+    """A cluster of this machine and a second host in a network namespace. Without namespaces, both hosts are on loopback."""
     with Namespace() as there:
         place = {"address": there.address, "port": there.port, "enter": there.enter}
         with Agent(make_token(folder), **place) as agent:
@@ -82,7 +82,7 @@ def two_hosts(tmp_path):
 
 
 class Namespace:
-    """A network namespace joined to this one by a pair of virtual cables."""
+    """A network namespace, connected with this one by a pair of virtual network devices; `cable` is the device on this side."""
 
     def __init__(self):
         self.name, number = f"choreo{os.getpid()}", os.getpid() % 250 + 1
@@ -110,4 +110,4 @@ class Namespace:
     def __exit__(self, *_: object) -> None:
         if Path(f"/var/run/netns/{self.name}").exists():
             subprocess.run(["ip", "netns", "del", self.name], capture_output=True, check=True)
-            time.sleep(0.1)  # the cable goes with it
+            time.sleep(0.1)  # the virtual devices disappear a moment later

@@ -8,7 +8,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts(svg: str) -> list[str]:
-    """The visible texts."""
+    """The visible texts of a picture."""
     return [_words(text) for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
@@ -25,7 +25,7 @@ def check_legible(svg: str) -> None:
         assert 0 <= left and right <= width and 0 <= top and bottom <= height, f"{words!r} leaves the picture"
     for (a, *first), (b, *second) in itertools.combinations(boxes, 2):
         apart = first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
-        assert apart, f"{a!r} lies on {b!r}"
+        assert apart, f"{a!r} overlaps {b!r}"
 
 
 def _words(text: ElementTree.Element) -> str:

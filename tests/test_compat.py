@@ -22,7 +22,7 @@ def only(fn, *args) -> jec.JaxprEqn:
 
 
 class TestVmaps:
-    """`enclosing_vmaps` reads the current trace; from it we know the shapes of a fragment for one environment."""
+    """`enclosing_vmaps` reads the current trace. With it, a fragment is recorded with its shapes for one environment."""
 
     def seen(self, transform, *args):
         found = []
@@ -175,7 +175,7 @@ def test_clients_exist_once_something_was_computed():
 
 
 def test_gloo_listens_at_the_address_it_is_given():
-    """In a new process, because JAX makes its devices only once. No host name resolves to 127.0.0.2."""
+    """The test needs a new process, because JAX makes its devices only once. No host name resolves to 127.0.0.2."""
     script = (
         "import socket, jax, psutil\n"
         "from choreo._compat import use_gloo_at\n"

@@ -28,7 +28,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_comparing_runs_needs_no_jax():
-    """It reads folders only; without JAX, it starts twice as fast."""
+    """`choreo compare` only reads run folders. Without JAX it starts twice as fast."""
     code = "import sys, choreo.runs.compare; print('jax' in sys.modules)"
     assert run_python(code).strip() == "False"
 
@@ -40,7 +40,7 @@ def test_help_answers_within_a_second():
         assert out.returncode == 0 and "train" in out.stdout, out.stderr
         return time.perf_counter() - start
 
-    # The best of several: other tests run beside this one, and the first call may write bytecode.
+    # The best of several calls: other tests run beside this one, and the first call may write bytecode.
     assert min(seconds() for _ in range(4)) < 1.0
 
 
@@ -57,7 +57,7 @@ def test_no_module_hides_a_public_function():
     assert run_python(f"import importlib.util; {code}").strip() == ""
 
 
-def test_only_compat_touches_what_jax_hides():
+def test_only_compat_uses_private_modules_of_jax():
     """Ruff bans `jax._src` in all other files; this test shows that the rule is active."""
     wrong = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--stdin-filename", "src/choreo/x.py", "-"],

@@ -26,11 +26,11 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Declares:
-    """Returns one metric per declaration; `number` differs between shards, `same` does not."""
+    """An algorithm with one metric for each kind of declaration."""
 
     unroll: int = 4
     within: str = "nothing"
-    """Where the declarations stand."""
+    """Where the metrics are declared: in a "jit", in a "fragment", or in "nothing": in `iterate` itself."""
 
     def init(self, env, key):
         return Carry(jnp.zeros((4, 2)), Position(*env.reset(env.keys(key))))
@@ -78,7 +78,7 @@ DECLARED = {
 
 @pytest.mark.parametrize("within", ["nothing", "jit", "fragment"])
 @pytest.mark.parametrize("shards", [1, SHARDS])
-def test_declarations_are_found_wherever_they_stand(within: str, shards: int):
+def test_declarations_are_found_in_iterate_in_a_jit_and_in_a_fragment(within: str, shards: int):
     env = choreo.envs.make("jax:CartPole-v1", num_envs=4)
     assert trace(Declares(within=within), env, shards).reductions == DECLARED
 

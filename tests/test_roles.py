@@ -1,4 +1,4 @@
-"""Marks do not change what a function computes, and are found again in the traced program."""
+"""Marks do not change the results of a function, and are found again in the traced program."""
 
 import functools
 from collections.abc import Callable
@@ -312,11 +312,11 @@ HOST_LAYOUTS = {
 @pytest.mark.parametrize("loop", [False, True], ids=["alone", "in a scan"])
 @pytest.mark.parametrize("layout", HOST_LAYOUTS.values(), ids=HOST_LAYOUTS)
 def test_at_a_site_a_host_fragment_is_called_directly(layout, loop):
-    given, then = [], []
+    given, copies = [], []
 
     def watched(state, action):
         given.extend([state["s"], action])
-        then.extend(np.array(x) for x in given[-2:])
+        copies.extend(np.array(x) for x in given[-2:])
         return simulate(state, action)
 
     host = choreo.host_fragment("env", watched, {"s": ROW}, name="simulator")
@@ -334,7 +334,7 @@ def test_at_a_site_a_host_fragment_is_called_directly(layout, loop):
 
     run = planned_run(algo, env, planned, KEY)
     assert len(given) == (18 if loop else 6) and all(type(x) is np.ndarray for x in given)
-    np.testing.assert_array_equal(given, then, err_msg="an array that Python was given was overwritten later")
+    np.testing.assert_array_equal(given, copies, err_msg="an array that Python was given was overwritten later")
     # In one compiled program, XLA may fuse the operations around the callback, and round differently.
     assert_close(run, host_reference(loop), 1e-6)
 
@@ -387,7 +387,7 @@ def test_a_host_fragment_takes_python_numbers():
 
 class TestAHostFragmentIsRefused:
     def call(self, fn):
-        """Call it as a site does; in a compiled callback, XLA would wrap the error."""
+        """Call the host fragment as a site does; in a compiled callback, XLA would wrap the error."""
         host = choreo.host_fragment("env", fn, {"s": ROW}, name="simulator")
         call = one_call(lambda s: host(s)["s"], jnp.ones((E, 3)))
         assert call.host is not None
@@ -429,7 +429,7 @@ class TestAHostFragmentIsRefused:
 
     @pytest.mark.parametrize("layout", [fused(), fine(1)], ids=["fused", "fine"])
     def test_under_vmap(self, layout):
-        """Python would get a batch in place of a row, and could return a wrong result of a fitting shape."""
+        """Python would get a batch instead of a row, and could return a wrong result of the right shape."""
         spec = jax.ShapeDtypeStruct((), np.float32)
         host = choreo.host_fragment("env", lambda row: np.float32(row.sum()), spec, name="total")
 

@@ -52,7 +52,7 @@ class Cfg:
 
 @dataclass(frozen=True)
 class WithMore:
-    """Has an attribute that is not a field."""
+    """A dataclass with an attribute that is not a field."""
 
     x: dataclasses.InitVar[float]
     y: int = 0
@@ -128,7 +128,7 @@ def test_the_same_value_has_the_same_key(value, wrap):
     assert hash(key(WRAPPED[wrap](value))) == hash(key(WRAPPED[wrap](value)))
 
 
-def test_a_dataclass_that_is_also_a_number_is_more_than_its_fields():
+def test_the_key_of_a_dataclass_that_is_also_a_number_contains_the_number():
     assert key(Number(1.0)) != key(Number(2.0))
 
 

@@ -3,8 +3,8 @@
     python tools/files_to_read.py [ppo sac] [--limit 4]
 
 The script runs `init` and `iterate` of each algorithm with its defaults on a small environment, under `jax.eval_shape`, and
-notes the file of every Python function that is called. It counts the files of the package, the algorithm's own among them,
-without those that a reader of the algorithm need not open: types and errors; environments (`envs/`, `host/`); replay
+notes the file of every Python function that is called. It counts the files of the package, including the algorithm's own,
+but not those that a reader of the algorithm need not open: types and errors; environments (`envs/`, `host/`); replay
 (`buffers/`); and the machinery of fragments (`roles`, `static_key`, `dtypes`, `_compat`). It exits with 1 if any algorithm
 needs more files than the limit.
 """
@@ -51,7 +51,7 @@ def files_to_read(name: str) -> dict[str, int]:
     def one_iteration(key: jax.Array) -> Any:
         return algo.iterate(env, algo.init(env, key), key)
 
-    # Unmarked, a fragment calls its plain function; marked, it might use what was traced before.
+    # Without marks, a fragment calls its plain function. With marks, it might reuse an earlier trace and call nothing.
     with unmarked(True):
         called = codes_called(lambda: jax.eval_shape(one_iteration, jax.random.key(0)))
     files = {Path(code.co_filename) for code in called if code.co_name != "<module>"}

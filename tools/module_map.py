@@ -4,7 +4,7 @@ python tools/module_map.py            prints the map
 python tools/module_map.py --write    puts it between the two markers of docs/architecture.md
 python tools/module_map.py --check    fails if the map there is out of date
 
-A row is a room: a package, or a module at the top level. The rows stand in the order of the layers in pyproject.toml, so a room
+A row is a room: a package, or a module at the top level. The rows are in the order of the layers in pyproject.toml, so a room
 imports only rooms in rows below it. Descriptions are the first sentences of the rooms' docstrings.
 """
 
@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- module map: begin. Written by tools/module_map.py --write; do not edit by hand. -->"
 END = "<!-- module map: end -->"
 EVERYWHERE = ("types", "errors")
-"""Rooms that any other may import: left out of the lists."""
+"""Rooms that every other room may import; the map does not list them as imports."""
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +82,10 @@ def packages_in(room: str) -> list[str]:
 
 
 def imports_of(graph: grimp.ImportGraph, room: str, rooms: list[str]) -> list[str]:
-    """The rooms that some module of this room imports, in the order of the map; for a room with packages, without them."""
+    """The rooms that some module of this room imports, in the order of the map.
+
+    A package within the room is a room of its own: its modules are not counted here.
+    """
     inside = {module for module in graph.modules if room_of(module, rooms) == room}
     found = {room_of(name, rooms) for module in inside for name in graph.find_modules_directly_imported_by(module)}
     return [other for other in rooms if other in found and other != room]

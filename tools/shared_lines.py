@@ -3,7 +3,7 @@
     python tools/shared_lines.py [--limit 40]
 
 An algorithm file is a file that holds one of the classes in `choreo.algos.ALGOS`. Every line that is not blank counts: code,
-imports, comments and docstrings. Lines are compared without the blanks around them. A line that stands twice in one file and
+imports, comments and docstrings. Lines are compared without the blanks around them. A line that occurs twice in one file and
 once in the other is one common line. The share of two files is the number of common lines divided by the number of lines of
 the shorter file. The script exits with 1 if the share of any two files is above the limit.
 """
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def lines_of(path: Path) -> Counter[str]:
-    """The lines of a file, each with the number of times it stands there."""
+    """The lines of a file, each with the number of times that it occurs."""
     return Counter(line.strip() for line in path.read_text().splitlines() if line.strip())
 
 

@@ -1,6 +1,6 @@
 """cpprb's buffer for several processes, with the sizes of the benchmark, driven line by line (`line_process.py`).
 
-    python cpprb_split.py uniform|prioritized      prints the id of the explorer; then, for each number of iterations, seconds
+    python cpprb_split.py uniform|prioritized    prints the process id of the explorer; then, for each number of iterations, seconds
 
     explorer                 learner (this process)
     add 32 rows  --> shared memory --> sample 512 rows, sum them, update their priorities
@@ -31,8 +31,8 @@ def main() -> None:
         buffer = cpprb.MPPrioritizedReplayBuffer(same.CAPACITY, ROW, alpha=same.EXPONENT, ctx=context)
     else:
         buffer = cpprb.MPReplayBuffer(same.CAPACITY, ROW, ctx=context)
-    room, stored, (orders, others_end) = context.Semaphore(same.AHEAD), context.Semaphore(0), context.Pipe()
-    explorer = context.Process(target=explore, args=(buffer, room, stored, others_end))
+    room, stored, (orders, explorer_end) = context.Semaphore(same.AHEAD), context.Semaphore(0), context.Pipe()
+    explorer = context.Process(target=explore, args=(buffer, room, stored, explorer_end))
     explorer.start()
     orders.recv()  # wait until the buffer is filled
     print(explorer.pid, flush=True)

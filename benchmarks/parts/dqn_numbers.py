@@ -1,4 +1,4 @@
-"""The settings of DQN that Choreo and its rivals have in common. Imports nothing: each has a Python environment of its own."""
+"""The settings of DQN that Choreo and its rivals have in common. Imports nothing, because each has its own Python environment."""
 
 ENV = "CartPole-v1"
 NUM_ENVS, UNROLL = 8, 4
@@ -6,7 +6,7 @@ NUM_ENVS, UNROLL = 8, 4
 UPDATES = (8, 1)
 """Updates per iteration: Choreo's default, then Stable-Baselines3's."""
 BLOCK = 32
-"""The smallest number of iterations in one call: 1024 steps, because RLlib reports only after as many."""
+"""The smallest number of iterations in one call: 1024 steps, because RLlib reports only after that many steps."""
 BATCH_SIZE = 64
 CAPACITY, MIN_SIZE = 100_000, 1_000
 """Steps that the replay stores, and the steps that are stored before the first update."""

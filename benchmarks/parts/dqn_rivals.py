@@ -1,4 +1,4 @@
-"""DQN of others, each in a Python environment of its own: Stable-Baselines3 in `.venv-bench`, RLlib in `.venv-rllib`."""
+"""DQN of other libraries, each in its own Python environment: Stable-Baselines3 in `.venv-bench`, RLlib in `.venv-rllib`."""
 
 import subprocess
 import sys

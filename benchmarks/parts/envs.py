@@ -13,7 +13,7 @@ STEP_S = 1e-3
 
 
 class Waiting(gymnasium.Env):
-    """A step sleeps, like one of a simulator in another process, or of a robot."""
+    """A step sleeps, as it does while a robot, or a simulator in another process, does the work."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -36,7 +36,8 @@ class Waiting(gymnasium.Env):
 
 
 class Computing(Waiting):
-    """A step computes, like one of a simulator in this process. Its length is CPU time: the same work on a busy machine."""
+    """A step computes, like a simulator in this process. It takes 1 ms of CPU time, so that it is the same work on a busy
+    machine."""
 
     def spend(self):
         until = time.thread_time() + STEP_S
@@ -45,7 +46,7 @@ class Computing(Waiting):
 
 
 class Straggling(Waiting):
-    """Steps take four times as long in one worker: the first that creates the file `mark`."""
+    """Steps take four times as long in one worker: the first one that creates the symbolic link `mark`."""
 
     def __init__(self, mark: str, coordinator: int):
         if os.getpid() != coordinator:

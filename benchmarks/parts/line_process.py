@@ -16,11 +16,11 @@ class LineProcess:
         """The next line that the process prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "the process ended; its error stands above"
+        assert line, "the process ended; see its error above"
         return line
 
     def ask(self, iterations: int) -> Sequence[float]:
-        """The seconds that the process needs for so many iterations, in as many ways as it measures them."""
+        """The seconds that the process needs for that many iterations: one number, or wall time and CPU time."""
         assert self.process.stdin is not None
         print(iterations, file=self.process.stdin, flush=True)
         return [float(word) for word in self.line().split()]

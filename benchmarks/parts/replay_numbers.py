@@ -1,4 +1,4 @@
-"""The sizes that Choreo and its rivals have in common. Imports nothing, because each has a Python environment of its own."""
+"""The sizes that Choreo and its rivals have in common. Imports nothing, because each has its own Python environment."""
 
 NUM_ENVS, UNROLL = 8, 4
 """An iteration adds 4 steps of each of 8 CartPole environments."""
@@ -11,7 +11,7 @@ CAPACITY, FILLED = 100_000, 25_600
 EXPONENT = 0.6
 """Priority exponent."""
 AHEAD = 8
-"""How many iterations a rival's adding may be ahead of its drawing, at most."""
+"""The number of iterations by which a rival may add steps before it draws items, at most."""
 
 STEPS, ITEMS = NUM_ENVS * UNROLL, BATCHES * BATCH_SIZE
 """Steps added and items drawn per iteration."""

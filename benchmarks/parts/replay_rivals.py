@@ -1,4 +1,4 @@
-"""Replay of others, between processes: cpprb from Choreo's own Python environment (`[bench]`), Reverb from `.venv-reverb`."""
+"""Replay of other libraries, between processes: cpprb in Choreo's Python environment (`[bench]`), Reverb in `.venv-reverb`."""
 
 import importlib.util
 import sys
@@ -37,6 +37,6 @@ class Process(LineProcess):
         self.pids = [self.process.pid, *map(int, self.line().split())]
 
     def seconds(self, iterations: int) -> float:
-        """Wall time of so many iterations."""
+        """Wall time of that many iterations."""
         (wall,) = self.ask(iterations)
         return wall

@@ -1,11 +1,11 @@
-"""An algorithm with only the traffic of replay: the replay stores random steps, and the learner sums the items it draws.
+"""An algorithm that does nothing but replay: the replay stores random steps, and the learner sums the items it draws.
 
     env, actor          buffer               learner
     4 steps in each --> stored
                         512 items drawn  --> summed
                         priorities      <--  new priorities, if drawn by priority
 
-Actions are random and do not depend on the learner, as in the programs that it is compared with.
+Actions are random and do not depend on the learner, as in the rivals' programs.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Carry(NamedTuple):
     replay: ReplayState
     """The stored steps."""
     position: Position
-    """The environments."""
+    """State and observations of the environments."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,15 @@
 """Reverb's server with an inserting and a sampling client, with the sizes of the benchmark (`line_process.py`).
 
-    python reverb_split.py uniform|prioritized     prints the ids of the others; then, for each number of iterations, seconds
+    python reverb_split.py uniform|prioritized     prints the ids of its two processes; then, for each number of iterations, seconds
 
     inserting client       server                       sampling client (this process)
     StructuredWriter --gRPC--> table, rate limiter --gRPC--> TrajectoryDataset, batches of 64; update_priorities
 
-As Reverb's documentation advises, it has a dataset instead of `Client.sample`, with three batches in flight and a worker for each
-core; a signature; and a rate limiter that keeps 16 samples per insert. The following was the fastest of what we tried: an item
-is one step with both observations (a fifth faster than two steps that share chunks with their neighbours); a StructuredWriter,
-which makes items in C++ (twice as fast as the TrajectoryWriter); batches of 64 rather than 512; priorities once per iteration.
+As Reverb's documentation advises, this program uses a dataset instead of `Client.sample`, with three batches in flight and a
+worker for each core; a signature; and a rate limiter that keeps 16 samples per insert. These choices were the fastest that we
+tried: an item is one step with both observations (a fifth faster than two steps that share chunks with their neighbours); a
+StructuredWriter, which makes items in C++ (twice as fast as the TrajectoryWriter); batches of 64 rather than 512; priorities
+once per iteration.
 """
 
 import os
@@ -137,7 +138,7 @@ def _start(*args: str) -> subprocess.Popen:
 def _line(process: subprocess.Popen) -> str:
     assert process.stdout is not None
     line = process.stdout.readline().strip()
-    assert line, "the server or the inserting client ended; its error stands above"
+    assert line, "the server or the inserting client ended; see its error above"
     return line
 
 

@@ -1,4 +1,4 @@
-"""Stable-Baselines3, in a Python environment of its own, so that Choreo's does not need PyTorch."""
+"""Stable-Baselines3, in its own Python environment, so that Choreo's environment does not need PyTorch."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ class TrainingProcess(LineProcess):
             pass
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of so many iterations."""
+        """Wall and CPU time of that many iterations."""
         wall, cpu = self.ask(iterations)
         return wall, cpu
 

@@ -22,7 +22,7 @@ class Running:
         return [member.process.pid for member in getattr(self.runtime, "members", {}).values()]
 
     def seconds(self, iterations: int) -> float:
-        """Wall time of so many iterations."""
+        """Wall time of that many iterations."""
         began = time.perf_counter()
         self.runtime.run(self.done, self.done + iterations)
         self.done += iterations

@@ -9,7 +9,7 @@ class Side(Protocol):
     """One of the programs that are compared."""
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of so many iterations."""
+        """Wall and CPU time of that many iterations."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Every file and every name in backticks in docs/architecture.md exists, and a name in brackets behind a file is in that file."""
+"""Every file and every name in backticks in docs/architecture.md exists, and names in brackets after a file are in that file."""
 
 import ast
 import difflib
@@ -12,9 +12,9 @@ PAGE = ROOT / "docs" / "architecture.md"
 MAP = re.compile(r"<!-- module map: begin.*?<!-- module map: end -->", re.DOTALL)
 FILE = r"[\w./-]+\.(?:py|md|toml)"
 PLACEHOLDER = "NAME"
-"""Stands for the name of what a reader adds."""
+"""Stands for a name that the reader chooses."""
 ELSEWHERE = ("jax.", "subprocess.", "vmap")
-"""How names begin that are not ours."""
+"""Beginnings of names that are not ours."""
 
 
 def page() -> str:
@@ -80,7 +80,7 @@ def module_files(name: str) -> list[Path]:
 
 
 def imported_by(file: Path) -> set[str]:
-    """The names that a file imports: a package passes on what its modules define."""
+    """The names that a file imports: a package re-exports names of its modules."""
     imports = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.ImportFrom)]
     return {alias.asname or alias.name for node in imports for alias in node.names}
 

@@ -89,8 +89,8 @@ def run_blocks(path: Path) -> None:
             exec(compile("\n" * (block.line - 1) + block.text, path, "exec"), names)
         elif block.language == "console":
             for command, expected in commands_in(block):
-                alone = path.parent == ROOT and command.startswith("choreo evaluate")
-                run_command(command, expected, f"{path.name}:{block.line}", as_user if alone else in_process)
+                new_process = path.parent == ROOT and command.startswith("choreo evaluate")
+                run_command(command, expected, f"{path.name}:{block.line}", as_user if new_process else in_process)
 
 
 def run_command(command: str, expected: str, place: str, run: Callable[[list[str]], tuple[int, str]]) -> None:
@@ -126,7 +126,7 @@ def test_documents_are_found():
     assert {"README.md", "index.md", "your-own-algorithm.md", "layouts.md", "law.md", "cli.md"} <= names
 
 
-def test_links_lead_somewhere():
+def test_links_lead_to_files_that_exist():
     lost = [
         f"{path.name}: {target}"
         for path in DOCUMENTS

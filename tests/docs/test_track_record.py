@@ -10,7 +10,7 @@ PAGES = ("track-record.md", "security.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_line_is_held_by_a_test_that_exists(page):
+def test_every_row_names_a_test_that_exists(page):
     text = (ROOT / "docs" / page).read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)((?:::\w+)*)`", text)
     tables = re.findall(r"^\|[^\n]*\| test \|\n\|[- |]*\|\n((?:\|.*\n)+)", text, re.MULTILINE)

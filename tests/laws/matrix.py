@@ -23,12 +23,12 @@ SMALL = {
 CONTINUOUS = ("ddpg", "td3", "sac")
 """Algorithms for continuous actions, which run on Pendulum."""
 USUAL = {"workers": 2, "learners": 2, "buffers": 2}
-"""Arguments of presets, where a preset takes them."""
+"""Arguments for presets; each preset gets those that it takes."""
 RELAXED = {"max_lag": {"max_lag": 2}, "merge": {"max_lag": 3, "merge": "any"}}
-"""A preset that takes the option named here is also run with these arguments."""
+"""By option: a preset that takes the option also runs with these arguments."""
 NO_AGENTS = "The layout divides an axis 'agent', but no fragment is called under a vmap of that axis_name."
 ONE_BY_ONE = 'With merge="any" the learner takes the results of one worker at a time, but `carry.replay.'
-"""How the refusals of cells that cannot exist begin."""
+"""The beginnings of the two messages with which a cell may be refused."""
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 
 
@@ -63,7 +63,7 @@ def _variants(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def refused(algo: str, layout: str) -> str | None:
-    """How the refusal of a cell begins; None for a cell that runs."""
+    """The beginning of the message that refuses a cell; None for a cell that runs."""
     if layout == "per_agent":
         return NO_AGENTS
     return ONE_BY_ONE if has_replay(algo) and layouts()[layout].merge == "any" else None
@@ -83,11 +83,12 @@ def kind(algo: str, layout: str) -> str:
 CELLS = [(algo, layout) for algo in ALGOS for layout in layouts()]
 
 
-def pairs() -> list[tuple[str, str]]:
+def cells_with_workers() -> list[tuple[str, str]]:
     """The cells that `make test` also runs with worker processes: each algorithm and each layout at least once.
 
-    Algorithms with replay take longest to compile. Each of them gets one layout: one whose buffer has its own sites, or one
-    with few processes. The other algorithms take turns in the remaining layouts, those with fewest fields first.
+    Algorithms with replay take longest to compile, so each of them gets one layout: a layout whose buffer has its own sites,
+    or a layout with few processes. The other algorithms take turns in the remaining layouts, beginning with the algorithm
+    that has fewest fields.
     """
     wanted = layouts()
     names = sorted(ALGOS, key=lambda algo: 0 if has_replay(algo) else len(dataclasses.fields(ALGOS[algo])))

@@ -1,12 +1,12 @@
-"""A program that does what an algorithm may do and PPO does not, for law levels 2 and 3 (`test_layouts.py`).
+"""A program with features that PPO does not have, for law levels 2 and 3 (`test_layouts.py`).
 
-Each of these would be computed wrongly by a compiler that was made for PPO:
+A compiler that was made for PPO alone would compute each of these features wrongly:
 
 - nested scans, and keys made by `fold_in` of the step and the number of the environment, as well as by `split`;
 - glue that takes a mean over all environments, inside both scans and outside;
 - a role of its own ("critic"), and a gradient that flows through fragments of two roles;
-- a Flax network, which is a dict of parameters and no module;
-- carried values of which one counts, one never changes, and two change places.
+- a Flax network, whose parameters are a dict and not a module;
+- a carry with a counter, a value that never changes, and two values that swap places.
 """
 
 import functools
@@ -36,9 +36,9 @@ class Carry(NamedTuple):
     obs: jax.Array
     """Observation of each environment."""
     ping: jax.Array
-    """A number per environment; changes places with `pong` in each iteration."""
+    """A number per environment; swaps places with `pong` in each iteration."""
     pong: jax.Array
-    """A number per environment; changes places with `ping` in each iteration."""
+    """A number per environment; swaps places with `ping` in each iteration."""
     never: jax.Array
     """Never changes."""
     count: jax.Array

@@ -2,10 +2,10 @@
 
 level 2, 3   `reference_run`       `jax.jit(iterate)` of the algorithm without marks
              `sharded_reference`   the same for S learner shards: `vmap` of `iterate` on E/S environments
-             `merged_reference`    the same for merge="any": `iterate` on one worker's environments after the other
+             `merged_reference`    the same for merge="any": `iterate` on the environments of one worker at a time
 level 2      `assert_same_bits`    types and bits of every leaf and every metric
 level 3      `assert_close`        types, and numbers up to a tolerance
-level 4      `check_bounds`        what a log of a relaxed run may contain
+level 4      `check_bounds`        which versions a relaxed run may read, according to its log
 """
 
 import collections
@@ -60,7 +60,7 @@ def sharded_reference(
         leaves, tree = jax.tree.flatten(arrays)
         env_of_shard = env.with_num_envs(env.num_envs // shards)
 
-        def one(leaves, key):
+        def iterate_shard(leaves, key):
             before = eqx.combine(jax.tree.unflatten(tree, leaves), static)
             carry, metrics = algo.iterate(env_of_shard, before, key)
             return jax.tree.leaves(eqx.filter(carry, eqx.is_array)), metrics
@@ -68,7 +68,7 @@ def sharded_reference(
         @jit
         def iterate(leaves, key):
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(shards))
-            return jax.vmap(one, (axes, 0), (axes, 0), axis_name=SHARD_AXIS)(leaves, keys)
+            return jax.vmap(iterate_shard, (axes, 0), (axes, 0), axis_name=SHARD_AXIS)(leaves, keys)
 
         leaves = [split_shards(leaf, axis, shards) for leaf, axis in zip(leaves, axes, strict=True)]
         rows = []
@@ -89,9 +89,9 @@ def merged_reference(
     *,
     jit: Callable[..., Any] = eqx.filter_jit,
 ) -> Run:
-    """The result that merge="any" must give without lag: `iterate` on the environments of one worker after the other.
+    """The result that merge="any" must give without lag: `iterate` on the environments of one worker at a time.
 
-    The order of the workers is that of the log.
+    The workers take turns in the order of the log.
     """
     init_key, run_key = jax.random.split(key)
     env_of_worker = env.with_num_envs(env.num_envs // workers)
@@ -107,18 +107,18 @@ def merged_reference(
         rows, parts = [], [0] * workers
         for read in log:
             assert read.lag == 0
-            c = int(read.reader.rpartition("-")[2])
-            given = [leaf if axis is None else leaf[c] for leaf, axis in zip(blocks, axes, strict=True)]
+            worker = int(read.reader.rpartition("-")[2])
+            given = [leaf if axis is None else leaf[worker] for leaf, axis in zip(blocks, axes, strict=True)]
             before = eqx.combine(jax.tree.unflatten(tree, given), static)
-            key = jax.random.fold_in(jax.random.fold_in(run_key, c), parts[c])
+            key = jax.random.fold_in(jax.random.fold_in(run_key, worker), parts[worker])
             carry, metrics = iterate(before, key)
-            parts[c] += 1
+            parts[worker] += 1
             rows.append(metrics)
             for i, (leaf, axis) in enumerate(zip(jax.tree.leaves(eqx.filter(carry, eqx.is_array)), axes, strict=True)):
                 if axis is None:
                     blocks[i] = leaf
                 else:
-                    blocks[i][c] = leaf
+                    blocks[i][worker] = leaf
         whole = [leaf if axis is None else jnp.concatenate(leaf, axis) for leaf, axis in zip(blocks, axes, strict=True)]
     metrics = {name: values.reshape(-1, workers, *values.shape[1:]) for name, values in stacked(rows).items()}
     return named(
@@ -150,14 +150,14 @@ _inits: collections.OrderedDict[tuple[int, ...], tuple[Any, ...]] = collections.
 
 
 def init_of(algo: Any, env: Any, jit: Callable[..., Any] = eqx.filter_jit) -> Callable[[jax.Array], Any]:
-    """The compiled `init` of `algo`, from a cache of eight.
+    """The compiled `init` of `algo`, from a cache that holds eight of them.
 
-    The cache compares by identity: A(1) == A(1.0), but the two may compute different things.
+    The cache compares algorithms by identity: A(1) == A(1.0), but the two may compute different results.
     """
     identity = id(algo), id(env), id(jit)
     if identity not in _inits:
         filtered = jit if jit is not jax.jit else eqx.filter_jit
-        # The entry keeps the objects alive, so that their ids are not used again.
+        # The entry keeps the objects alive, so that no new object can get one of their ids.
         _inits[identity] = filtered(lambda key: algo.init(env, key)), algo, env, jit
         while len(_inits) > 8:
             _inits.popitem(last=False)
@@ -181,14 +181,14 @@ def run_of(runtime: Any, key: jax.Array, iterations: int = 3) -> Run:
 
 
 def assert_same_bits(run: Run, reference: Run) -> None:
-    """Law level 2: every leaf and every metric has the same type and the same bits."""
+    """Assert law level 2: every leaf and every metric has the same type and the same bits."""
     assert run.keys() == reference.keys()
     for name, value in reference.items():
         assert_same_leaf(name, run[name], value, None)
 
 
 def assert_close(run: Run, reference: Run, tolerance: float) -> None:
-    """Law level 3: every leaf and every metric has the same type, and floats agree up to `tolerance`.
+    """Assert law level 3: every leaf and every metric has the same type, and floats agree up to `tolerance`.
 
     Replicas compute in other shapes, which round differently.
     """
@@ -198,7 +198,10 @@ def assert_close(run: Run, reference: Run, tolerance: float) -> None:
 
 
 def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None) -> None:
-    """The same shape, type and values. `tolerance` is for floats; None wants equal bits, and then -0.0 is not 0.0."""
+    """Assert that two leaves have the same shape, type and values.
+
+    Floats may differ by `tolerance`. If it is None, they must have the same bits, so that -0.0 is not equal to 0.0.
+    """
     if not isinstance(found, np.ndarray) or not isinstance(wanted, np.ndarray):
         _assert_same_static(name, found, wanted, tolerance)
         return
@@ -221,7 +224,7 @@ def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None
 
 
 def _assert_same_static(name: str, found: Any, wanted: Any, tolerance: float | None) -> None:
-    """The same type and bits, for leaves of which one at least is no array.
+    """Assert that two leaves have the same type and bits, where at least one of them is not an array.
 
     Where the reference has a Python number, the run may have an array of that number's type: numbers that change become arrays.
     """
@@ -246,10 +249,10 @@ def plain(array: np.ndarray) -> np.ndarray:
 
 
 def check_bounds(log: list[VersionRead], run: Run, layout: Layout, iterations: int) -> None:
-    """Law level 4, apart from the replay: what the log of a relaxed run may contain.
+    """Assert law level 4, apart from the replay: the log of a relaxed run stays within the bounds of its layout.
 
-    No worker reads a version older than `max_lag`, or older than its previous one. Every update learns from one worker's
-    part (merge="any"), or from the parts of all workers.
+    No worker reads a version that is more than `max_lag` updates old, or older than the version that it read before. Every
+    update learns from the part of one worker (merge="any"), or from the parts of all workers.
     """
     workers = next(group.replicas for group in layout.groups if group.replicas)
     assert all(0 <= read.lag <= layout.max_lag for read in log)
@@ -265,7 +268,7 @@ def check_bounds(log: list[VersionRead], run: Run, layout: Layout, iterations: i
 
 
 def named(carry: Any, metrics: dict[str, np.ndarray]) -> Run:
-    """The results of a run by name, as `Run` says."""
+    """The results of a run by name: see `Run`."""
     run: Run = {STRUCTURE: jax.tree.structure(carry)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(carry):
         name = jax.tree_util.keystr(path)

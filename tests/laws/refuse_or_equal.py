@@ -1,10 +1,11 @@
 """`refuse_or_equal`: a program under a layout is either refused with the user's line, or gives the reference result.
 
-This is law level 3 for programs that nobody has foreseen: an accepted program is never silently wrong. The reference is the
+This is law level 3 for programs of any kind: an accepted program is never silently wrong. The reference is the
 program without marks; the tolerance is 1e-5 unless a test says otherwise.
 
-Segments are evaluated op by op. The tests ask which program each site is given, and not how XLA compiles it; and ops of the
-same shape are compiled once for all tests. With `compiled=True` segments are compiled as in a run, with donation.
+Segments are evaluated op by op, because these tests check which program each site gets, and not how XLA compiles it. This is
+also faster: an op is compiled once per shape for all tests. With `compiled=True` segments are compiled as in a run, with
+donation.
 """
 
 import functools
@@ -35,7 +36,7 @@ LAYOUTS = {
     "fine x2": fine(2),
     "env x2, actor x3": Layout(Group("env", replicas=2), Group("actor", replicas=3), Group("buffer", "learner")),
 }
-"""Two presets, and a layout in which blocks of two sizes meet."""
+"""Two presets, and a layout in which two groups divide the environments into blocks of different sizes."""
 EVERYTHING_REPLICATED = Layout(Group("env", "actor", "buffer", "learner", replicas=2))
 ACTOR_DIVIDED = Layout(Group("actor", replicas=3), Group("env", "buffer", "learner"))
 EXACT = coarse(3, exact=True)
@@ -72,7 +73,7 @@ class Pond:
 
 
 class OpByOp(InProcess):
-    """The in-process runtime, which evaluates segments op by op in place of compiling them."""
+    """The in-process runtime, which evaluates segments op by op instead of compiling them."""
 
     def __init__(self, plan: Plan, **options: Any):
         super().__init__(plan, **options)
@@ -89,15 +90,15 @@ def refuse_or_equal(
     *,
     tolerance: float = 1e-5,
     compiled: bool = False,
-    meaning: Callable[[], Run] | None = None,
+    reference: Callable[[], Run] | None = None,
 ) -> dict[str, ChoreoError | None]:
-    """Run `algo` for three iterations under each layout; return the refusal, or None, by the name of the layout.
+    """Run `algo` for three iterations under each layout; return, for each layout's name, the refusal or None.
 
     Fails if a refusal names no line of `source` (the user's file, or folder of files), or if a result differs from the
-    reference. `meaning` computes the reference result, for tests in which several programs have the same one.
+    reference. Pass `reference`, which computes the reference result, if several programs share one.
     """
     traced = functools.cache(lambda: trace(algo, env))
-    reference = meaning or functools.cache(
+    reference = reference or functools.cache(
         lambda: (reference_run if compiled else reference_op_by_op)(algo, env, jax.random.key(KEY))
     )
     refusals: dict[str, ChoreoError | None] = {}
@@ -111,7 +112,7 @@ def refuse_or_equal(
             continue
         except (PartitionError, LayoutError) as refusal:
             if not (layout.is_relaxed and "merge" in str(refusal) and layout.merge == "any"):
-                # A refusal of merge="any" is about the layout, and has no line.
+                # A refusal of merge="any" is about the layout, and names no line.
                 assert_names_a_line(refusal, source)
             refusals[name] = refusal
             continue
@@ -180,6 +181,6 @@ def run_merged(algo: Any, env: Any, planned: Plan, runtime: type[InProcess]) -> 
 
 
 def assert_names_a_line(refusal: Exception, source: str) -> None:
-    """`source`: the user's file, or the folder of the user's files."""
+    """Assert that a refusal names a line of `source`: the user's file, or the folder of the user's files."""
     files = re.escape(source) + (r"/\w+\.py" if Path(source).is_dir() else "")
     assert re.search(rf"{files}:\d+", str(refusal)), f"the refusal does not name a line of {source}: {refusal}"

@@ -1,7 +1,7 @@
 """Law levels 1 and 3 for layouts that divide the agents instead of the environments (`per_agent`).
 
-The reference is `jax.jit(iterate)`; in one process the result is close to it up to 1e-5, and worker processes give the same
-bits as one process. Where an axis cannot be told from that of the agents, the plan is refused.
+The reference is `jax.jit(iterate)`; in one process the result equals it up to 1e-5, and worker processes give the same bits
+as one process. A plan is refused if another axis could be mistaken for the agent axis.
 """
 
 from dataclasses import dataclass
@@ -126,7 +126,9 @@ def test_agents_that_share_parameters_combine_them_at_one_site():
     layout = choreo.Layout(choreo.Group("env"), choreo.Group("actor", axis="agent"), choreo.Group("learner"))
     run = run_of(InProcess(plan(algo, env, layout)), KEY)
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
-    run = run_of(InProcess(plan(algo, env, choreo.per_agent())), KEY)  # here that site is the one of the environments
+    run = run_of(
+        InProcess(plan(algo, env, choreo.per_agent())), KEY
+    )  # here the site of the environments computes the mean
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
 
 
@@ -165,7 +167,7 @@ def test_as_many_environments_as_agents_are_refused():
 
 
 @dataclass(frozen=True)
-class OtherAxesOfThatLength:
+class TwoAxesOfEqualLength:
     """Three agents with three weights each, in one leaf [weight, agent].
 
     Both axes have the length of the agent axis, and the first one is not the agent axis.
@@ -192,8 +194,8 @@ class OtherAxesOfThatLength:
 
 
 @pytest.mark.parametrize("mixes", [False, True])
-def test_other_axes_as_long_as_that_of_the_agents_are_refused_or_do_no_harm(mixes):
-    algo, env = OtherAxesOfThatLength(mixes), Meeting(NUM_ENVS)
+def test_another_axis_as_long_as_the_agent_axis_is_refused_or_harmless(mixes):
+    algo, env = TwoAxesOfEqualLength(mixes), Meeting(NUM_ENVS)
     try:
         run = run_of(InProcess(plan(algo, env, choreo.per_agent())), KEY)
     except PartitionError as refusal:

@@ -1,8 +1,8 @@
 """Law level 3 for fragments under `vmap` whose primitives see the whole batch, such as a callback or `unvmap_any`.
 
-Such a fragment on a block of environments would give another result than on all of them, without any error. It is refused
-with the user's line and the way out (`independent=True`), or it is proved harmless and equals the program without marks up
-to 1e-5.
+On a block of environments such a fragment would give another result than on all of them, without any error. It is refused
+with the user's line and a remedy (`independent=True`), or it is proved harmless and its result equals that of the program
+without marks up to 1e-5.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def learn(w, action):
 
 @dataclass(frozen=True)
 class Acts:
-    """An algorithm with a given function as its actor: called per environment, under `vmap`."""
+    """An algorithm with a given function as its actor, which it calls once per environment, under `vmap`."""
 
     act: Any
 
@@ -62,7 +62,7 @@ class Acts:
 
 @dataclass(frozen=True)
 class ActsOnTheBatch(Acts):
-    """The same with one call of the actor for all environments, without `vmap` and without a key."""
+    """An algorithm that calls its actor once for all environments, without `vmap` and without a key."""
 
     def actions(self, env, carry, key):
         return self.act(carry["weights"], carry["state"], None)
@@ -88,7 +88,7 @@ NAMED_MIXES = mixing_primitive("mixes")
 
 
 def by_unvmap(fold):
-    """`fold` sees all environments: if one state is large, the actions of all change their sign."""
+    """An actor in which `fold` sees all environments: if one state is large, all actions change their sign."""
 
     def act(w, s, key):
         return jnp.where(fold(s > 0.3), w * s, -w * s)
@@ -146,14 +146,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_fragment_that_sees_the_batch_is_refused_with_the_way_out(name):
+def test_a_fragment_that_sees_the_batch_is_refused_with_a_remedy(name):
     algo = Acts(choreo.fragment("actor")(REFUSED[name]))
     refusals = refuse_or_equal(algo, Pond(E), __file__, COARSE)
     assert refusals["coarse x2"] is not None
     assert MARK in str(refusals["coarse x2"])
 
 
-def test_diffrax_is_refused_with_the_way_out():
+def test_diffrax_is_refused_with_a_remedy():
     pytest.importorskip("diffrax")
     # diffrax relies on JAX's usual promotion of types.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -162,8 +162,8 @@ def test_diffrax_is_refused_with_the_way_out():
 
 
 @pytest.mark.parametrize("mark", [choreo.fragment("actor"), lambda fn: fn], ids=["fragment", "glue"])
-def test_a_primitive_that_is_named_add_has_no_rule_of_add(mark):
-    """Called on the whole batch, without `vmap`: a primitive that is merely named "add" may mix environments."""
+def test_a_users_primitive_named_add_does_not_get_the_rule_of_add(mark):
+    """The primitive is called on the whole batch, without `vmap`, and mixes environments in spite of its name."""
     flip = jec.Primitive("add")
     flip.def_impl(lambda x, y: x[::-1] + y)
     flip.def_abstract_eval(lambda x, y: x)
@@ -173,20 +173,21 @@ def test_a_primitive_that_is_named_add_has_no_rule_of_add(mark):
     refuse_or_equal(ActsOnTheBatch(act), Pond(E), __file__, COARSE)
 
 
-@pytest.mark.parametrize("disguised", ["", "as what it wraps", "as JAX's rule for another"])
-def test_a_rule_that_a_user_registered_for_a_primitive_of_jax_is_not_trusted(disguised):
+@pytest.mark.parametrize("rule_is", ["a function", "a wrapper of JAX's rule", "JAX's rule for another primitive"])
+def test_a_batching_rule_that_a_user_registered_for_a_primitive_of_jax_is_not_trusted(rule_is):
     from jax import lax
 
     assert _compat.has_own_batching_rule(lax.tan_p)
     rules = dict(_compat._batching.fancy_primitive_batchers)
     rule = lambda args, axes, **_: (lax.tan(args[0] - jnp.mean(args[0])), axes[0])  # noqa: E731
-    if disguised == "as JAX's rule for another":
+    if rule_is == "JAX's rule for another primitive":
         _compat._batching.fancy_primitive_batchers[lax.tan_p] = rules[lax.reduce_max_p]
     else:
-        batching.primitive_batchers[lax.tan_p] = functools.wraps(rules[lax.tan_p].func)(rule) if disguised else rule
+        wrap = functools.wraps(rules[lax.tan_p].func) if rule_is == "a wrapper of JAX's rule" else lambda rule: rule
+        batching.primitive_batchers[lax.tan_p] = wrap(rule)
     try:
         assert not _compat.has_own_batching_rule(lax.tan_p)
-        if disguised == "as JAX's rule for another":
+        if rule_is == "JAX's rule for another primitive":
             return
         algo = Acts(choreo.fragment("actor")(lambda w, s, key: w * lax.tan(s)))
         refuse_or_equal(algo, Pond(E), __file__, COARSE)
@@ -224,7 +225,7 @@ def test_a_generator_that_is_merely_named_threefry_is_not_trusted(named_like_thr
 
 
 def counter():
-    """A function that returns another number in each call."""
+    """A function that returns 1 in its first call, 2 in its second, and so on."""
     calls = itertools.count(1)
     return lambda: np.float32(next(calls))
 
@@ -232,7 +233,7 @@ def counter():
 @pytest.mark.parametrize("what", ["io_callback", "rng_uniform"])
 @pytest.mark.parametrize("where", ["mapped", "batched", "in a jit"])
 def test_an_impure_call_is_not_made_by_each_replica(what, where):
-    """The operands are the same on every replica; the results of two calls are not."""
+    """The operands are equal on all replicas, but the results of two calls differ."""
     count = counter()
 
     def draw():

@@ -1,7 +1,7 @@
 """Law levels 1 and 3 for replay buffers at sites of their own.
 
 The reference is `jax.jit(iterate)`; floats agree up to 1e-5 after five iterations, which overwrite the oldest steps. Worker
-processes give the same bits as one process, and a resumed run the same bits as a run in one go.
+processes give the same bits as one process, and a resumed run gives the same bits as an uninterrupted one.
 """
 
 import functools
@@ -40,7 +40,7 @@ def reference(algo: DQN):
     return reference_run(algo, CARTPOLE, KEY, iterations=5)
 
 
-@pytest.mark.long  # `make test` has one buffer site with Python environments, below, and two in the matrix
+@pytest.mark.long  # `make test` runs one buffer site with Python environments, below, and two in the matrix
 @pytest.mark.parametrize("algo", [SMALL(), SMALL(head="c51", prioritized=True)], ids=["uniform", "prioritized c51"])
 def test_a_buffer_at_its_own_site(algo):
     assert_close(run_of(InProcess(plan(algo, CARTPOLE, OWN_SITE)), KEY, iterations=5), reference(algo), 1e-5)
@@ -54,7 +54,7 @@ def test_buffer_shards_at_several_sites(workers, buffers):
 
 
 def test_with_workers_and_python_environments():
-    """One worker and one buffer site; the matrix has several of each."""
+    """One worker and one buffer site; the matrix has two of each."""
     env = envs.make("CartPole-v1", 8)
     algo = SMALL(prioritized=True, buffer_shards=2)
     the_plan = plan(algo, env, apex(1, 1))
@@ -64,15 +64,15 @@ def test_with_workers_and_python_environments():
 
 
 def test_a_checkpoint_contains_the_buffer(tmp_path):
-    """A resumed run draws the same samples as a run in one go: every number of its remaining rows is the same."""
+    """A resumed run draws the same samples as an uninterrupted run: the rows after the checkpoint are equal."""
     algo = SMALL(prioritized=True, total_steps=320)
     train = functools.partial(
         choreo.train, algo, "jax:CartPole-v1", num_envs=8, seed=1, checkpoint_every=5, progress=False
     )
-    in_one_go = train(steps=320)
+    uninterrupted = train(steps=320)
     train(steps=160, out=tmp_path / "run")
     resumed = choreo.resume(tmp_path / "run", steps=320, progress=False)
     for name in ("loss", "td_error", "replay_size", "samples_per_insert"):
         np.testing.assert_array_equal(
-            [row[name] for row in resumed.rows[-5:]], [row[name] for row in in_one_go.rows[-5:]]
+            [row[name] for row in resumed.rows[-5:]], [row[name] for row in uninterrupted.rows[-5:]]
         )

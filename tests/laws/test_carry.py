@@ -1,7 +1,7 @@
-"""Law level 3 for what a carry may hold besides arrays: Python numbers, modules, strings, functions, weak types.
+"""Law level 3 for carries with more than arrays in them: Python numbers, modules, strings, functions, weak types.
 
-The reference is a plain Python loop over `iterate` without marks, where a Python number is a Python number in the first
-iteration; floats agree up to 1e-6. A leaf that cannot be carried is refused, and the refusal names its path.
+The reference is a plain Python loop over `iterate` without marks, whose first iteration gets the Python numbers of `init`;
+floats agree up to 1e-6. A leaf that cannot be carried is refused, and the refusal names its path.
 """
 
 from collections import OrderedDict, defaultdict
@@ -36,7 +36,7 @@ class Train(NamedTuple):
 
 class Carry(NamedTuple):
     train: Train
-    """What the learner keeps."""
+    """State of the learner."""
     s: Any
     """State of each environment."""
 
@@ -204,7 +204,7 @@ def test_every_kind_of_leaf_and_container(layout, runtime):
 
 
 class TestUnchanged:
-    """A Python leaf that `iterate` returns with the same type and bits stays a Python value: Equinox branches on such leaves."""
+    """A Python leaf that `iterate` returns with the same type and bits stays a Python value, because Equinox branches on such leaves."""
 
     def test_dropout_and_attention(self):
         def more():
@@ -243,7 +243,7 @@ class TestUnchanged:
 
 
 class TestRefused:
-    """Leaves that change in a way in which no array can: the refusal names the path of the leaf and both values."""
+    """Leaves that change as no array could: the refusal names the path of the leaf and both values."""
 
     def test_a_string(self):
         text = refusal(lambda: {"name": "warm"}, lambda w, more, grad: (w, {"name": "cold"}, jnp.sum(w)))
@@ -302,10 +302,11 @@ class TestWeakTypes:
     """A Python number has a weak type: the type of a result depends on the other operand."""
 
     def test_weak_at_first_only(self):
-        """The leaf gets a strong type from the beginning if that is the same program, as in `lax.scan`."""
+        """`init` gives the leaf a weak type, and `iterate` a strong one. The leaf gets the strong type from the start, as in
+        `lax.scan`, provided that the program stays the same."""
 
         def start():
-            return jnp.full((3,), 0.5)  # weak
+            return jnp.full((3,), 0.5)  # has a weak type
 
         equals_the_loop(program(start, lambda w, x, grad: (w - x * grad, x * w, jnp.sum(w))), fused())
 
@@ -354,11 +355,11 @@ class TestArrivingParts:
         ids=["4E", "E+1", "E/2", "ExE", "rank"],
     )  # fmt: skip
     def test_a_shape_without_an_axis_of_exactly_E_is_refused(self, shape):
-        """Once, a leaf of 4E rows was cut as if it had E, and a mean of numbers below 1 came out as 2.4."""
+        """A leaf of 4E rows was once divided as if it had E rows, and a mean of numbers below 1 came out as 2.4."""
         text = merged_refusal(lambda env: {"ring": jnp.zeros(shape(env.num_envs))})
         assert text.startswith(
-            f"`carry['more']['ring']` of `Functions` is float32{_list(shape(6))} for 6 environments and "
-            f'float32{_list(shape(3))} for 3; with merge="any" a worker has 3 of them, and its block is cut along an axis of '
+            f"`carry['more']['ring']` of `Functions` is float32{_shape_text(shape(6))} for 6 environments and "
+            f'float32{_shape_text(shape(3))} for 3; with merge="any" a worker has 3 of them, and its block is cut along an axis of '
             "exactly 6.\nGive it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs]"
         )
 
@@ -407,13 +408,13 @@ def keeper(more: Callable[[Any], Any]) -> Functions:
 
 
 def merged_refusal(more: Callable[[Any], Any]) -> str:
-    """The refusal of that carry with merge="any"."""
+    """The message that refuses an algorithm with `more(env)` in its carry under merge="any"."""
     with pytest.raises(AlgorithmError) as error:
         plan(keeper(more), Pond(), MERGED)
     return str(error.value)
 
 
-def _list(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     return f"[{','.join(map(str, shape))}]"
 
 
@@ -431,7 +432,7 @@ def test_metrics_keep_their_names_in_any_mapping(kind):
 
 
 def equals_the_loop(algo: Any, layout: Layout, *, runtime: type[InProcess] = OpByOp) -> None:
-    """A run under the layout gives the carry and the metrics of a Python loop over `iterate` without marks."""
+    """Assert that a run under the layout gives the carry and the metrics of a Python loop over `iterate` without marks."""
     env = Pond()
     running = runtime(plan(algo, env, layout))
     running.start(jax.random.key(KEY))
@@ -459,7 +460,7 @@ def equals_the_loop(algo: Any, layout: Layout, *, runtime: type[InProcess] = OpB
 
 
 def refusal(more: Callable[[], Any], learn: Callable[..., Any]) -> str:
-    """The refusal of `program(more, learn)`."""
+    """The message that refuses `program(more, learn)`."""
     with pytest.raises((AlgorithmError, PartitionError)) as error:
         plan(program(more, learn), Pond(), fused())
     return str(error.value)

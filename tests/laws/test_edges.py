@@ -3,8 +3,8 @@
 The reference is the program without marks. All that a user can see is compared: structure and types of the carry, every
 metric of every row under its own name, summary and evaluation; floats up to 1e-5, everything else bit for bit.
 
-`runs` wants the program to run under the layouts; most edge cases are plain programs that must. `refused_or_equal` also
-allows a refusal that names the leaf, the metric or the user's line.
+`runs` asserts that a program runs under the given layouts and gives the reference result; most edge cases must.
+`refused_or_equal` also allows a refusal that names the leaf, the metric or the user's line.
 """
 
 import contextlib
@@ -62,14 +62,14 @@ EVERY_LAYOUT = (
 
 
 def runs(algo: Functions, layouts: dict[str, Layout], env: Pond = POND, *, compiled: bool = False) -> None:
-    """Under each layout, the program is not refused and gives the reference result."""
+    """Assert that under each layout the program is not refused and gives the reference result."""
     refusals = refuse_or_equal(algo, env, FOLDER, layouts, compiled=compiled)
     refused = {name: str(refusal) for name, refusal in refusals.items() if refusal}
     assert not refused, refused
 
 
 def refused_or_equal(algo: Functions, layouts: dict[str, Layout], env: Pond = POND) -> None:
-    """Under each layout, the program is refused or gives the reference result."""
+    """Assert that under each layout the program is refused or gives the reference result."""
     refuse_or_equal(algo, env, FOLDER, layouts)
 
 
@@ -103,7 +103,7 @@ def test_arrays_in_every_layout(name, layout):
     "name", ["bfloat16", "float8_e4m3fn", "int4", "bool", "key", "key rbg", "old-style key", "zero-size"]
 )
 def test_compiled_with_donation(name):
-    """Compiled as in a run: donating memory that another leaf still uses would show."""
+    """Segments are compiled as in a run. Donating memory that another leaf still uses would give a wrong result."""
     runs(with_leaf(*ARRAYS[name]), FUSED, compiled=True)
 
 
@@ -184,10 +184,10 @@ def test_metrics_under_their_own_names(layout):
 
 
 MOST_USED = ("argument", "self", "static field")
-"""Places of a static that `make test` tries with all values."""
+"""Places of a static value in which `make test` tries all values."""
 
 
-def seen(result: Any) -> list[Any]:
+def types_and_bits(result: Any) -> list[Any]:
     """Types, shapes and bits of a result."""
     return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(result)]
 
@@ -201,8 +201,8 @@ def test_statics_that_compare_equal_are_told_apart(holder, values):
     call, x = HOLDERS[holder], jnp.float32([0.5, -2.0])
     for value in (*EQUALS[values], *reversed(EQUALS[values])):
         with unmarked():
-            wanted = seen(call(value, x))
-        assert seen(call(value, x)) == wanted, f"{value!r} in {holder}"
+            wanted = types_and_bits(call(value, x))
+        assert types_and_bits(call(value, x)) == wanted, f"{value!r} in {holder}"
 
 
 @pytest.mark.parametrize("holder", ["self", "static field", "partial", "NamedTuple"])
@@ -212,8 +212,8 @@ def test_statics_that_compare_equal_are_told_apart_under_jit_vmap_and_grad(holde
         call = functools.partial(HOLDERS[holder], value)
         for around in (jax.jit, jax.vmap, lambda f: jax.grad(lambda x: jnp.sum(f(x)[1]))):
             with unmarked():
-                wanted = seen(around(lambda x, call=call: call(x))(x))
-            assert seen(around(lambda x, call=call: call(x))(x)) == wanted, f"{value!r} in {holder}"
+                wanted = types_and_bits(around(lambda x, call=call: call(x))(x))
+            assert types_and_bits(around(lambda x, call=call: call(x))(x)) == wanted, f"{value!r} in {holder}"
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,9 @@ def test_a_configuration_changed_between_two_calls(name, first):
         with configuration():
             fragment = choreo.fragment("actor")(lambda *args: under_configuration(*args))
             with unmarked():
-                wanted, text = seen(under_configuration(*given)), program_of(under_configuration, *given)
-            assert seen(under_configuration(*given)) == wanted
+                wanted = types_and_bits(under_configuration(*given))
+                text = program_of(under_configuration, *given)
+            assert types_and_bits(under_configuration(*given)) == wanted
             assert program_of(fragment, *given).count("HIGHEST") == text.count("HIGHEST")
             assert program_of(under_configuration, *given).count("HIGHEST") == text.count("HIGHEST")
 
@@ -265,7 +266,7 @@ def program_of(fn: Any, *args: Any) -> str:
 
 
 def configured() -> Functions:
-    """A program with that fragment as its actor."""
+    """A program with `under_configuration` as its actor."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)}
@@ -287,7 +288,7 @@ def test_a_configuration_changed_between_two_plans(name):
 
 
 def test_the_precision_of_a_plan_is_that_of_its_own_trace():
-    """On a CPU every precision gives the same numbers, so this looks for the precision in the fragment's program."""
+    """On a CPU every precision gives the same numbers, so this test looks for the precision in the fragment's program."""
     algo = configured()
     for configuration, found in ((CONFIGURATIONS["matmul precision"], True), (contextlib.nullcontext, False)):
         with configuration():
@@ -393,7 +394,7 @@ MARKS = pytest.mark.parametrize("marks", [contextlib.nullcontext, unmarked], ids
 
 @MARKS
 def test_evaluation_of_algorithms_that_compare_equal(marks):
-    """Evaluation of `Learner(sign=1.0)` must not play the policy of `Learner(sign=1)`, which is equal to Python."""
+    """Evaluation of `Learner(sign=1.0)` must not use the policy of `Learner(sign=1)`, although the two compare equal."""
     env, params = choreo.envs.make("jax:CartPole-v1", 4), jnp.zeros((4, 2))
     play = functools.partial(evaluate, env=env, params=params, key=jax.random.key(1), episodes=2)
     with marks():

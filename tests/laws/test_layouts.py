@@ -3,9 +3,9 @@
 Level 2: the same compiled shapes give the same bits. Level 3: replicas compute in other shapes, which round differently. In
 float64 with plain SGD they agree to 1e-10 (Adam would hide a wrong factor), in float32 with the real optimiser to 1e-5.
 
-Where level 2 ends: XLA on CPU may turn `a * b + c` into one rounding or two, depending on what else is compiled with it.
-Where a program is divided between a fragment and the arithmetic next to it, the last bit may differ. In the layouts of this
-file it differs in one case only, in one leaf: `Other` with Adam, whose gradient crosses sites. For that case
+The limit of level 2: XLA on CPU rounds `a * b + c` once or twice, depending on the other ops of the compiled program. So the
+last bit may differ if a program is cut between a fragment and the arithmetic next to it. In the layouts of this file it
+differs in one case only, in one leaf: `Other` with Adam, whose gradient crosses sites. For that case
 `test_a_sum_that_xla_rounds_differently_when_it_is_divided` asks for 1e-6.
 """
 
@@ -59,14 +59,14 @@ MANY_SITES = Layout(Group("env", replicas=3), Group("actor", replicas=2), Group(
 
 
 OPTIMISED = {("ppo", "fused"), ("ppo", "three sites")}
-"""One layout with one site and one with three, with XLA's optimisations; `test_runtimes.py` has one with workers."""
+"""Cells that run with XLA's optimisations: one site, and three sites. `test_runtimes.py` has such a cell with workers."""
 CI = {
     "other-fused", "ppo-gymnasium-three sites",
     "ppo-lstm-coarse x2", "ppo-continuous-coarse x4", "other-fine x2", "ppo-gymnasium-env x2, actor x3",
     "ppo-coarse x4", "ppo-env x6, actor x4",
 }  # fmt: skip
-"""Cells that `make test` runs: each algorithm with one site per group or with replicas, and PPO in float64. The matrix has
-coarse and fine with every algorithm."""
+"""Cells that `make test` runs: each algorithm with one site per group or with replicas, and PPO in float64. The matrix runs
+every algorithm in coarse and fine."""
 
 
 def cells(layouts):
@@ -106,7 +106,7 @@ def run_in(layout, algorithm, x64=False):
 
 
 def without_repeats(cells):
-    """Without further layouts of the same kind for Python environments: the host steps them in the same way."""
+    """Leave out layouts of the same kind for Python environments: the host steps these in the same way in all of them."""
     return [c for c in cells if c.values[0] != "ppo-gymnasium" or c.id.endswith(("fused", "sites", "x2", "actor x3"))]
 
 
@@ -139,11 +139,11 @@ FLOAT64 = {
     "ppo-lstm-env x2, actor x3",
     "ppo-continuous-coarse x2",
 }
-"""Every kind of layout once, and every algorithm once: a wrong factor would show in any of them."""
+"""Cells for float64: each kind of layout once, and each algorithm once. A wrong factor would show in any of them."""
 
 
 def float32_cells():
-    """Cells for float32: those that float64 does not have, without the largest layout."""
+    """Cells for float32: all cells that do not run in float64, without the largest layout."""
     found = [cell for cell in without_repeats(cells(REPLICAS)) if cell.id not in FLOAT64 and "env x6" not in cell.id]
     return [cell for cell in found if cell.id != "ppo-gymnasium-fine x2"]
 
@@ -181,11 +181,11 @@ def test_exact_gives_the_same_bits_for_any_number_of_workers(algorithm):
     one = run_in(coarse(1, exact=True), algorithm)
     for workers in (2, 6):
         assert_same_bits(run_in(coarse(workers, exact=True), algorithm), one)
-    # With an LSTM the blocks round differently from the reference; with an MLP the bits are equal: see the next test.
+    # Blocks of an LSTM round differently from the reference. For an MLP the bits are equal: see the next test.
     assert_close(one, reference_of(algorithm)[-1], 1e-5)
 
 
-def test_exact_with_four_workers():
+def test_exact_with_an_mlp_gives_the_bits_of_the_reference():
     algo, env = ALGORITHMS["ppo"][0](minibatch_size=16), make("jax:CartPole-v1", 8)
     reference = reference_run(algo, env, jax.random.key(3))
     for layout in (coarse(2, exact=True), coarse(4, exact=True), fine(4, exact=True)):

@@ -2,7 +2,7 @@
 
 lockstep layouts, one process     the reference, `jax.jit(iterate)`, up to 1e-5 after three iterations (level 3)
 lockstep layouts, more processes  the bits of the same plan in one process (level 1)
-relaxed layouts                   a replay of the log gives the same bits, and the log keeps `max_lag` (level 4)
+relaxed layouts                   a replay of the log gives the same bits, and no lag in it exceeds `max_lag` (level 4)
 cells that cannot exist           refused with the message that `matrix.py` states
 """
 
@@ -47,27 +47,27 @@ def planned(algo: str, layout: str):
 def traced(algo: str, shards: int, one_by_one: Layout | None):
     """The trace of an algorithm. One trace serves all layouts with that number of shards.
 
-    A layout with merge="any" learns from workers one by one and needs its own trace: it is `one_by_one`.
+    A layout with merge="any" learns from workers one by one and needs its own trace: pass that layout as `one_by_one`.
     """
     layout = one_by_one or Layout(Group("env", "actor", "buffer", "learner"), shards=shards)
     return trace_for(matrix.algorithm(algo), matrix.environment(algo), layout)
 
 
-PAIRS = matrix.pairs()
+WITH_WORKERS = matrix.cells_with_workers()
 """Cells that `test_cell` also runs with worker processes."""
-OTHERS = [cell for cell in matrix.CELLS if cell not in PAIRS and not matrix.refused(*cell)]
+OTHERS = [cell for cell in matrix.CELLS if cell not in WITH_WORKERS and not matrix.refused(*cell)]
 
 
 @pytest.mark.parametrize(("algo", "layout"), matrix.CELLS)
 def test_cell(algo, layout):
-    """One cell in one process. The cells of `PAIRS` also run with worker processes here, where their plan is compiled."""
+    """One cell in one process. The cells of `WITH_WORKERS` also run with worker processes, because their plan is compiled already."""
     if refusal := matrix.refused(algo, layout):
         with pytest.raises((LayoutError, PartitionError)) as error:
             planned(algo, layout)
         assert str(error.value).startswith(refusal)
         return
     run = check(InProcess(planned(algo, layout)), algo)
-    if (algo, layout) in PAIRS:
+    if (algo, layout) in WITH_WORKERS:
         check_with_worker_processes(algo, layout, run)
 
 
@@ -88,7 +88,7 @@ def check(runtime, algo: str):
 
 
 def check_log(runtime, run):
-    """A replay of the run's log gives the same bits, and the log keeps the bounds of its layout."""
+    """A replay of the run's log gives the same bits, and the log stays within the bounds of its layout."""
     log = list(runtime.log)
     assert_same_bits(run_of(InProcess(runtime.plan, replay=log), KEY), run)
     check_bounds(log, run, runtime.plan.layout, iterations=3)
@@ -105,8 +105,8 @@ def check_with_worker_processes(algo: str, layout: str, in_one_process):
 
 
 def test_every_algorithm_and_every_layout_has_cells():
-    assert {algo for algo, _ in matrix.pairs()} == {algo for algo, _ in matrix.CELLS}
-    assert {layout for _, layout in matrix.pairs()} == set(matrix.layouts()) - {"per_agent"}
+    assert {algo for algo, _ in matrix.cells_with_workers()} == {algo for algo, _ in matrix.CELLS}
+    assert {layout for _, layout in matrix.cells_with_workers()} == set(matrix.layouts()) - {"per_agent"}
 
 
 def test_the_docs_have_the_matrix():

@@ -3,8 +3,8 @@
 A mixer is a function [env, 3] -> [env, 3] whose result for one environment depends, or seems to depend, on the others. On a
 block of environments a mixer gives another result than on all of them, without any error. Each mixer is tried
 
-    inside   nothing, scan, cond, while, custom_vjp, remat
-    as       glue, a fragment of the whole batch, a mapped fragment
+    alone, and inside   scan, cond, while, custom_vjp, remat
+    as                  glue, a fragment of the whole batch, a mapped fragment
 
 The reference is the program without marks, op by op. `odd_programs/` has whole programs for the same law.
 """
@@ -37,7 +37,7 @@ from laws.refuse_or_equal import (
 
 E = 6
 UNEVEN = {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}
-"""The layout in which blocks of two sizes meet. It is the hardest one, for tests that have time for one layout only."""
+"""The layout in which two groups have blocks of different sizes. Tests with time for one layout use this hardest one."""
 
 
 def rows(values):
@@ -243,7 +243,8 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @jax.custom_batching.custom_vmap
 def centre_under_vmap(row):
-    """One row as it is; under `vmap`, each row minus the mean of all rows. Here, because a refusal must name this file."""
+    """One row as it is; under `vmap`, each row minus the mean of all rows. It stands in this file because a refusal must name
+    a line of this file."""
     return row
 
 
@@ -298,7 +299,7 @@ def batched(role):
 
 
 def mapped(role):
-    """The mixer in a fragment under `vmap` over the number of the environment, which gets all environments each time."""
+    """A fragment under `vmap` over the number i of the environment: it mixes all environments and returns row i."""
     return lambda mix: lambda x: jax.vmap(choreo.fragment(role)(lambda x, i: mix(x)[i]), (None, 0))(x, jnp.arange(E))
 
 
@@ -317,7 +318,7 @@ def learn(weights, action):
 
 @dataclass(frozen=True)
 class Algo:
-    """Acts, mixes, steps and learns."""
+    """An algorithm that acts, steps the environments and learns, with a mixer in one place."""
 
     mix: Callable[[jax.Array], jax.Array]
     """The mixer."""
@@ -344,8 +345,8 @@ class Algo:
 
 
 @functools.cache
-def meaning(mixer: str, around: str) -> Run:
-    """The reference result. It is the same for glue and all kinds of fragments, because marks change nothing."""
+def reference(mixer: str, around: str) -> Run:
+    """The reference result. It is the same for glue and all kinds of fragments, because the reference has no marks."""
     algo = Algo(AROUND[around]((MIXERS | MORE_MIXERS)[mixer]))
     return reference_op_by_op(algo, Pond(E), jax.random.key(KEY))
 
@@ -356,7 +357,7 @@ def case(*parts: str, ci: bool) -> Any:
 
 
 def ten_ways() -> list[Any]:
-    """All combinations. `make test` runs every mixer as every kind, inside one of the constructs in turn."""
+    """All combinations. `make test` runs every mixer as every kind of call; the constructs of `AROUND` take turns."""
     cells = itertools.product(enumerate(MIXERS), enumerate(AROUND), enumerate(KINDS))
     return [case(mixer, around, kind, ci=(m + k) % len(AROUND) == a) for (m, mixer), (a, around), (k, kind) in cells]
 
@@ -365,13 +366,14 @@ def ten_ways() -> list[Any]:
 def test_the_ten_ways_to_mix(mixer, around, kind):
     algo = Algo(KINDS[kind](AROUND[around](MIXERS[mixer])))
     layouts = LAYOUTS if around in ("alone", "scan") else UNEVEN
-    refusals = refuse_or_equal(algo, Pond(E), __file__, layouts, meaning=lambda: meaning(mixer, around))
+    refusals = refuse_or_equal(algo, Pond(E), __file__, layouts, reference=lambda: reference(mixer, around))
     if kind == "glue":  # glue can run at the site of the learner, which has all environments
         assert not any(refusals.values()), refusals
 
 
 def more_ways() -> list[Any]:
-    """All combinations. `make test` runs every mixer in a replicated actor fragment, and as glue or env fragment in turn."""
+    """All combinations. `make test` runs every mixer in an actor fragment, and two thirds of them also as glue or in an
+    env fragment."""
     cells = itertools.product(enumerate(MORE_MIXERS), enumerate(["glue", "batched env", "batched"]))
     return [case(mixer, kind, ci=kind == "batched" or m % 3 == k) for (m, mixer), (k, kind) in cells]
 
@@ -379,7 +381,7 @@ def more_ways() -> list[Any]:
 @pytest.mark.parametrize(("mixer", "kind"), more_ways())
 def test_more_ways_to_mix(mixer, kind):
     algo = Algo(KINDS[kind](MORE_MIXERS[mixer]))
-    refuse_or_equal(algo, Pond(E), __file__, UNEVEN, meaning=lambda: meaning(mixer, "alone"))
+    refuse_or_equal(algo, Pond(E), __file__, UNEVEN, reference=lambda: reference(mixer, "alone"))
 
 
 @pytest.mark.parametrize(
@@ -390,7 +392,9 @@ def test_more_ways_to_mix(mixer, kind):
 def test_functions_that_do_not_mix_run_on_blocks(mixer):
     """These only look like mixers, and run on blocks. If a rule were lost, they would be refused, and no other test would fail."""
     algo = Algo(batched("actor")(MORE_MIXERS[mixer]))
-    assert not any(refuse_or_equal(algo, Pond(E), __file__, UNEVEN, meaning=lambda: meaning(mixer, "alone")).values())
+    assert not any(
+        refuse_or_equal(algo, Pond(E), __file__, UNEVEN, reference=lambda: reference(mixer, "alone")).values()
+    )
 
 
 def places() -> list[Any]:
@@ -414,7 +418,7 @@ def test_odd_programs(name, capfd):
     ["a metric that is carried", "donated and read again", "same value twice", "carry swapped", "carry unchanged"],
 )
 def test_compiled_with_donation(name):
-    """Compiled as in a run: donating memory that another value still uses would show."""
+    """Segments are compiled as in a run. Donating memory that another value still uses would give a wrong result."""
     refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN, compiled=True)
 
 

@@ -6,7 +6,7 @@ mapped fragment, and inside a scan, cond, while, jit or nothing. The kinds of va
 
     env [E, 3]     shared [3]     time [T, E, 3]     count [E] of integers
 
-All values are squashed, so that rounding errors do not grow.
+All floats are squashed by tanh, so that rounding errors do not grow.
 
 A wide program also has odd leaves in its carry, a container around the carry, metrics out of order and other types, and may
 have as many environments as there are numbers in a state, steps in the scan, or replicas.
@@ -41,7 +41,7 @@ Ops = dict[str, tuple[tuple[str, ...], str, Any]]
 @functools.cache
 def ops(E: int) -> Ops:
     """The ops for E environments."""
-    with jax.ensure_compile_time_eval():  # the cache keeps these arrays, so they must be no tracers
+    with jax.ensure_compile_time_eval():  # the cache keeps these arrays, so they must not be tracers
         square = jnp.linspace(-0.3, 0.3, E * E).reshape(E, E)
         columns = jnp.linspace(-0.3, 0.3, 3 * E).reshape(E, 3) if E < 3 else square[:, :3]
 
@@ -309,7 +309,7 @@ PARTS = {
 PROGRAMS = st.builds(RandomProgram, **PARTS)
 
 
-class Six(NamedTuple):
+class CarryTuple(NamedTuple):
     """The carry of a random program as a NamedTuple."""
 
     state: Any
@@ -320,7 +320,7 @@ class Six(NamedTuple):
     past: Any
 
 
-class Module(eqx.Module):
+class CarryModule(eqx.Module):
     """The carry of a random program as a module, with its fields in another order."""
 
     past: Any
@@ -337,12 +337,12 @@ CONTAINERS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Any], dic
     "dict": (dict, dict),
     "OrderedDict": (lambda c: collections.OrderedDict(reversed(c.items())), dict),
     "defaultdict": (lambda c: collections.defaultdict(None, c), dict),
-    "NamedTuple": (lambda c: Six(**c), lambda c: c._asdict()),
-    "Module": (lambda c: Module(**c), lambda c: {name: getattr(c, name) for name in Six._fields}),
-    "list": (lambda c: [None, [*c.values()], ()], lambda c: dict(zip(Six._fields, c[1], strict=True))),
+    "NamedTuple": (lambda c: CarryTuple(**c), lambda c: c._asdict()),
+    "Module": (lambda c: CarryModule(**c), lambda c: {name: getattr(c, name) for name in CarryTuple._fields}),
+    "list": (lambda c: [None, [*c.values()], ()], lambda c: dict(zip(CarryTuple._fields, c[1], strict=True))),
     "int keys": (
         lambda c: {10 - i: (value,) for i, value in enumerate(c.values())},
-        lambda c: {name: c[10 - i][0] for i, name in enumerate(Six._fields)},
+        lambda c: {name: c[10 - i][0] for i, name in enumerate(CarryTuple._fields)},
     ),
 }
 """How to put the carry of a random program into a container, and how to get it out again."""
@@ -363,7 +363,7 @@ class WideProgram:
     container: str
     """Container of the carry."""
     leaves: tuple[tuple[str, str], ...]
-    """Kinds of further leaves, and what an iteration does with each: kept, changed, swapped, doubled or read."""
+    """Further leaves: the kind of each, and what an iteration does with it (kept, changed, swapped, doubled or read)."""
     metrics: str
     """Container of the metrics."""
 
@@ -431,8 +431,8 @@ LAYOUTS_OF = {
 replicas."""
 SIZES = st.sampled_from([6, 3, 3, 2, 1])
 
-# The examples are derived from name and source of each test below (`derandomize` in tests/conftest.py): renaming a test, or
-# adding a docstring, gives it other programs.
+# Hypothesis derives the random programs from name and source of each test below (`derandomize` in tests/conftest.py):
+# renaming a test, or adding a docstring, gives it other programs.
 
 
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
@@ -441,7 +441,7 @@ def test_random_programs_are_refused_or_equal(program):
     refuse_or_equal(program, Pond(6), __file__, SOME_LAYOUTS, tolerance=2e-5)
 
 
-# Without the phase that shrinks a failing program, which takes minutes. `test_many_more_wide_ones_are` has that phase.
+# No phase that shrinks a failing program, because shrinking takes minutes. `test_many_more_wide_ones_are` has that phase.
 @settings(max_examples=2, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 @given(program=WIDE_PROGRAMS, size=SIZES)
 def test_wide_programs_are_refused_or_equal(program, size):

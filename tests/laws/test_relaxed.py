@@ -1,7 +1,8 @@
 """Law level 4: a relaxed run (`max_lag`, `merge="any"`) replays bit for bit from its log.
 
-The log says which version of the parameters each worker read, and in which order the learner used their parts. No version
-is older than `max_lag`. Without lag, and for one algorithm with lag, the result is also compared with a loop by hand (1e-5).
+The log says which version of the parameters each worker read, and in which order the learner used the workers' parts. No
+version is more than `max_lag` updates old. Without lag, and for one algorithm with lag, the result is also compared with a
+hand-written loop (1e-5).
 """
 
 import functools
@@ -34,7 +35,7 @@ CELLS = {
     "sebulba, lag": choreo.sebulba(4, 2, max_lag=3),
     "central, any": choreo.central(4, max_lag=3, merge="any"),
 }
-"""Layouts with four workers. The matrix has every relaxed layout with two, in one process and in several."""
+"""Layouts with four workers. The matrix runs every relaxed layout with two workers, in one process and in several."""
 
 
 @functools.cache
@@ -52,19 +53,19 @@ def test_a_run_in_one_process_replays_and_keeps_its_bounds(cell):
     check_replay(InProcess(planned(cell)))
 
 
-@pytest.mark.long  # `make test` has two workers, in the matrix
+@pytest.mark.long  # `make test` runs two workers, in the matrix
 def test_a_run_with_workers_replays_in_one_process():
     check_replay(Local(planned("central, any")))
 
 
-@pytest.mark.long  # `make test` has TCP in test_runtimes.py, and relaxed workers in the matrix
+@pytest.mark.long  # `make test` runs TCP in test_runtimes.py, and relaxed workers in the matrix
 def test_a_run_with_python_environments_over_tcp_replays_in_one_process():
     the_plan = plan(ALGO, envs.make("CartPole-v1", 8), choreo.coarse(2, max_lag=3, merge="any"))
     check_replay(Local(the_plan, carrier="tcp"))
 
 
 def check_replay(runtime):
-    """A replay of the run's log in one process gives the same bits, and the log keeps the bounds of the layout."""
+    """A replay of the run's log in one process gives the same bits, and the log stays within the bounds of the layout."""
     run, log = logged_run(runtime)
     assert_same_bits(run_of(InProcess(runtime.plan, replay=log), KEY, 6), run)
     check_bounds(log, run, runtime.plan.layout, iterations=6)
@@ -136,7 +137,7 @@ def test_layouts_that_cannot_be_relaxed_are_refused(layout, what):
 
 
 def act_twice(env, w, slow, s):
-    """Two steps with weights that glue makes from two carried values."""
+    """Two steps with weights that glue computes from two carried values."""
     half = 0.5 * w + 1.0
     both = half * slow
     for _ in range(2):
@@ -145,14 +146,14 @@ def act_twice(env, w, slow, s):
 
 
 def act_by_glue(env, carry, key):
-    """Actor and learner read `half` and `both`, which glue makes; the new carry reads `both`, too."""
+    """Actor and learner read `half` and `both`, which glue computes. The new carry depends on `both`, too."""
     half, both, s = act_twice(env, carry["w"], carry["slow"], carry["s"])
     w, slow, loss = learn(half, carry["slow"] + both, s[None])
     return {"w": w, "slow": 0.5 * both + slow, "s": s}, {"loss": loss, "half": half[0]}
 
 
-def test_glue_between_what_is_carried_and_its_reader_is_of_one_version():
-    """A worker computes the glue from the version of `w` and `slow` that the log names, the learner from the newest version.
+def test_glue_reads_one_version_of_the_carried_values():
+    """A worker computes the glue from the version of `w` and `slow` that the log names; the learner uses the newest version.
 
     The expected result is computed by hand from the log.
     """
@@ -179,7 +180,7 @@ def test_glue_between_what_is_carried_and_its_reader_is_of_one_version():
     assert_close({name: run[name] for name in expected}, expected, 1e-5)
 
 
-def test_with_merge_any_glue_is_of_one_version_too():
+def test_with_merge_any_glue_reads_one_version_of_the_carried_values():
     """A replay of the log gives the same bits."""
     the_plan = plan(Functions(still, act_by_glue), Pond(6), choreo.coarse(2, max_lag=3, merge="any"))
     run, log = logged_run(InProcess(the_plan))

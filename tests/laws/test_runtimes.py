@@ -27,7 +27,8 @@ THREE_SITES = {
     "jax": Layout(Group("env", replicas=2), Group("actor"), Group("learner")),
     "gymnasium": Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner")),
 }
-"""With Python environments, blocks of two sizes: their workers start fast, because they do not import JAX."""
+"""By kind of environment. Python environments get more sites, with blocks of two sizes: their workers start fast, because they
+do not import JAX."""
 LAYOUTS = {
     "fused": fused(),
     "coarse x1": coarse(1),
@@ -39,8 +40,8 @@ LAYOUTS = {
 ENVS = {"jax": "jax:CartPole-v1", "gymnasium": "CartPole-v1"}
 CELLS = [(env, name, layout) for env in ENVS for name, layout in (LAYOUTS | {"three sites": THREE_SITES[env]}).items()]
 CI = {("gymnasium", "fused"), ("gymnasium", "fine x1"), ("gymnasium", "three sites")}
-"""Cells that `make test` runs. Together with the tests over TCP, each layout runs once. The matrix has JAX environments over
-shared memory."""
+"""Cells that `make test` runs. Together with the tests over TCP, each layout runs once. The matrix runs JAX environments
+over shared memory."""
 OPTIMISED = ("jax", "coarse x1")
 
 
@@ -82,13 +83,13 @@ def test_workers_over_shared_memory(env, layout):
     ],
 )
 def test_workers_over_tcp(env, layout):
-    """On one host; `TestTwoHosts` has two."""
+    """All workers are on one host; `TestTwoHosts` has two hosts."""
     assert_same_bits(run_of(Local(planned(env, layout), carrier="tcp"), KEY), serial(env, layout))
 
 
-@pytest.mark.long  # `make test` has exact blocks in one process, in test_layouts.py
+@pytest.mark.long  # `make test` runs exact blocks in one process, in test_layouts.py
 def test_workers_in_exact_blocks():
-    """With `exact=True` the size of a block does not depend on the number of workers: four give the bits of two."""
+    """With `exact=True` the size of a block does not depend on the number of workers: four workers give the bits of two."""
     run = run_of(Local(planned("jax", coarse(4, exact=True))), KEY)
     assert_same_bits(run, serial("jax", coarse(4, exact=True)))
     assert_same_bits(run, serial("jax", coarse(2, exact=True)))
@@ -112,7 +113,7 @@ def test_a_runtime_continues_from_the_carry_of_another():
 
 
 class TestTwoHosts:
-    """The second host is a network namespace with an agent in it; loopback on machines without namespaces."""
+    """The second host is an agent in a network namespace. On machines without namespaces, both hosts are on loopback."""
 
     @pytest.mark.parametrize(
         ("env", "layout"),

@@ -1,7 +1,7 @@
 """Law levels 1 and 3 for S learner shards: the number of sites or devices that carry them changes nothing.
 
 The reference is `vmap` of `iterate` on E/S environments, each shard with its own key. Results agree with it to 1e-10 in
-float64 with plain SGD, and to 1e-5 in float32. What shards cannot divide is refused.
+float64 with plain SGD, and to 1e-5 in float32. A program or layout that does not fit the shards is refused.
 """
 
 import functools
@@ -48,7 +48,7 @@ def ppo(optimizer=None):
 
 
 def a2c(optimizer=None):
-    """For tests that ask which site sends what to which: A2C compiles in half the time of PPO."""
+    """For tests of the transfers between sites: A2C compiles in half the time of PPO."""
     return A2C(unroll=4, network=NETWORK, optimizer=optimizer)
 
 
@@ -103,7 +103,7 @@ def test_on_two_processes():
         assert_same_bits(run, run_of(InProcess(the_plan), KEY))
 
 
-@pytest.mark.long  # `make test` has other numbers of sites and devices, above
+@pytest.mark.long  # `make test` runs other numbers of sites and devices, above
 def test_more_replicas_than_devices():
     """Eight replicas on four devices: several replicas take turns on one device."""
     run = run_of(InProcess(plan(a2c(), ENV, choreo.multi_learner(8))), KEY)
@@ -146,7 +146,7 @@ def test_python_environments():
 
 class Carry(NamedTuple):
     train: jax.Array
-    """What the learner keeps: no env axis, so it must be equal on all shards."""
+    """State of the learner. It has no env axis, so it must be equal on all shards."""
     env_state: jax.Array
     """State of each environment."""
     obs: jax.Array
@@ -188,7 +188,7 @@ def test_a_gradient_through_all_reduce_is_refused_or_right(layout):
     try:
         runtime = InProcess(plan(Coupled(), ENV, layout))
     except PartitionError:
-        assert layout.name == "multi_learner", "one site runs the program as it stands"
+        assert layout.name == "multi_learner", "one site runs the program as it is"
         return
     assert_close(run_of(runtime, KEY), sharded_reference(Coupled(), ENV, 2, KEY), 1e-5)
 

@@ -20,7 +20,7 @@ from choreo.plans.build import plan_traced
 
 NUM_ENVS = 16
 SLACK = 1.1
-"""Allowed factor, for what every replica computes in full."""
+"""Allowed factor, for the work that every replica does in full."""
 WORKERS = "env+actor"
 
 

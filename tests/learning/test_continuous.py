@@ -1,7 +1,7 @@
 """DDPG, TD3 and SAC learn: greedy evaluation of the final parameters, 100 fresh episodes.
 
-One update for each step. Hyper-parameters were chosen on seeds 100 and above; docs/algorithms/sac.md says
-what else was run. Run by `make test-learning`.
+One update for each step. Hyper-parameters were chosen on seeds 100 and above; docs/algorithms/sac.md
+reports other runs. Run by `make test-learning`.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""PPO learns on Gymnasium's own environments, stepped in worker processes: greedy, 100 fresh episodes, on every seed.
+"""PPO learns on Gymnasium's own environments, stepped in worker processes: greedy evaluation, 100 fresh episodes, on every seed.
 
 The settings are those of tests/learning/test_ppo.py, which were chosen on JAX environments and on other seeds.
 Run by `make test-learning`.
@@ -13,7 +13,7 @@ SETTINGS = {
     "CartPole-v1": PPO(),
     "Pendulum-v1": PPO(gamma=0.9, gae_lambda=0.95, learning_rate=1e-3, epochs=10, minibatch_size=128, entropy_coef=0.0),
 }
-"""Per environment; docs/algorithms/ppo.md shows the same."""
+"""Settings per environment; docs/algorithms/ppo.md shows the same."""
 
 LAYOUTS = {"coarse x2": choreo.coarse(workers=2), "fine x2": choreo.fine(workers=2)}
 

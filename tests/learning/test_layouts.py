@@ -1,7 +1,7 @@
-"""Learning with shards and out of date: greedy evaluation of the final parameters, 100 fresh episodes.
+"""Learning with shards and with lag: greedy evaluation of the final parameters, 100 fresh episodes.
 
-In one process the lags and the order of arrival are drawn from the seed, so that a gate is reproducible; with workers they
-are what happens, and the result is printed only. Run by `make test-learning`.
+In one process the lags and the order of arrival are drawn from the seed, so that the result is reproducible and must reach a
+threshold. With workers they depend on timing, so the threshold is low. Run by `make test-learning`.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def greedy_return(capsys, algo, layout, *, num_envs: int, steps: int, seed: int,
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("layout", IMPALA_LAYOUTS)
-def test_impala_out_of_date(layout, seed, capsys):
+def test_impala_with_lag(layout, seed, capsys):
     assert greedy_return(capsys, IMPALA(), IMPALA_LAYOUTS[layout], num_envs=16, steps=1_000_000, seed=seed) >= 450
 
 
@@ -50,5 +50,5 @@ def test_ppo_with_two_shards(layout, seed, capsys):
 
 @pytest.mark.parametrize(("algo", "layout"), [(IMPALA(), IMPALA_LAYOUTS["sebulba"]), (A2C(), A3C)])
 def test_with_workers(algo, layout, capsys):
-    """Not the same twice: reported, and asked only to be far from nothing."""
+    """No two runs are equal. The result is printed, and must only be far better than a random policy."""
     assert greedy_return(capsys, algo, layout, num_envs=16, steps=1_000_000, seed=0, runtime="local") > 100

@@ -1,6 +1,6 @@
 """PPO learns: greedy evaluation of the final parameters, 100 fresh episodes, on every seed.
 
-Hyper-parameters were chosen on seeds 100 and above; docs/algorithms/ppo.md says what else was run.
+Hyper-parameters were chosen on seeds 100 and above; docs/algorithms/ppo.md reports other runs.
 Run by `make test-learning`.
 """
 

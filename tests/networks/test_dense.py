@@ -25,18 +25,18 @@ def test_actions_need_bounds(space: gymnasium.Space):
         deterministic(spaces.Discrete(2), space, jax.random.key(0))
 
 
-def test_integers_are_no_real_numbers():
+def test_integer_actions_are_refused():
     with pytest.raises(AlgorithmError, match="real numbers in a Box"):
         deterministic(spaces.Discrete(2), spaces.Box(0, 5, (2,), np.int32), jax.random.key(0))
 
 
-def test_a_mask_is_not_for_real_numbers():
+def test_a_mask_of_continuous_actions_is_refused():
     masked = spaces.Dict(action_mask=spaces.MultiBinary(2), place=spaces.Discrete(2))
     with pytest.raises(AlgorithmError, match="An action mask is for Discrete and MultiDiscrete actions"):
         deterministic(masked, spaces.Box(-1.0, 1.0, (2,), np.float32), jax.random.key(0))
 
 
-def test_no_critics():
+def test_zero_critics_are_refused():
     with pytest.raises(AlgorithmError, match="critics=0 has nothing to learn from"):
         jax.eval_shape(
             functools.partial(deterministic, spaces.Discrete(2), spaces.Box(-1.0, 1.0), critics=0), jax.random.key(0)

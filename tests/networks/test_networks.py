@@ -17,14 +17,14 @@ VECTOR = spaces.Box(-1.0, 1.0, (2,), np.float32)
 TWO = spaces.Discrete(2)
 
 
-def test_signs_become_one_hot():
+def test_a_discrete_observation_becomes_one_hot():
     encode = networks.encoder(spaces.Discrete(5))
     assert encode(jnp.int32(3)).tolist() == [0, 0, 0, 1, 0] and encode.size == 5
     encode = networks.encoder(spaces.Discrete(3, start=-1))
     assert encode(jnp.int32(-1)).tolist() == [1, 0, 0]
 
 
-def test_several_signs_become_several():
+def test_each_part_of_a_multi_discrete_observation_becomes_one_hot():
     encode = networks.encoder(spaces.MultiDiscrete([2, 3], start=[5, -1]))
     assert encode(jnp.array([6, 1], jnp.int32)).tolist() == [0, 1, 0, 0, 1]
     encode = networks.encoder(spaces.MultiDiscrete([[2, 1], [1, 2]]))
@@ -35,19 +35,19 @@ def test_several_signs_become_several():
     ("space", "largest"),
     [
         (spaces.Box(0, 255, (2, 2), np.uint8), 1.0),
-        (spaces.Box(0, 1, (2, 2), np.uint8), 255.0),  # planes of zeros and ones stay as they are
+        (spaces.Box(0, 1, (2, 2), np.uint8), 255.0),  # planes of zeros and ones are not scaled
         (spaces.Box(0, 255, (2, 2), np.int32), 255.0),
     ],
 )
 def test_bytes_are_scaled_to_one(space, largest):
     encode = networks.encoder(space)
     assert encode(jnp.full((2, 2), 255, space.dtype)).tolist() == [largest] * 4
-    # Normalised beforehand, by statistics, they are in scale already.
+    # Floats are not scaled: running statistics have normalised them before.
     assert encode(jnp.full((2, 2), 2.0)).tolist() == [2.0] * 4
 
 
-def test_leaves_stand_in_the_order_of_jax_tree():
-    """Also where a Dict space keeps another order: observations are plain dicts, which JAX sorts."""
+def test_leaves_are_encoded_in_the_order_of_jax_tree():
+    """A Dict space may keep another order, but observations are plain dicts, whose keys JAX sorts."""
     space = spaces.Dict(OrderedDict(b=TWO, a=spaces.Tuple([VECTOR, spaces.MultiBinary(1)]), action_mask=TWO))
     obs = {"b": jnp.int32(1), "a": (jnp.array([0.5, -0.5]), jnp.ones(1, jnp.int8)), "action_mask": jnp.int32(0)}
     encode = networks.encoder(space)

@@ -1,4 +1,4 @@
-"""Squashed Gaussians, in the units of their bounds: against distrax, far out, and in the middle."""
+"""Squashed Gaussians: their densities against distrax and in the tails, and the greedy action."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ WIDE = Bounds((-2.0, 0.0), (2.0, 10.0), (2,))
 
 @pytest.mark.parametrize("bounds", [pytest.param(UNIT, marks=pytest.mark.long), WIDE], ids=["unit", "wide"])
 def test_densities_against_distrax(bounds):
-    """Ours are of actions scaled to [-1, 1]: distrax's, and the logarithm of half the width of each dimension."""
+    """Our densities are those of actions scaled to [-1, 1]: distrax's, plus the logarithm of half the width of each dimension."""
     distrax = pytest.importorskip("distrax", reason="distrax is not installed")
     mean, log_std = jnp.array([0.5, -1.0]), jnp.array([-0.3, 0.2])
     ours = Squashed(mean, log_std, bounds)
@@ -26,8 +26,8 @@ def test_densities_against_distrax(bounds):
     np.testing.assert_allclose(log_prob, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_densities_far_out_are_finite():
-    """Where tanh is 1 in float32: the density and its gradient are those of the Gaussian, and a slope of 4 exp(-2 x)."""
+def test_densities_in_the_tails_are_finite():
+    """Where tanh(x) rounds to 1 in float32, its slope is still 4 exp(-2 |x|): log-density and gradient must stay finite."""
 
     def drawn(mean):
         pi = Squashed(mean, jnp.array([-9.0, -9.0]), UNIT)
@@ -39,7 +39,7 @@ def test_densities_far_out_are_finite():
     np.testing.assert_allclose(gradient, [2.0, -2.0], rtol=1e-4)
 
 
-def test_the_greedy_action_is_the_middle_of_the_distribution():
+def test_the_greedy_action_is_the_median_of_the_distribution():
     pi = Squashed(jnp.array([0.5, -1.0]), jnp.array([0.0, 0.0]), WIDE)
     drawn = jax.jit(jax.vmap(pi.sample))(jax.random.split(jax.random.key(0), 4000))
     np.testing.assert_allclose(np.median(drawn, axis=0), pi.mode(), atol=0.15)

@@ -1,4 +1,4 @@
-"""Distributions against SciPy and against what their samples do."""
+"""Distributions, against SciPy and against the frequencies and moments of their samples."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_categorical_log_prob_and_entropy():
     assert pi.mode().tolist() == [2, 0]
 
 
-def test_categorical_samples_have_these_frequencies():
+def test_categorical_samples_have_the_right_frequencies():
     pi = ops.Categorical(jnp.asarray(LOGITS[0]))
     sample = jax.vmap(pi.sample)(jax.random.split(jax.random.key(0), 20_000))
     frequency = np.bincount(sample, minlength=4) / 20_000
@@ -45,7 +45,7 @@ def test_gaussian_log_prob_and_entropy():
     assert (pi.mode() == MEAN).all()
 
 
-def test_gaussian_samples_have_these_moments():
+def test_gaussian_samples_have_the_right_moments():
     pi = ops.Gaussian(jnp.asarray(MEAN), jnp.asarray(LOG_STD))
     sample = jax.vmap(pi.sample)(jax.random.split(jax.random.key(0), 20_000))
     np.testing.assert_allclose(sample.mean(0), MEAN, atol=0.03)
@@ -65,13 +65,13 @@ def test_bernoulli_log_prob_and_entropy():
     assert sample.dtype == pi.mode().dtype == jnp.int8
 
 
-def test_a_certain_switch_has_no_entropy_and_a_finite_gradient():
+def test_a_certain_bernoulli_has_no_entropy_and_a_finite_gradient():
     for logits in (200.0, -200.0):
         value, grad = jax.value_and_grad(lambda x: Bernoulli(x).entropy())(jnp.float32(logits))
         assert value == 0 and np.isfinite(grad)
 
 
-def test_several_categoricals_are_their_sum():
+def test_multi_categorical_adds_log_probs_and_entropies_of_its_parts():
     flat, sizes = jnp.asarray(np.concatenate([LOGITS[0, :2], LOGITS[1]])), (2, 4)
     pi, parts = multi_categorical(flat, sizes), [ops.Categorical(flat[:2]), ops.Categorical(flat[2:])]
     np.testing.assert_allclose(pi.entropy(), sum(part.entropy() for part in parts), rtol=1e-5)
@@ -80,12 +80,12 @@ def test_several_categoricals_are_their_sum():
         np.testing.assert_allclose(pi.log_prob(jnp.array(action, jnp.int32)), want, rtol=1e-5)
     assert pi.mode().tolist() == [part.mode() for part in parts]
     sample = np.asarray(jax.vmap(pi.sample)(jax.random.split(jax.random.key(0), 20_000)))
-    assert sample.max(0).tolist() == [1, 3]  # what fills up the shorter row is never drawn
+    assert sample.max(0).tolist() == [1, 3]  # the padding of the shorter row is never drawn
     joint = np.histogram2d(sample[:, 0], sample[:, 1], bins=[np.arange(3), np.arange(5)])[0] / 20_000
     np.testing.assert_allclose(joint, np.outer(*(jax.nn.softmax(part.logits) for part in parts)), atol=0.015)
 
 
-def test_actions_counted_from_elsewhere():
+def test_shifted_actions_count_from_another_start():
     start, pi = jnp.array([5, -1], jnp.int32), multi_categorical(jnp.asarray(LOGITS[0]), (2, 2))
     shifted = Shifted(pi, start)
     assert shifted.mode().tolist() == [5, -1] and pi.mode().tolist() == [0, 0]
@@ -96,7 +96,7 @@ def test_actions_counted_from_elsewhere():
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_a_masked_action_is_out_of_reach_and_everything_finite(x64):
+def test_a_masked_action_is_never_drawn_and_gradients_are_finite(x64):
     with jax.enable_x64(x64):
         logits, mask = jnp.asarray(LOGITS[0]), jnp.array([True, False, False, True])
         pi, rest = ops.Categorical(masked(logits, mask)), ops.Categorical(logits[jnp.array([0, 3])])
@@ -104,7 +104,7 @@ def test_a_masked_action_is_out_of_reach_and_everything_finite(x64):
         np.testing.assert_allclose(pi.entropy(), rest.entropy(), rtol=1e-5)
         np.testing.assert_allclose(pi.log_prob(jnp.int32(3)), rest.log_prob(jnp.int32(1)), rtol=1e-5)
         assert set(jax.vmap(pi.sample)(jax.random.split(jax.random.key(0), 1000)).tolist()) == {0, 3}
-        assert pi.mode() == 0  # 2 would be likelier
+        assert pi.mode() == 0  # action 2 has a larger logit, but is masked
         for part in (
             lambda pi: pi.entropy(),
             lambda pi: pi.log_prob(jnp.int32(0)),
@@ -115,19 +115,19 @@ def test_a_masked_action_is_out_of_reach_and_everything_finite(x64):
             assert (np.asarray(grad)[1:3] == 0).all()  # a masked logit learns nothing
 
 
-def test_with_every_action_masked_all_are_alike():
+def test_if_every_action_is_masked_all_are_equally_likely():
     pi = ops.Categorical(masked(jnp.asarray(LOGITS[0]), jnp.zeros(4, bool)))
     sample = jax.vmap(pi.sample)(jax.random.split(jax.random.key(0), 20_000))
     np.testing.assert_allclose(np.bincount(sample, minlength=4) / 20_000, 0.25, atol=0.015)
     mask = jnp.array([False, False, True, False, True])
-    pi = multi_categorical(jnp.arange(5.0), (2, 3), mask)  # nothing is left in the first dimension
+    pi = multi_categorical(jnp.arange(5.0), (2, 3), mask)  # masks all actions of the first dimension
     sample = jax.vmap(pi.sample)(jax.random.split(jax.random.key(0), 20_000))
     np.testing.assert_allclose(np.bincount(sample[:, 0], minlength=3) / 20_000, [0.5, 0.5, 0], atol=0.015)
     assert set(sample[:, 1].tolist()) == {0, 2}
 
 
 def test_clipped_surrogate_by_cases():
-    """Schulman et al. 2017, figure 1: clipped only where moving on would be rewarded."""
+    """Schulman et al. 2017, figure 1: the loss is clipped only where the ratio would gain by moving further away from 1."""
     ratio = jnp.array([0.5, 1.0, 1.5, 0.5, 1.0, 1.5])
     advantage = jnp.array([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     loss = ops.clipped_surrogate(ratio, advantage, 0.2)
@@ -154,8 +154,8 @@ def test_moments_of_a_stream_are_those_of_all_data():
 
 @pytest.mark.long
 def test_against_distrax():
-    """In CI: SciPy, above."""
-    distrax = pytest.importorskip("distrax", reason="distrax is not installed; SciPy above stands alone")
+    """`make test` compares with SciPy, above."""
+    distrax = pytest.importorskip("distrax", reason="distrax is not installed; only SciPy is compared with")
     ours, theirs = ops.Categorical(jnp.asarray(LOGITS)), distrax.Categorical(logits=jnp.asarray(LOGITS))
     action = jnp.array([1, 3], jnp.int32)
     np.testing.assert_allclose(ours.log_prob(action), theirs.log_prob(action), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""`n_step` against a loop, with an end of either kind at every place, and against rlax where both say the same."""
+"""`n_step` against a loop, with a termination or a time limit at every step, and against rlax without time limits."""
 
 import itertools
 
@@ -14,10 +14,10 @@ ENDS = ("goes on", "terminates", "time limit")
 
 
 def by_hand(reward, discount, last):
-    """The return, the factor of what is bootstrapped, and the step it is bootstrapped from."""
+    """The sum of the rewards, the factor of the bootstrapped value, and the number of steps before that value."""
     total, factor, steps = 0.0, 1.0, 0
     for r, d, ended in list(zip(reward, discount, last, strict=True))[:-1]:
-        if ended and d > 0:  # its successor was not stored
+        if ended and d > 0:  # a time limit: the successor was not stored
             break
         total += factor * r
         factor *= GAMMA * d
@@ -34,7 +34,7 @@ def window(ends):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_every_end_at_every_place(n):
+def test_every_kind_of_end_at_every_step(n):
     windows = [window(ends) for ends in itertools.product(ENDS, repeat=n + 1)]
     reward, discount, last = (np.array(x) for x in zip(*windows, strict=True))
     got = jax.jit(jax.vmap(lambda *args: ops.n_step(*args, GAMMA)))(
@@ -49,14 +49,14 @@ def test_every_end_at_every_place(n):
             np.testing.assert_allclose(got.discount[i], factor, rtol=1e-6)
 
 
-def test_where_no_time_limit_cuts_it_is_that_of_rlax():
-    """rlax knows no time limits; and its n-step returns go on after the end with a discount of 0, which is the same."""
-    rlax = pytest.importorskip("rlax", reason="rlax is not installed; the loop above stands alone")
+def test_without_time_limits_it_equals_rlax():
+    """rlax has no time limits. After the end of an episode it goes on with a discount of 0, which gives the same return."""
+    rlax = pytest.importorskip("rlax", reason="rlax is not installed; only the loop above is compared with")
     n_step = jax.jit(lambda *args: ops.n_step(*args, GAMMA))
     rng = np.random.default_rng(0)
     for _ in range(20):
         reward = rng.normal(size=6).astype(np.float32)
-        value = rng.normal(size=6).astype(np.float32)  # of the observation at each step
+        value = rng.normal(size=6).astype(np.float32)  # value of the observation at each step
         last = rng.random(6) < 0.2
         discount = np.where(last, 0.0, 1.0).astype(np.float32)
         got = n_step(jnp.asarray(reward), jnp.asarray(discount), jnp.asarray(last))

@@ -1,4 +1,4 @@
-"""Statistics in two halves, as `gradient` and `update` take them, against those of all data."""
+"""Running statistics in two steps, `look` (in `gradient`) and `merge_moments` (in `update`), against those of all data."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import numpy as np
 from choreo import ops
 
 
-def test_what_shards_saw_may_be_averaged():
-    """Shards whose means differ, about 300 away from zero: the variance between them counts, and digits remain."""
+def test_statistics_of_shards_may_be_averaged():
+    """The shards have different means near 300: the variance between shards must count, and not vanish in rounding."""
     rng = np.random.default_rng(0)
     data = (300 + 2 * rng.normal(size=(6, 4, 16, 3)) + np.arange(4)[:, None, None]).astype(np.float32)
     moments = ops.Moments.of_nothing((3,))
@@ -21,7 +21,7 @@ def test_what_shards_saw_may_be_averaged():
     np.testing.assert_allclose(moments.var, everything.var(0), rtol=5e-3)
 
 
-def test_one_shard_is_as_in_one_go():
+def test_with_one_shard_two_steps_equal_one_update():
     data = jnp.asarray(np.random.default_rng(1).normal(3.0, 2.0, (5, 7, 4, 3)).astype(np.float32))
     halves = whole = ops.Moments.of_nothing((3,))
     for batch in data:
@@ -30,8 +30,8 @@ def test_one_shard_is_as_in_one_go():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), halves, whole)
 
 
-def test_what_was_seen_by_older_statistics_counts_as_much():
-    """Asynchronous workers look around a mean that has moved on since."""
+def test_batches_looked_at_with_older_statistics_count_as_much():
+    """Asynchronous workers take differences from a mean that has changed since."""
     data = jnp.asarray(np.random.default_rng(2).normal(3.0, 2.0, (4, 50, 3)).astype(np.float32))
     old = now = ops.Moments.of_nothing((3,))
     for batch in data:
@@ -41,7 +41,7 @@ def test_what_was_seen_by_older_statistics_counts_as_much():
 
 
 def test_a_constant_has_no_variance():
-    """Rounding must not make it negative: its root would be NaN."""
+    """Rounding must not make the variance negative: its square root would be NaN."""
     moments, batch = ops.Moments.of_nothing((1,)), jnp.full((10, 1), 0.1)
     for _ in range(5):
         moments = ops.merge_moments(moments, ops.look(moments, batch), jnp.float32(10))

@@ -1,4 +1,4 @@
-"""Returns and advantages against a NumPy loop and closed forms, on random trajectories with ends of both kinds."""
+"""Returns and advantages against a NumPy loop and closed forms, on random trajectories with terminations and time limits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,7 @@ def steps():
 
 
 def by_hand(steps, lambda_):
-    """Sutton & Barto, the definition: a weighted sum of n-step returns, each env and each start by itself."""
+    """The definition of Sutton & Barto: a weighted sum of n-step returns, for each environment and each start."""
     reward, discount, last, _, value_t = steps
     out = np.zeros((TIME, ENV))
     for e in range(ENV):
@@ -34,7 +34,7 @@ def by_hand(steps, lambda_):
                 weight.append((1 - lambda_) * lambda_ ** (t - start))
                 if last[t, e]:
                     break
-            weight[-1] = lambda_ ** (len(weight) - 1)  # all that is left
+            weight[-1] = lambda_ ** (len(weight) - 1)  # the rest of the weights
             out[start, e] = np.dot(weight, n_step)
     return out
 
@@ -57,7 +57,7 @@ def test_gae_by_its_recursion(steps, lambda_):
 
 
 def test_gae_is_lambda_return_less_value_where_values_agree(steps):
-    """Within an episode the value after a step is the value before the next one; then the two are the same thing."""
+    """If within episodes the value after a step equals the value before the next one, the two results are equal."""
     reward, discount, last, value_tm1, value_t = steps
     value_t = np.where(last, value_t, np.roll(value_tm1, -1, axis=0))
     reward, discount, last, value_tm1, value_t = map(jnp.asarray, (reward, discount, last, value_tm1, value_t))
@@ -78,7 +78,7 @@ def test_discounted_return_of_ones():
 
 def test_against_rlax(steps):
     """Where no episode is cut by a time limit, rlax computes the same."""
-    rlax = pytest.importorskip("rlax", reason="rlax is not installed; the NumPy loops above stand alone")
+    rlax = pytest.importorskip("rlax", reason="rlax is not installed; only the NumPy loops above are compared with")
     reward, discount, last, value_tm1, value_t = steps
     value_t = np.roll(value_tm1, -1, axis=0)
     last = discount == 0

@@ -1,4 +1,4 @@
-"""V-trace against its definition as a sum over products, against rlax, and where it becomes something simpler."""
+"""V-trace against its definition as a sum over products, against rlax, and in special cases with a simpler formula."""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ def steps():
 
 @pytest.fixture
 def ratio():
-    """Of probabilities now and then: on both sides of 1."""
+    """Probability of each action now, divided by its probability when it was chosen: on both sides of 1."""
     return np.exp(np.random.default_rng(1).normal(0, 0.7, (TIME, ENV))).astype(np.float32)
 
 
 def by_definition(ratio, steps, rho_bar, c_bar, lambda_):
-    """Equation 1: V(x_s) + sum_t gamma^(t-s) (prod of c) rho_t delta_t, each start by itself, to its episode's end."""
+    """Equation 1: V(x_s) + sum_t gamma^(t-s) (prod of c) rho_t delta_t, for each start, up to the end of its episode."""
     reward, discount, last, value_tm1, value_t = steps
     out = value_tm1.astype(np.float64)
     for e in range(ENV):
@@ -66,14 +66,14 @@ def test_on_policy_it_is_the_lambda_return_and_gae(steps, lambda_):
     np.testing.assert_allclose(got.advantage_t, advantage, rtol=1e-4, atol=1e-5)
 
 
-def test_what_would_never_be_done_teaches_nothing(steps):
+def test_steps_with_a_ratio_of_zero_change_nothing(steps):
     got = ops.vtrace(jnp.zeros((TIME, ENV)), *map(jnp.asarray, steps))
     np.testing.assert_array_equal(got.target_tm1, steps[3])
     np.testing.assert_array_equal(got.advantage_t, 0)
 
 
-def test_cut_weights_are_those_of_one(ratio, steps):
-    """Where every ratio is above both bounds, it no longer matters which."""
+def test_clipped_ratios_act_like_ratios_of_one(ratio, steps):
+    """If every ratio is above both bounds, which are 1 by default, the ratios have no influence."""
     high = ops.vtrace(*map(jnp.asarray, (ratio + 1, *steps)))
     ones = ops.vtrace(jnp.ones((TIME, ENV)), *map(jnp.asarray, steps))
     np.testing.assert_array_equal(high.target_tm1, ones.target_tm1)
@@ -93,8 +93,8 @@ def test_nothing_leaks_from_the_next_episode(ratio, steps):
 
 @pytest.mark.parametrize(("bar", "lambda_"), [(1.0, 1.0), (1.0, 0.9), (1.7, 0.8)])
 def test_against_rlax(ratio, steps, bar, lambda_):
-    """Where no episode is cut by a time limit, rlax computes the same; it always cuts traces at 1."""
-    rlax = pytest.importorskip("rlax", reason="rlax is not installed; the definition above stands alone")
+    """Where no episode is cut by a time limit, rlax computes the same; it always clips c at 1."""
+    rlax = pytest.importorskip("rlax", reason="rlax is not installed; only the definition above is compared with")
     reward, discount, _, value_tm1, value_t = steps
     value_t = np.concatenate([value_tm1[1:], value_t[-1:]])
     last = discount == 0
@@ -111,8 +111,8 @@ def test_against_rlax(ratio, steps, bar, lambda_):
         np.testing.assert_allclose(got.advantage_t[:, e], theirs.pg_advantage, rtol=1e-4, atol=1e-5)
 
 
-def test_it_judges_the_policy_that_the_bounds_allow():
-    """One step, four actions: the target is the value of pi, or of pi cut at rho_bar times mu (section 4.1)."""
+def test_the_target_weights_rewards_by_the_clipped_policy():
+    """One step, four actions: the target is the reward weighted by pi, or by min(pi, rho_bar * mu) (section 4.1)."""
     mu, pi, reward = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.1, 0.1], [3.0, -1.0, 2.0, 5.0]], np.float32)
     one = jnp.ones((1, 4))  # every action once, so that weighing by mu is exact
     ended, zero = one.astype(bool), jnp.zeros((1, 4))

@@ -1,4 +1,4 @@
-"""The module map of docs/architecture.md is what the imports say."""
+"""The module map of docs/architecture.md agrees with the imports."""
 
 import importlib.util
 
@@ -35,7 +35,7 @@ def test_a_page_without_markers_is_refused():
 
 
 def test_every_room_has_a_row_and_imports_only_rows_below():
-    """Rooms within one room are one layer of the contract: their order is not checked."""
+    """The packages within one room form one layer of the contract: their order is not checked."""
     rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in module_map.module_map().splitlines()[2:]]
     rooms = [row[0].strip("`") for row in rows]
     folder = ROOT / "src" / "choreo"

@@ -1,4 +1,4 @@
-"""Algorithms read alone: few lines in common, few files to open."""
+"""Limits of algorithm files: the lines that two of them share, and the files that one opens to understand one."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def test_ppo_and_sac_are_understood_with_four_files_open():
     assert "algos/ppo.py" in done.stdout and "algos/sac.py" in done.stdout
 
 
-def test_both_refuse_what_is_above_the_limit():
+def test_both_scripts_fail_above_the_limit():
     assert "share" in run("shared_lines.py", "--limit", "1").stdout.splitlines()[-1]
     assert run("shared_lines.py", "--limit", "1").returncode == 1
     assert run("files_to_read.py", "sac", "--limit", "1").returncode == 1

@@ -1,7 +1,7 @@
 """A user trains on an environment of their own with several workers: from a script, a notebook, and the command line.
 
 Each test runs as a user would run it, in a process of its own and from a folder without our files. Afterwards no process may
-be left. A mark in the environment variables, which workers inherit, finds orphaned processes too.
+be left. Orphaned processes are found by a mark in the environment variables, which workers inherit.
 """
 
 import json
@@ -62,14 +62,14 @@ def user(tmp_path):
 
 def test_script_without_guard(user):
     assert "__main__" not in EXAMPLE.read_text().split('"""', 2)[2]
-    assert user.run(EXAMPLE) == "Share of the safe: 1.00\n"
+    assert user.run(EXAMPLE) == "Share of the largest return: 1.00\n"
     run = user.folder / "runs" / "safe"
     assert list((run / "tensorboard").iterdir())
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 32
 
 
-def test_without_a_run_folder(tmp_path, monkeypatch):
-    """Loggers that are given by name write into a run folder, which is then made."""
+def test_loggers_without_a_run_folder(tmp_path, monkeypatch):
+    """Loggers that are given by name need a run folder, so `train` makes one."""
     monkeypatch.chdir(tmp_path)
     choreo.train(Tiny(unroll=4), "jax:CartPole-v1", num_envs=2, steps=16, loggers=["tensorboard"], progress=False)
     (events,) = tmp_path.glob("runs/*/tensorboard/*")
@@ -83,7 +83,7 @@ def test_notebook(user):
     nbformat.write(notebook, user.folder / "own.ipynb")
     user.run("-c", "from nbclient.cli import main; main()", "own.ipynb", "--inplace", "--kernel_name", "python3")
     done = nbformat.read(user.folder / "own.ipynb", as_version=4)
-    assert printed(done.cells[-1]) == "Share of the safe: 1.00\n"
+    assert printed(done.cells[-1]) == "Share of the largest return: 1.00\n"
     assert (user.folder / "runs" / "safe" / "tensorboard").is_dir()
 
 

@@ -1,4 +1,4 @@
-"""With this folder in PYTHONPATH, channels over TCP send frames unencrypted. Encryption is measured against this."""
+"""With this folder in PYTHONPATH, channels over TCP send frames unencrypted, for comparison with encryption."""
 
 import numpy as np
 import zmq

@@ -1,4 +1,4 @@
-"""Edge cases of what JAX and Python allow, for law levels 2 and 3: an accepted program gives the reference result.
+"""Programs with unusual features of JAX and Python, for law levels 2 and 3: an accepted program gives the reference result.
 
 Each program is an ordinary small algorithm on `Pond` with one odd thing in it: an unusual leaf or container, statics that
 compare equal, shapes that depend on the number of environments E. The programs take all sizes from `env`, so that each runs
@@ -8,4 +8,4 @@ with any number of environments. `test_edges.py` runs them, and says which must 
 from pathlib import Path
 
 FOLDER = str(Path(__file__).parent)
-"""Refusals name a line of a file in here."""
+"""A refusal must name a line of a file in this folder."""

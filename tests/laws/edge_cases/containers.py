@@ -138,18 +138,18 @@ def through_fragments(name: str) -> Functions:
 
 
 WITHOUT_VMAP = {"Partial", "functions and strings beside", "Equinox module", "nested"}
-"""Containers with leaves that are no arrays, which `vmap` does not take."""
+"""Containers with leaves that are not arrays, which `vmap` does not accept."""
 
 
 class Metrics(NamedTuple):
-    """Two metrics whose alphabetical order is not their own."""
+    """Two metrics that are not in alphabetical order."""
 
     zeta: Any
     alpha: Any
 
 
 class UserDict(dict):
-    """A user's subclass of dict, which JAX takes for a leaf."""
+    """A user's subclass of dict, which JAX treats as a leaf."""
 
 
 METRICS: dict[str, Callable[[Any, Any], Any]] = {
@@ -184,16 +184,16 @@ METRICS: dict[str, Callable[[Any, Any], Any]] = {
     "a function": lambda s, w: {"f": jnp.tanh, "alpha": jnp.max(w)},
     "a string": lambda s, w: {"f": "word", "alpha": jnp.max(w)},
 }
-"""What `iterate` returns as metrics, from the state and the weights."""
+"""The metrics that `iterate` returns, computed from the state and the weights."""
 METRICS_THAT_RUN = {
     "OrderedDict", "defaultdict", "dict out of order", "none at all", "Python numbers", "NumPy numbers", "types",
     "the same twice", "carried",
 }  # fmt: skip
-"""Metrics that must run. The others may be refused, because they are no flat dict of numbers."""
+"""Metrics that must run. The others may be refused, because they are not a flat dict of ordinary numbers."""
 
 
 def with_metrics(name: str) -> Functions:
-    """The plain program with those metrics. A compiler that sorts names, but not values, gives metrics each other's names."""
+    """The plain program with those metrics. A compiler that sorts names, but not values, gives metrics wrong names."""
 
     def iterate(env, c, key):
         s = env.step(c["s"], acts(c["w"], c["s"]))

@@ -89,7 +89,7 @@ PYTHON: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "numpy bool": (np.bool_(True), flipped),
     "numpy float64 scalar": (np.float64(0.5), lambda x: x + 1),
 }
-"""Numbers that are no arrays: a leaf, and how an iteration changes it. A compiler that takes them for constants is wrong."""
+"""Numbers that are not arrays: a leaf, and how an iteration changes it. A compiler must not treat them as constants."""
 
 
 def copy_of(x):
@@ -102,13 +102,13 @@ def copy_of(x):
 def with_leaf(leaf: Any, change: Callable[[Any], Any]) -> Functions:
     """An algorithm that carries the leaf in every way in which donation or aliasing could go wrong.
 
-    "kept" and "alias" are the same object and stay; "moved" changes; "this" and "that" change places; "first" and "second"
+    "kept" and "alias" are the same object and never change; "moved" changes; "this" and "that" swap places; "first" and "second"
     become the same value. An array is also carried per environment ("rows"), and crosses from the actor to another site.
     """
     is_array = isinstance(leaf, (jax.Array, np.ndarray))
 
     def rows(env):
-        """One leaf for each environment: changed for every second one."""
+        """One leaf per environment; every second environment has the changed leaf."""
         return jnp.stack([jnp.asarray(leaf), jnp.asarray(change(jnp.asarray(leaf)))])[jnp.arange(env.num_envs) % 2]
 
     def init(env, key):
@@ -168,7 +168,7 @@ def with_a_chain_of_changes() -> Functions:
 
 
 def with_a_late_change() -> Functions:
-    """The first iteration returns the flag as it was. A compiler that looks at one iteration takes the flag for a constant."""
+    """The first iteration returns the flag as it was. A compiler that looks at one iteration only treats the flag as a constant."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width), "n": jnp.int32(0), "late": False}
@@ -198,7 +198,7 @@ COUNTERS: dict[str, Functions] = {
 
 
 def with_module(make: Callable[[jax.Array], Any], apply: Callable[..., Any]) -> Functions:
-    """An Equinox module in the carry. Its Python leaves and functions must stay what they are: Equinox branches on them."""
+    """An Equinox module in the carry. Its Python leaves must stay Python values, because Equinox branches on them."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width), "net": make(jax.random.key(5))}

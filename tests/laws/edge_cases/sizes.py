@@ -1,6 +1,6 @@
 """Shapes that depend on the number of environments E, and sizes that happen to equal E.
 
-A compiler that finds the env axis by its length cuts the wrong axis, or a leaf that has no env axis.
+A compiler that finds the env axis by its length divides the wrong axis, or divides a leaf that has no env axis.
 """
 
 import math
@@ -36,7 +36,7 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
 def with_shape(name: str) -> Functions:
     """The learner writes the states into a leaf of that shape, as into a ring buffer, and learns from its mean.
 
-    A worker or shard with E / 2 environments that cuts a leaf of 4E rows as if it had E takes a wrong mean.
+    A worker or shard with E / 2 environments that divides a leaf of 4E rows as if it had E rows computes a wrong mean.
     """
 
     def init(env, key):
@@ -63,7 +63,7 @@ def with_shape(name: str) -> Functions:
 
 
 def with_rows(name: str) -> Functions:
-    """Each environment keeps its own row of a leaf with one env axis. A block must be cut along that axis, and no other."""
+    """Each environment keeps its own row of a leaf with one env axis. Blocks must be taken along that axis, and no other."""
 
     def init(env, key):
         leaf = jnp.zeros(SHAPES[name](env.num_envs))
@@ -91,7 +91,7 @@ def square_and_weights(env, key):
 
 
 def dense(env, c, key):
-    """A dense layer with weights [width, width]. Where width is E, no length tells that this is not the env axis."""
+    """A dense layer with weights [width, width]. If width equals E, the lengths do not show that neither is the env axis."""
     mapped = jax.vmap(choreo.fragment("actor")(lambda m, s: jnp.tanh(m @ s)), (None, 0))
     s = env.step(c["s"], mapped(c["m"], c["s"]))
     m = choreo.fragment("learner")(lambda m, s: m - 0.05 * (s.T @ s) / len(s))(c["m"], s)
@@ -99,7 +99,7 @@ def dense(env, c, key):
 
 
 def batched(env, c, key):
-    """The actor multiplies all states [E, width] by a matrix [width, width]; where width is E, both look the same."""
+    """The actor multiplies all states [E, width] by a matrix [width, width]; if width equals E, both have the same shape."""
     s = env.step(c["s"], choreo.fragment("actor")(lambda m, s: jnp.tanh(s @ m))(c["m"], c["s"]))
     return {"s": s, "w": learn(c["w"], s), "m": c["m"].T}, {"m": jnp.sum(s[0])}
 
@@ -117,7 +117,7 @@ def summed_over_environments_transposed(env, c, key):
 
 
 def as_many_steps_as_environments(env, c, key):
-    """A rollout of as many steps as there are environments: [T, E, width] with T = E, and both axes swapped."""
+    """A rollout of as many steps as there are environments: [T, E, width] with T = E. Later both axes are swapped."""
 
     def step(s, t):
         s = env.step(s, acts(c["w"], s) + 0.01 * t)
@@ -183,4 +183,4 @@ SIZED: dict[str, Functions] = {
         (pairs_and_square, squares_carried),
     )
 }
-"""Programs for numbers of environments that are equal to another size of the program."""
+"""Programs to be run with a number of environments that equals another size of the program."""

@@ -22,7 +22,7 @@ from partition.ponds import Functions
 
 
 class Level(enum.IntEnum):
-    """Members that compare equal to integers."""
+    """An enum whose members compare equal to integers."""
 
     ONE = 1
     ZERO = 0
@@ -60,7 +60,7 @@ def reveal(value, x):
 
 @dataclass(frozen=True)
 class Frozen:
-    """An algorithm-like dataclass: the static value is a field of `self`."""
+    """A dataclass like an algorithm: the static value is a field of `self`."""
 
     value: Any
 
@@ -168,7 +168,7 @@ def by_set(values, x):
 
 @choreo.fragment("actor")
 def return_the_static(value, x):
-    """The value itself is a result of the fragment, and no array."""
+    """Return the static value itself, which is not an array."""
     return x, value
 
 
@@ -216,14 +216,14 @@ EQUALS: dict[str, tuple[Any, ...]] = {
     "strings and their subclasses": ("a", enum.StrEnum("Letters", {"A": "a"}).A),  # pyright: ignore[reportAttributeAccessIssue]
     "dtypes": (np.dtype("float32"), jnp.float32, np.float32),
 }
-"""Values of which each compares equal to the next one, but computes something else."""
+"""Groups of values that compare equal, but for which `reveal` gives different results."""
 
 NUMBERS = ("one", "zero", "complex zero")
 """Keys of `EQUALS` that hold numbers."""
 
 
 def with_static(value: Any, holder: str) -> Functions:
-    """A program that calls a mapped fragment with the static value, and adds what the fragment makes of it to the state."""
+    """A program that calls a mapped fragment with the static value, and adds the fragment's result to the state."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width)}

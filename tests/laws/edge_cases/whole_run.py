@@ -1,4 +1,4 @@
-"""An algorithm for whole runs on CartPole: what a user sees in rows, summary and evaluation."""
+"""An algorithm for whole runs on CartPole, to check the rows, the summary and the evaluation that a user sees."""
 
 import collections
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Learned(NamedTuple):
     """The train state."""
 
     weights: jax.Array
-    """Of the linear policy, [obs, action]."""
+    """Weights of the linear policy, [obs, action]."""
     updates: Any
-    """Number of updates; `init` returns a Python number."""
+    """Number of updates; a Python number in the carry of `init`."""
     notes: Any
     """An OrderedDict with a bfloat16 array that changes, and None and a Python number that do not."""
 
@@ -27,7 +27,7 @@ class Whole(NamedTuple):
     """The carry."""
 
     train: Learned
-    """What is learned."""
+    """The train state."""
     position: Position
     """State and observation of the environments."""
 
@@ -39,7 +39,7 @@ class Learner:
     unroll: int = 4
     """Steps per environment and iteration."""
     sign: Any = 1
-    """The greedy policy looks at the type: with an int it balances the pole, with a float it does not."""
+    """Its type decides about the greedy policy: with an int the policy balances the pole, with a float it does not."""
 
     def init(self, env, key):
         env_state, obs = env.reset(env.keys(key))

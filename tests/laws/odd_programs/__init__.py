@@ -13,6 +13,6 @@ from laws.odd_programs import axes, carries, fragments, loops, random_keys
 from laws.odd_programs.program import PROGRAMS, Program
 
 FOLDER = str(Path(__file__).parent)
-"""Refusals name a line of a file in here."""
+"""A refusal must name a line of a file in this folder."""
 
 __all__ = ["FOLDER", "PROGRAMS", "Program", "axes", "carries", "fragments", "loops", "random_keys"]

@@ -21,16 +21,16 @@ def hidden_size_is_E(env, c, key):
 
 @program(lambda env, key: {"s": jax.random.normal(key, (E, E)), "w": jnp.eye(E)})
 def hidden_size_is_E_transposed(env, c, key):
-    """The same with a weight matrix [E, E] from the left of the transposed state, and sums along either axis as
-    metrics."""
+    """States of E numbers again. A weight matrix [E, E] multiplies the transposed state from the left, and the metrics are
+    sums along either axis."""
     s = env.step(c["s"], (c["w"] @ c["s"].T).T)
     return {"s": s, "w": 0.5 * learn(c["w"], s) + 0.1 * SQUARE}, {"m": jnp.sum(s, axis=1), "n": jnp.sum(s, axis=0)}
 
 
 @program()
 def unroll_is_E(env, c, key):
-    """A rollout of E steps: [time, E, 3], where time is as long as the env axis. The axes are also swapped, and summed
-    over one by one."""
+    """A rollout of E steps: [time, E, 3], where time is as long as the env axis. The program also
+    swaps the axes, and sums over each of them."""
     s, ss = unroll(env, c, length=E)
     a = jnp.swapaxes(ss, 0, 1)
     return {"s": s, "w": learn(c["w"], ss[:, 0], a[:, 1])}, {
@@ -42,7 +42,7 @@ def unroll_is_E(env, c, key):
 @program()
 def time_and_environments_merged(env, c, key):
     """Minibatches as in PPO: time and environments are merged to one axis and shuffled. The merged axis exists only
-    where all environments are."""
+    at a site that has all environments."""
     s, ss = unroll(env, c, length=4)
     flat = ss.reshape(4 * E, 3)
     order = jax.random.permutation(key, 4 * E)
@@ -82,8 +82,8 @@ def shared_value_of_length_E_next_to_environments(env, c, key):
 
 @program()
 def shared_square_matrix(env, c, key):
-    """A matrix [E, E] that is no data of environments; it is transposed, contracted and cut. Its rows are beside
-    environments in the result all the same."""
+    """A matrix [E, E] that is no data of environments; it is transposed, contracted and sliced. Even so, its
+    rows are multiplied with rows of environments."""
     square = SQUARE * c["w"][0]
     f = choreo.fragment("actor")(lambda q, s: q.T @ jnp.ones((E, 3)) * s + q[:, :3])
     s = env.step(c["s"], f(square, c["s"]))

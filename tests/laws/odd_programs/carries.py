@@ -1,4 +1,4 @@
-"""Programs with something odd in what they carry from one iteration to the next, or in their metrics."""
+"""Programs with an odd carry or odd metrics."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def metrics_are_literals(env, c, key):
     }
 )
 def carry_swapped(env, c, key):
-    """Two leaves with an env axis change places. Writing the new "a" before the old "a" is read would lose a state."""
+    """Two leaves with an env axis swap places. Writing the new "a" before the old "a" is read would lose a state."""
     return {"a": c["b"], "b": env.step(c["a"], acts(c["w"], c["b"])), "w": learn(c["w"], c["a"], c["b"])}, {
         "m": jnp.mean(c["a"])
     }
@@ -46,8 +46,8 @@ def carry_swapped(env, c, key):
 
 @program(lambda env, key: {"a": env.reset(env.keys(key)), "b": jnp.zeros((E, 3)), "w": jnp.ones(3), "v": jnp.zeros(3)})
 def carry_rotates_through_four_leaves(env, c, key):
-    """Leaves move on in every iteration, some divided into blocks and some whole, and at two sites. A stale leaf shows
-    one iteration later."""
+    """Leaves move on in every iteration, some divided into blocks and some whole, and at two sites. A stale leaf would
+    show one iteration later."""
     s = env.step(c["a"], acts(c["w"], c["b"]))
     return {"a": c["b"] + s, "b": s, "w": learn(c["v"], s), "v": c["w"]}, {"m": jnp.mean(s)}
 
@@ -165,7 +165,7 @@ def a_metric_that_is_carried(env, c, key):
 
 
 def rows_for(env):
-    """An array that `init` closes over, for as many environments as it is asked about."""
+    """The array that `init` closes over: `TABLE` for E environments, and ones for any other number."""
     return TABLE if env.num_envs == E else jnp.ones((env.num_envs, 3))
 
 
@@ -190,7 +190,7 @@ def carry_becomes_a_constant_array(env, c, key):
     lambda env, key: state_and_weights(env, key) | {"v": jnp.ones(3), "t": jnp.zeros((E, 3)), "a": jnp.zeros((E, 3))}
 )
 def carry_changes_places_between_groups(env, c, key):
-    """Leaves change places between the groups that own them: a state, an action and weights move on by one. Each site
+    """Leaves swap places between the groups that own them: a state, an action and weights move on by one. Each site
     must send the old value on before it stores the new one."""
     a = acts(c["w"], c["s"] + c["t"])
     s = env.step(c["a"], a)
@@ -200,8 +200,8 @@ def carry_changes_places_between_groups(env, c, key):
 
 @program(lambda env, key: state_and_weights(env, key) | {"n": jnp.int32(0), "x": jnp.zeros((E, 3))})
 def glue_read_by_three_groups(env, c, key):
-    """Values that glue makes are read by three groups and carried as well. Each group may compute its own copy, and all
-    copies must be of the same iteration."""
+    """Values that glue computes are read by three groups and carried as well. Each group may compute its own copy, and all
+    copies must come from the same iteration."""
     g = jnp.tanh(c["w"]) * c["n"].astype(jnp.float32)
     b = jnp.broadcast_to(g, (E, 3)) + c["x"]
     s = env.step(c["s"] + b, acts(g, c["s"] * b))

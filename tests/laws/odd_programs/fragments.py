@@ -112,7 +112,7 @@ def every_pair_transposed(env, c, key):
 
 @program()
 def fragment_with_vmap_on_states_and_without_on_weights(env, c, key):
-    """One fragment, under `vmap` on states and without it on weights. What was recorded for one call must not be used
+    """One fragment is called under `vmap` on states, and without `vmap` on weights. The record of one call must not be used
     for the other."""
     top = choreo.fragment("actor")(lambda x: x - jnp.max(x, axis=0, keepdims=True))
     s = env.step(c["s"], jax.vmap(top)(c["s"]))
@@ -121,7 +121,7 @@ def fragment_with_vmap_on_states_and_without_on_weights(env, c, key):
 
 @program()
 def fragment_with_vmap_and_on_the_batch(env, c, key):
-    """One fragment, under `vmap` on states and without it on the same batch, where its maximum is over environments."""
+    """One fragment is called under `vmap` on states, and without `vmap` on the batch, where its maximum is over environments."""
     top = choreo.fragment("actor")(lambda x: x - jnp.max(x, axis=0, keepdims=True))
     s = env.step(c["s"], jax.vmap(top)(c["s"]) + top(c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -279,7 +279,7 @@ def a_gradient_through_a_mapped_fragment(env, c, key):
 
 @program()
 def a_gradient_of_a_linear_fragment(env, c, key):
-    """Forward and reverse derivatives of a linear fragment. Its transpose is a program that the user never called."""
+    """Forward and reverse derivatives of a linear fragment. Its transpose is a program that the user never wrote."""
     twice = choreo.fragment("actor")(lambda w, s: w * s)
     each = jax.vmap(lambda s: jax.jvp(lambda s: twice(c["w"], s), (s,), (jnp.ones_like(s),))[1])(c["s"])
     back = jax.grad(lambda s: jnp.sum(jax.vmap(twice, (None, 0))(c["w"], s) * TABLE))(c["s"])
@@ -305,7 +305,7 @@ def printing_in_glue(env, c, key):
 
 @program()
 def printing_each_environment(env, c, key):
-    """A mapped fragment prints its row: an effect that each replica may have for its own environments."""
+    """A mapped fragment prints its row. Each replica may print the rows of its own environments."""
     f = choreo.fragment("actor")(lambda w, s: (jax.debug.print("row {}", s), w * s)[1])
     s = env.step(c["s"], jax.vmap(f, (None, 0))(c["w"], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}

@@ -59,7 +59,7 @@ def scan_inputs_made_from_environments(env, c, key):
 
 @program()
 def scan_over_environments(env, c, key):
-    """A scan along the env axis: environment e sees the sum of all before it. Each replica would begin its sum at its
+    """A scan along the env axis: environment e sees the sum of all environments before it. Each replica would begin its sum at its
     own first row."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
     total, partial = lax.scan(lambda t, row: (t + row, act(t, row)), c["w"], s)
@@ -263,8 +263,8 @@ def nested_scans_over_roles(env, c, key):
 
 @program()
 def a_scan_that_returns_its_carry_twice(env, c, key):
-    """The scan returns the same value twice, its old carry, a counter, a literal and a constant: six kinds of results,
-    each stacked in its own way."""
+    """The scan returns the same value twice, its old carry, a counter, a literal and a constant. Each is stacked over the
+    steps."""
 
     def step(carry, t):
         s, old, n = carry

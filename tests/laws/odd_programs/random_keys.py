@@ -75,7 +75,7 @@ def keys_of_the_rbg_generator(env, c, key):
 
 @program()
 def glue_draws_with_rbg_keys(env, c, key):
-    """Glue draws under `vmap` with keys of the generator `rbg`: row e of that batch is not what key e draws alone."""
+    """Glue draws under `vmap` with keys of the generator `rbg`: row e of that batch differs from a draw with key e alone."""
     keys = jax.random.split(jax.random.key(jax.random.randint(key, (), 0, 99), impl="rbg"), E)
     s = env.step(c["s"], acts(c["w"], c["s"] + jax.vmap(lambda k: jax.random.normal(k, (3,)))(keys)))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
