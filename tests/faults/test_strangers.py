@@ -31,10 +31,10 @@ from choreo.runtime.channels.sockets import Connections, context_of_process
 from choreo.runtime.coordinator import launching
 from choreo.runtime.coordinator.agent import AGENT, COORDINATOR, SpawnRequest
 from choreo.runtime.coordinator.cluster import Cluster, ClusterError, Host
+from choreo.runtime.coordinator.control_frames import WireError, receive_frame, send_frame
 from choreo.runtime.coordinator.remote import RemoteProcess
 from choreo.runtime.coordinator.supervision import WorkerError
 from choreo.runtime.coordinator.tunnel import Tunnel
-from choreo.runtime.coordinator.wire import WireError, receive_frame, send_frame
 from choreo.runtime.local import Local
 from faults.scenes import KEY, alone, assert_same_bits, cartpole, marked, play
 from hosts import Agent, Namespace, make_token

@@ -100,7 +100,7 @@ def test_every_kind_of_code_is_here():
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "learners that combine"])
 def test_eager_evaluation_equals_the_compiled_segment(case):
-    """Without replicas that combine values: these need the mapped axis that `together.py` provides."""
+    """Without replicas that combine values: these need the mapped axis that `collectives.py` provides."""
     for number, segment in enumerate(segments(case)):
         code, values = segment.fn, [example(given.aval, number + i) for i, given in enumerate(segment.ins)]
         assert isinstance(code, SegmentCode)

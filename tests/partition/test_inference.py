@@ -18,11 +18,11 @@ from jax import lax
 
 import choreo
 from choreo import _compat
-from choreo.partition.forms import WHOLE, Form, Mixes, Size
 from choreo.partition.inference import infer
 from choreo.partition.inferred import demand, emit
+from choreo.partition.lattice import WHOLE, Form, Mixes, Size
 from choreo.partition.program import Axis
-from choreo.partition.rows import Facts
+from choreo.partition.row_numbers import Facts
 
 E, BLOCK = 6, 2
 SIZE = Size(E, BLOCK)

@@ -1,4 +1,4 @@
-"""A single primitive on blocks, by its rule in `split.py`."""
+"""A single primitive on blocks, by its rule in `rules.py`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import jax.extend.core as jec
 
 from choreo import _compat
-from choreo.partition.forms import Demand, Form, Get, Mixes, Size
-from choreo.partition.split import Split, split
+from choreo.partition.lattice import Demand, Form, Get, Mixes, Size
+from choreo.partition.rules import Split, split
 
 
 def by_rule(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size) -> "ByRule":

@@ -23,11 +23,11 @@ from jax import lax
 
 from choreo import _compat
 from choreo.graph.ir import Op, Operand, Value
-from choreo.partition.forms import Size, piece_type, slice_block
 from choreo.partition.inferred import InferredEqn
+from choreo.partition.lattice import Size, piece_type, slice_block
 from choreo.partition.program import Axis, Input, Segment, Slot
 from choreo.partition.reduce import combines
-from choreo.partition.whole import Pruned
+from choreo.partition.whole_equations import Pruned
 from choreo.types import GroupName, Role
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from choreo import _compat
-from choreo.partition.forms import Demand, Form, Get, Mixed, Mixes, Way
 from choreo.partition.inferred import Inference, demand, emit
+from choreo.partition.lattice import Demand, Form, Get, Mixed, Mixes, Way
 from choreo.partition.program import Axis
 from choreo.partition.reduce import combines
 

@@ -17,7 +17,7 @@ from choreo.graph.graph import Graph
 from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.partition.code import CodeInput, OpsCode, OpStep, as_segment
 from choreo.partition.demand import Needs
-from choreo.partition.forms import Size, piece_type
+from choreo.partition.lattice import Size, piece_type
 from choreo.partition.place import Sites
 from choreo.partition.program import (
     Axis,

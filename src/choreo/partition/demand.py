@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 
 from choreo.errors import PartitionError
 from choreo.graph.ir import Body, Op, Operand, Value
-from choreo.partition.forms import Demand, Mixed, Mixes
 from choreo.partition.inference import infer_eqn
 from choreo.partition.inferred import InferredEqn
+from choreo.partition.lattice import Demand, Mixed, Mixes
 from choreo.partition.place import Placement
 from choreo.partition.program import Axis
-from choreo.partition.whole import Pruned
+from choreo.partition.whole_equations import Pruned
 from choreo.types import GroupName
 
 

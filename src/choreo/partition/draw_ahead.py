@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from choreo import _compat
 from choreo.partition.code import DrawCode, JoinedCode, OpsCode, RestCode, SegmentCode, as_segment
 from choreo.partition.program import HostCall, Input, Loop, LoopPart, Program, Segment, Slot, Step, walk
-from choreo.partition.whole import Pruned
+from choreo.partition.whole_equations import Pruned
 
 DRAWS = {"random_bits", "threefry2x32"}
 """The primitives that draw."""

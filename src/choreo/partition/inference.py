@@ -3,7 +3,7 @@
     infer(jaxpr, forms of inputs)       every equation in order -> Inference (`inferred.py`)
     infer_eqn(eqn, forms of operands)   one equation            -> InferredEqn, with the forms of its results and its `Way`
 
-`forms.py` describes the lattice. A way to run an equation on blocks is looked for in this order:
+`lattice.py` describes the lattice. A way to run an equation on blocks is looked for in this order:
 
     Python method of each site  ->  mapped fragment  ->  all_reduce  ->  call  ->  control flow  ->  rule of the primitive
     ->  gather or scatter of each environment's own rows
@@ -20,13 +20,13 @@ from choreo import _compat
 from choreo.host import HostMethod
 from choreo.partition.by_rule import by_rule
 from choreo.partition.control_flow import CONTROL_FLOW, Called
-from choreo.partition.forms import WHOLE, Form, Mixed, Mixes, Size, Way
 from choreo.partition.inferred import Inference, InferredEqn
+from choreo.partition.lattice import WHOLE, Form, Mixed, Mixes, Size, Way
 from choreo.partition.mapped import Mapped, name_the_mark
 from choreo.partition.on_host import OnHost
 from choreo.partition.program import Axis
 from choreo.partition.reduce import AllReduce
-from choreo.partition.rows import Fact, Facts, OwnRows
+from choreo.partition.row_numbers import Fact, Facts, OwnRows
 from choreo.roles import SHARD_NUMBERS, find_call, find_reduction
 
 
@@ -35,7 +35,7 @@ def infer(
 ) -> Inference:
     """The form of every variable of a program at block size `size`, given the forms of its inputs.
 
-    `at`: the user's line, for equations that have none; `facts`: what is known of the inputs (`rows.py`).
+    `at`: the user's line, for equations that have none; `facts`: what is known of the inputs (`row_numbers.py`).
     """
     jaxpr, proved = closed.jaxpr, Facts(closed, facts)
     known: dict[Any, Form] = dict.fromkeys(jaxpr.constvars, WHOLE) | dict(zip(jaxpr.invars, forms, strict=True))
@@ -58,7 +58,7 @@ def infer_eqn(
 ) -> InferredEqn:
     """The forms of an equation's results, and its way to run on blocks.
 
-    `at`: the user's line, if it is known; `facts`: what is known of its operands (`rows.py`).
+    `at`: the user's line, if it is known; `facts`: what is known of its operands (`row_numbers.py`).
     """
     at = at or _compat.where(eqn)
     forms = [_in_blocks(var, form, size, at) for var, form in zip(eqn.invars, forms, strict=True)]

@@ -15,9 +15,9 @@ from typing import Any
 import jax.extend.core as jec
 
 from choreo import _compat
-from choreo.partition.forms import Demand, Form, Get, Mixed, Mixes, Size, Way, slice_block
+from choreo.partition.lattice import Demand, Form, Get, Mixed, Mixes, Size, Way, slice_block
 from choreo.partition.program import Axis
-from choreo.partition.whole import evaluate_whole
+from choreo.partition.whole_equations import evaluate_whole
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo import _compat
-from choreo.partition.forms import Demand, Form, Get, Mixed, Size
 from choreo.partition.independent import obstacle
+from choreo.partition.lattice import Demand, Form, Get, Mixed, Size
 from choreo.partition.program import Axis
 from choreo.roles import Call, find_call, without_number
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.extend.core as jec
 
-from choreo.partition.forms import Demand, Form, Get, Mixes, Size
+from choreo.partition.lattice import Demand, Form, Get, Mixes, Size
 
 
 class OnHost:

@@ -18,8 +18,8 @@ from choreo.errors import PartitionError
 from choreo.graph.graph import Graph
 from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.host import HostMethod
-from choreo.partition.forms import WHOLE, Form, Size
 from choreo.partition.inference import infer_eqn
+from choreo.partition.lattice import WHOLE, Form, Size
 from choreo.partition.program import Axis
 from choreo.partition.reduce import combines
 from choreo.roles import SHARD_AXIS
@@ -81,7 +81,7 @@ class Placement:
     """The home of each op. A split scan is absent."""
     values: dict[Value, GroupName | None] = field(default_factory=dict)
     forms: dict[Value, Form] = field(default_factory=dict)
-    """What a replica can compute of each value (`forms.py`)."""
+    """What a replica can compute of each value (`lattice.py`)."""
 
     def home(self, operand: Operand) -> GroupName | None:
         return self.values.get(operand) if isinstance(operand, Value) else None

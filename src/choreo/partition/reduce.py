@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from choreo import _compat
-from choreo.partition.forms import Demand, Form, Get, Mixes
+from choreo.partition.lattice import Demand, Form, Get, Mixes
 from choreo.partition.program import Axis
 from choreo.roles import find_reduction
 

@@ -9,7 +9,7 @@ from choreo.dtypes import KEY_IMPLS, NAMES
 from choreo.errors import LayoutError, PartitionError
 from choreo.graph.graph import Graph
 from choreo.layouts.base import Layout
-from choreo.layouts.forgotten import forgotten_marks
+from choreo.layouts.forgotten_marks import forgotten_marks
 from choreo.partition.carry import named
 from choreo.partition.mapped import trusted
 from choreo.partition.passes import partition

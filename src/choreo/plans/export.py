@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh
 
 from choreo._compat import key_impl
 from choreo.errors import PartitionError
+from choreo.partition.collectives import over_devices, whole_type
 from choreo.partition.program import ArrayType, KeyType, Loop, Program, Segment, Step, Transfer, groups_of
 from choreo.partition.reduce import REPLICA_AXIS
-from choreo.partition.together import over_devices, whole_type
 from choreo.plans.exported_fn import ExportedFn
 from choreo.types import GroupName
 

@@ -19,7 +19,7 @@ from choreo.errors import RunError, unknown_name
 from choreo.layouts import Layout
 from choreo.partition.carry import form_of, may_change
 from choreo.partition.trace import trace
-from choreo.runs import algorithm_checks, own_runs, public_names, resolve, toml_values
+from choreo.runs import algorithm_checks, public_names, resolve, toml_values, trusted_runs
 from choreo.runs.evaluation import check_act
 from choreo.runs.folder import Row, parse_toml, read_file
 from choreo.runtime.make import RUNTIMES
@@ -176,7 +176,7 @@ class RunConfig:
     def read(cls, file: Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> "RunConfig":
         """The configuration in a run.toml. Code that the file names is run only if `trust`, or if this account wrote the file."""
         text = read_file(file)
-        trust = trust or own_runs.is_own(file, text)
+        trust = trust or trusted_runs.is_own(file, text)
         return cls.from_toml(parse_toml(text, file), algo=algo, env=env, file=file, trust=trust)
 
     @classmethod

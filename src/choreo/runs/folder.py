@@ -27,7 +27,7 @@ import numpy as np
 import tomli_w
 
 from choreo.errors import RunError, printable
-from choreo.runs import own_runs, safe_files
+from choreo.runs import safe_files, trusted_runs
 
 Row = dict[str, float | int]
 """The metrics of one iteration."""
@@ -123,13 +123,13 @@ class RunFolder:
         """
         from choreo.runs import toml_values  # imports JAX, which `choreo compare` does without
 
-        is_ours = not self.config_file.exists() or own_runs.is_own(
+        is_ours = not self.config_file.exists() or trusted_runs.is_own(
             self.config_file, safe_files.read_bytes(self.config_file)
         )
         text = ("# Written by Choreo: everything needed to run this again.\n" + tomli_w.dumps(data)).encode()
         safe_files.write_atomic(self.config_file, text)
         if is_ours and toml_values.names_code(data):
-            own_runs.remember(self.config_file, text)
+            trusted_runs.remember(self.config_file, text)
 
     def read_config(self) -> dict[str, Any]:
         """The content of run.toml, as data."""

@@ -20,7 +20,7 @@ from choreo.runtime.engine.messages import Topology
 from choreo.runtime.engine.metrics import join_metrics
 from choreo.runtime.engine.profile import Profile, Recorder
 from choreo.runtime.engine.schedule import VersionRead
-from choreo.runtime.engine.threads import start_jax
+from choreo.runtime.engine.xla_threads import start_jax
 from choreo.types import Key, PyTree
 
 

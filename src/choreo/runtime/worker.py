@@ -38,7 +38,7 @@ import numpy as np
 
 from choreo.errors import ChoreoError, EnvError, RunError
 from choreo.runtime.channels.links import Links
-from choreo.runtime.coordinator.wire import PROGRESS, Frame, receive_frame, send_frame
+from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, receive_frame, send_frame
 
 POLL_S = 0.5
 """How often the listening thread looks for an environment that hangs."""

@@ -22,7 +22,7 @@ from choreo.layouts import coarse, fine, fused
 from choreo.partition.program import ArrayType, KeyType
 from choreo.plans.build import plan
 from choreo.runtime.channels.base import message_bytes
-from choreo.runtime.coordinator.wire import receive_frame, send_frame
+from choreo.runtime.coordinator.control_frames import receive_frame, send_frame
 from choreo.runtime.engine.backend import PythonOnly
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
@@ -262,7 +262,7 @@ class TestHostSites:
 
     def test_importing_the_types_is_cheap(self):
         code = (
-            "import sys, choreo.runtime.coordinator.wire, choreo.runtime.engine.machine\n"
+            "import sys, choreo.runtime.coordinator.control_frames, choreo.runtime.engine.machine\n"
             "assert 'jax' not in sys.modules and 'ml_dtypes' not in sys.modules\n"
             "from choreo.dtypes import dtype_named\n"
             "assert dtype_named('float32').kind == 'f' and 'ml_dtypes' not in sys.modules\n"

@@ -13,7 +13,7 @@ from choreo.partition.program import HostCall, walk
 from choreo.plans.export import export_program
 from choreo.runtime.coordinator.deployment import Deployment
 from choreo.runtime.engine.assemble import programs_of
-from choreo.runtime.engine.threads import XLA_THREADS, useful_threads
+from choreo.runtime.engine.xla_threads import XLA_THREADS, useful_threads
 
 
 def pickled_programs(deployment: Deployment, worker: str) -> bytes:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, send_frame
 from choreo.runtime.coordinator.deployment import Deployment
 from choreo.runtime.coordinator.handle import WorkerHandle
 from choreo.runtime.coordinator.pool import WorkerPool
 from choreo.runtime.coordinator.supervision import WorkerError, end_run
-from choreo.runtime.coordinator.wire import PROGRESS, Frame, send_frame
 
 
 class Conversation:

@@ -12,8 +12,8 @@ from typing import Any
 
 import zmq
 
+from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, WireError, receive_frame, send_frame
 from choreo.runtime.coordinator.handle import WorkerHandle
-from choreo.runtime.coordinator.wire import PROGRESS, Frame, WireError, receive_frame, send_frame
 
 GRACE_S = 2.0
 """How long workers may take to end by themselves, and how long to look for the worker that failed first."""

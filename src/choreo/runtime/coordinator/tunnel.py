@@ -3,9 +3,9 @@
     coordinator                                        host of the worker
       Tunnel.connect ═══ CURVE ═══ Tunnel.listen ── relay (a thread) ── socket pair ── Worker
 
-A `Tunnel` has the methods of a stream socket that `wire.py` needs. A worker on another host has an ordinary control socket,
-as a worker on this host has: one end of a socket pair. A thread relays bytes between the other end and the tunnel. The end
-of the peer's process is noticed at once, its silence after SILENCE_S.
+A `Tunnel` has the methods of a stream socket that `control_frames.py` needs. The worker itself has an ordinary control
+socket, like a worker on this host: one end of a socket pair. A thread relays bytes between the other end and the tunnel. If
+the peer's process ends, the tunnel notices at once; if the peer falls silent, it notices after SILENCE_S.
 """
 
 import contextlib

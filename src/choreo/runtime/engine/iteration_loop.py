@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from choreo.partition.collectives import spec
 from choreo.partition.program import Constant, Input, Program, Segment
 from choreo.partition.reduce import REPLICA_AXIS
-from choreo.partition.together import spec
 
 
 class IterationLoop:

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from choreo._compat import innermost
 from choreo.dtypes import FOUR_BITS
 from choreo.errors import LayoutError
+from choreo.partition.collectives import on_one_device, over_devices, spec
 from choreo.partition.program import Axis, Constant, KeyType, Move, Program, Ref, Segment, Transfer
 from choreo.partition.reduce import REPLICA_AXIS
-from choreo.partition.together import on_one_device, over_devices, spec
 from choreo.plans.exported_fn import ExportedFn
 from choreo.runtime.engine.backend import Site, Timed, host_type
 from choreo.runtime.engine.blocks import block

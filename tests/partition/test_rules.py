@@ -24,8 +24,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from choreo import _compat
-from choreo.partition.forms import Mixes, Size
-from choreo.partition.split import RULES, split
+from choreo.partition.lattice import Mixes, Size
+from choreo.partition.rules import RULES, split
 
 E, BLOCK = 6, 3
 SIZE = Size(E, BLOCK)

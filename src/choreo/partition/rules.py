@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import jax.extend.core as jec
 
 from choreo import _compat
-from choreo.partition.forms import Mixes, Size
+from choreo.partition.lattice import Mixes, Size
 from choreo.partition.program import Axis
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import primitives
 
 from choreo import _compat
-from choreo.partition.forms import Demand, Form, Get, Size
+from choreo.partition.lattice import Demand, Form, Get, Size
 from choreo.partition.program import Axis
 
 FALSE = "false"

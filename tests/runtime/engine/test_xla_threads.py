@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from choreo.runtime.engine.threads import XLA_THREADS
+from choreo.runtime.engine.xla_threads import XLA_THREADS
 
 THREADS = Path("/proc/self/task")
 SCRIPT = f"""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from choreo.errors import ChoreoWarning
-from choreo.runs import own_runs
+from choreo.runs import trusted_runs
 
 
 @pytest.fixture(autouse=True)
@@ -27,57 +27,57 @@ def write(file: Path, text: bytes = b"[run]\n") -> Path:
 
 def test_a_file_is_own_by_its_path_and_its_bytes(tmp_path, state):
     file, other = write(tmp_path / "x" / "run.toml"), write(tmp_path / "y" / "run.toml")
-    assert not own_runs.is_own(file, b"[run]\n")
-    own_runs.remember(file, b"[run]\n")
-    assert own_runs.is_own(file, b"[run]\n")
-    assert not own_runs.is_own(file, b"[run] \n") and not own_runs.is_own(other, b"[run]\n")
+    assert not trusted_runs.is_own(file, b"[run]\n")
+    trusted_runs.remember(file, b"[run]\n")
+    assert trusted_runs.is_own(file, b"[run]\n")
+    assert not trusted_runs.is_own(file, b"[run] \n") and not trusted_runs.is_own(other, b"[run]\n")
     (tmp_path / "link").symlink_to(tmp_path / "x")
-    assert own_runs.is_own(tmp_path / "link" / "run.toml", b"[run]\n")
+    assert trusted_runs.is_own(tmp_path / "link" / "run.toml", b"[run]\n")
     assert (state / "runs").read_text() == f"{hashlib.sha256(b'[run]' + bytes([10])).hexdigest()}  {file}\n"
     assert stat.S_IMODE((state / "runs").stat().st_mode) == 0o600 and stat.S_IMODE(state.stat().st_mode) == 0o700
 
 
 def test_a_file_that_is_gone_is_dropped_and_one_written_again_has_one_line(tmp_path, state):
     first, second = write(tmp_path / "x" / "run.toml"), write(tmp_path / "y" / "run.toml")
-    own_runs.remember(first, b"1")
-    own_runs.remember(second, b"1")
+    trusted_runs.remember(first, b"1")
+    trusted_runs.remember(second, b"1")
     first.unlink()
-    own_runs.remember(second, b"2")
+    trusted_runs.remember(second, b"2")
     assert (state / "runs").read_text().splitlines() == [f"{hashlib.sha256(b'2').hexdigest()}  {second}"]
 
 
 def test_many_at_once_are_all_listed(tmp_path, state):
     files = [write(tmp_path / str(i) / "run.toml") for i in range(16)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda file: own_runs.remember(file, b"x"), files))
-    assert all(own_runs.is_own(file, b"x") for file in files)
+        list(pool.map(lambda file: trusted_runs.remember(file, b"x"), files))
+    assert all(trusted_runs.is_own(file, b"x") for file in files)
 
 
 @pytest.mark.parametrize("what", ["runs", "."])
 def test_a_list_that_others_can_write_to_is_not_believed(tmp_path, state, what):
     file = write(tmp_path / "x" / "run.toml")
-    own_runs.remember(file, b"x")
+    trusted_runs.remember(file, b"x")
     (state / what).chmod(0o777)
     with pytest.warns(ChoreoWarning, match="runs is ignored, because other accounts can write to it"):
-        assert not own_runs.is_own(file, b"x")
+        assert not trusted_runs.is_own(file, b"x")
 
 
 def test_entries_of_an_ignored_list_are_dropped(tmp_path, state):
     theirs, mine = write(tmp_path / "theirs" / "run.toml"), write(tmp_path / "mine" / "run.toml")
-    own_runs.remember(theirs, b"x")
+    trusted_runs.remember(theirs, b"x")
     (state / "runs").chmod(0o666)
     with pytest.warns(ChoreoWarning, match="is ignored"):
-        own_runs.remember(mine, b"x")
-    assert own_runs.is_own(mine, b"x") and not own_runs.is_own(theirs, b"x")
+        trusted_runs.remember(mine, b"x")
+    assert trusted_runs.is_own(mine, b"x") and not trusted_runs.is_own(theirs, b"x")
 
 
 def test_a_link_in_place_of_the_list_is_ignored(tmp_path, state):
     file = write(tmp_path / "x" / "run.toml")
-    own_runs.remember(file, b"x")
+    trusted_runs.remember(file, b"x")
     (state / "runs").rename(tmp_path / "moved")
     (state / "runs").symlink_to(tmp_path / "moved")
     with pytest.warns(ChoreoWarning, match="cannot be read: Refused to open .*runs: it is a symbolic link"):
-        assert not own_runs.is_own(file, b"x")
+        assert not trusted_runs.is_own(file, b"x")
 
 
 def test_a_list_that_cannot_be_written_is_a_warning(tmp_path):
@@ -86,13 +86,13 @@ def test_a_list_that_cannot_be_written_is_a_warning(tmp_path):
     with pytest.warns(
         ChoreoWarning, match=r"cannot be added to the list of your own runs: .*give --trust \(trust=True\)"
     ):
-        own_runs.remember(file, b"x")
+        trusted_runs.remember(file, b"x")
 
 
 def test_a_path_that_is_not_printable_is_never_listed(tmp_path, state):
     file = write(tmp_path / "a\nb" / "run.toml")
     with pytest.warns(ChoreoWarning, match="its path has characters that are not printable"):
-        own_runs.remember(file, b"x")
+        trusted_runs.remember(file, b"x")
     assert not state.exists()
 
 
@@ -101,11 +101,11 @@ def test_without_a_state_home_it_is_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", ignored)
-        own_runs.remember(file, b"x")
+        trusted_runs.remember(file, b"x")
         assert (tmp_path / "home" / ".local" / "state" / "choreo" / "runs").exists()
     monkeypatch.setenv("HOME", "~nobody-at-all")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        own_runs.remember(file, b"y")
-    assert "no home folder" in str(caught[0].message) and not own_runs.is_own(file, b"y")
+        trusted_runs.remember(file, b"y")
+    assert "no home folder" in str(caught[0].message) and not trusted_runs.is_own(file, b"y")
     assert not os.path.exists("~nobody-at-all")
