@@ -154,12 +154,14 @@ class Agent:
             self._end(worker)
 
     def _end(self, worker: "SpawnedWorker") -> None:
-        del self._workers[worker.identity]
-        for fd in (worker.output, worker.control):
-            if fd >= 0:
-                self._close_fd(fd)
+        """Kill a worker, and forget it last: if Ctrl-C interrupts this, `close` ends the worker once more."""
         code = worker.kill()
         log(f"{worker.title}: ended with exit code {code} after {time.monotonic() - worker.began:.0f} s.")
+        if worker.output >= 0:
+            worker.output = self._close_fd(worker.output)
+        if worker.control >= 0:
+            worker.control = self._close_fd(worker.control)
+        del self._workers[worker.identity]
 
     def _close_fd(self, fd: int) -> int:
         """Close a descriptor and stop polling it; returns -1, to put in its place."""
