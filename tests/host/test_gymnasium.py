@@ -194,7 +194,9 @@ def test_a_missing_action_mask_is_an_error():
             obs, *rest, info = super().step(action)
             return obs, *rest, {}
 
-    with pytest.raises(EnvError, match=r"Environment 0 of `Forgets` returned in step .*without info\['action_mask'\]"):
+    with pytest.raises(
+        EnvError, match=r"Environment 0 of `Forgets` returned from `step`: .*without info\['action_mask'\]"
+    ):
         play(batch(Forgets), 1)
 
 
@@ -212,7 +214,7 @@ def test_an_info_that_is_not_a_number():
             return obs, *rest, {"word": "yes"}
 
     with pytest.raises(
-        EnvError, match=r"Environment 0 of `Wordy` returned in step a str as info\['word'\], not a number"
+        EnvError, match=r"Environment 0 of `Wordy` returned from `step`: a str as info\['word'\], not a number"
     ):
         play(batch(Wordy, info_keys=("word",)), 1)
 
@@ -220,15 +222,15 @@ def test_an_info_that_is_not_a_number():
 FAULTS = {
     "raise": "Environment 5 of `Faulty` raised ValueError in step: the motor is on fire",
     "raise in reset": "Environment 5 of `Faulty` raised ZeroDivisionError in reset: no more episodes",
-    "shape": r"Environment 5 of `Faulty` returned in step an observation float32\[1\] where its space says float32\[2\]",
-    "dtype": r"Environment 5 of `Faulty` returned in step an observation float64\[2\] where its space says float32\[2\]",
-    "list": r"Environment 5 of `Faulty` returned in step an observation a list where its space says float32\[2\]",
-    "nan": "Environment 5 of `Faulty` returned in step NaN in its observation",
-    "nan reward": "Environment 5 of `Faulty` returned in step NaN as reward",
-    "array reward": r"Environment 5 of `Faulty` returned in step an array float64\[1\] as reward, not a number",
-    "no reward": "Environment 5 of `Faulty` returned in step NaN as reward",
-    "four": r"Environment 5 of `Faulty` returned in step 4 values, not \(obs, reward, terminated, truncated, info\)",
-    "none": "Environment 5 of `Faulty` returned in step a NoneType, not",
+    "shape": r"Environment 5 of `Faulty` returned from `step`: an observation float32\[1\] where its space says float32\[2\]",
+    "dtype": r"Environment 5 of `Faulty` returned from `step`: an observation float64\[2\] where its space says float32\[2\]",
+    "list": r"Environment 5 of `Faulty` returned from `step`: an observation a list where its space says float32\[2\]",
+    "nan": "Environment 5 of `Faulty` returned from `step`: NaN in its observation",
+    "nan reward": "Environment 5 of `Faulty` returned from `step`: NaN as reward",
+    "array reward": r"Environment 5 of `Faulty` returned from `step`: an array float64\[1\] as reward, not a number",
+    "no reward": "Environment 5 of `Faulty` returned from `step`: NaN as reward",
+    "four": r"Environment 5 of `Faulty` returned from `step`: 4 values, not \(obs, reward, terminated, truncated, info\)",
+    "none": "Environment 5 of `Faulty` returned from `step`: a NoneType, not",
 }
 
 
@@ -261,7 +263,7 @@ def test_current_is_the_running_environment():
 
 def test_a_stale_token_is_refused():
     block = batch(Count)
-    with pytest.raises(EnvError, match="was to go on from step 0, but its environments have not been reset"):
+    with pytest.raises(EnvError, match="should continue from step 0, but its environments have not been reset"):
         block.step(np.zeros(2, np.int32), np.zeros(2, np.int32))
     token, _ = block.reset(seeds(0, 1))
     later, *_ = block.step(token, np.zeros(2, np.int32))

@@ -113,7 +113,7 @@ def test_unpickled_in_the_same_process_a_source_is_the_original():
     for source in (Source.of_factory(make, {}), Source.of_id("CartPole-v1", {"options": [1, {"a": 2.0}]})):
         again = pickle.loads(pickle.dumps(source))
         assert again == source and hash(again) == hash(source)
-        assert again.recipe is source.recipe
+        assert again.factory_call is source.factory_call
 
 
 def test_equality():

@@ -129,7 +129,7 @@ def test_errors():
         def step(self, actions):
             return super().step(actions)[:4]
 
-    with pytest.raises(EnvError, match="`Short` returned in step 4 values, not"):
+    with pytest.raises(EnvError, match="`Short` returned from `step`: 4 values, not"):
         play(batch(Short, range(3)), 1)
 
     class Raises(Native):
@@ -146,7 +146,7 @@ def test_errors():
             return super().observe().astype(np.float64)
 
     with pytest.raises(
-        EnvError, match=r"returned in reset observations float64\[3, 2\] where its space says float32\[3, 2\]"
+        EnvError, match=r"returned from `reset`: observations float64\[3, 2\] where its space says float32\[3, 2\]"
     ):
         play(batch(Wide, range(3)), 1)
 
