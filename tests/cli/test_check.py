@@ -72,9 +72,9 @@ def test_a_fragment_that_is_wrongly_marked_independent(capsys, tmp_path, monkeyp
     Path("mine.py").write_text("import equinox.internal as eqxi\n" + vouched)
     assert main(["check", "mine.py:Tiny", CARTPOLE, "--layout", "coarse"]) == 1
     assert capsys.readouterr().err == (
-        "AlgorithmError: The fragment `act` is marked independent=True, but environments meet in it: with negative numbers in the "
+        "AlgorithmError: The fragment `act` is marked independent=True, but environments mix in it: with negative numbers in the "
         "other rows of the batch, the result for one environment changes.\nLeave out independent=True: Choreo then refuses the "
-        "layouts in which the result would depend on the split.\n"
+        "layouts in which the result would depend on how environments are divided.\n"
     )
 
 
