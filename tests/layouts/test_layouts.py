@@ -193,7 +193,7 @@ class TestRefused:
     def test_a_role_twice(self):
         text = refusal(Layout, Group("env", "actor"), Group("actor", "learner"))
         assert text == (
-            "Layout(Group('env', 'actor'), Group('actor', 'learner')) names the role `actor` twice.\nA role lives in one group."
+            "Layout(Group('env', 'actor'), Group('actor', 'learner')) names the role `actor` twice.\nA role belongs to one group."
         )
         assert "names the role `env` twice" in refusal(Layout, Group("env", "env"))
 
