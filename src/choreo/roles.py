@@ -74,8 +74,8 @@ MOST_FORMS = 512
 MOST_CALLS = 2**16
 """How many `Call` records are kept at most. They are small, and a traced program refers to them by number."""
 
-_forms_of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]] | None"] = contextvars.ContextVar(
-    "choreo_of_this_trace", default=None
+_forms_of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]] | None"] = (
+    contextvars.ContextVar("choreo_of_this_trace", default=None)
 )
 
 
