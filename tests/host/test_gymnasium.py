@@ -84,7 +84,7 @@ def test_the_same_steps_as_gymnasium_itself():
     assert len(ends) == 2, "the test needs both a termination and a truncation"
 
 
-def test_a_time_limit_around_or_below_other_wrappers():
+def test_time_limits_around_and_below_other_wrappers_end_episodes():
     block = batch(lambda: TimeLimit(ClipReward(TimeLimit(Count(length=9), 4), 0, 0.5), 2))
     rows = play(block, 4)
     assert [row[3][0] for row in rows] == [False, True, False, True]
@@ -167,7 +167,7 @@ def test_wide_types_for_64_bits():
     ("Pendulum-v1", ["float32"]),
     ("Taxi-v4", ["int8", "int32"]),
 ])  # fmt: skip
-def test_environments_of_gymnasium(name, types):
+def test_types_of_observations_of_gymnasiums_environments(name, types):
     block = batch(name, range(3))
     low = np.zeros((3, 1), np.float32) if name == "Pendulum-v1" else np.zeros(3, np.int32)
     token, *obs = block.reset(seeds(1, 2, 3))
@@ -188,7 +188,7 @@ def test_the_action_mask_in_info_becomes_part_of_the_observation():
         assert (next_obs[:, 0] == t).all()
 
 
-def test_a_missing_action_mask_is_an_error():
+def test_a_missing_action_mask_is_refused():
     class Forgets(Masked):
         def step(self, action):
             obs, *rest, info = super().step(action)
@@ -207,7 +207,7 @@ def test_info_keys_hold_the_numbers_of_the_running_episode():
     assert rows[0][-1].dtype == np.float32
 
 
-def test_an_info_that_is_not_a_number():
+def test_an_info_that_is_not_a_number_is_refused():
     class Wordy(Count):
         def step(self, action):
             obs, *rest, info = super().step(action)
@@ -282,12 +282,8 @@ def test_close_closes_every_environment():
         return made[-1]
 
     block = batch(make, range(3))
-    assert [env.closed for env in made] == [
-        True,
-        False,
-        False,
-        False,
-    ]  # the first was made by the probe, and is closed already
+    # The first was made by the probe, and is closed already.
+    assert [env.closed for env in made] == [True, False, False, False]
     block.close()
     assert all(env.closed for env in made)
 
