@@ -2,7 +2,7 @@
 
     "float32" -> a type of numpy        "bfloat16" -> a type of ml_dtypes, which is imported at the first such name
 
-Messages between processes and checkpoints contain these names. `dtype.str` would not do: it is `<V2` for bfloat16.
+Messages between processes and checkpoints contain these names. `dtype.str` cannot replace them: it is `<V2` for bfloat16.
 numpy and JAX store a number of 4 bits in one byte, and messages do the same. This module does not import JAX.
 """
 

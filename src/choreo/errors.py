@@ -34,7 +34,7 @@ def _rebuild(cls: type[ChoreoError], what: str, fix: str | None, places: dict[st
 
 
 class PartitionError(ChoreoError):
-    """The algorithm cannot be cut or replicated as the layout asks."""
+    """The algorithm cannot be divided among sites, or replicated, as the layout asks."""
 
 
 class LayoutError(ChoreoError):
@@ -50,7 +50,7 @@ class EnvError(ChoreoError):
 
 
 class UnknownNameError(ChoreoError):
-    """No algorithm, environment or layout of that name."""
+    """There is no algorithm, environment, layout or other thing of this name."""
 
 
 class RunError(ChoreoError):

@@ -2,11 +2,11 @@
 
     begin          environments after their reset
     rollout        a trajectory [time, env], and the metrics of its episodes
-    unfold         a network with memory along one sequence [time]
-    minibatches    a batch in random order, cut into pieces
+    unfold         the results of a network with memory along one sequence [time]
+    minibatches    a batch in random order, divided into minibatches
     anneal         the learning rate, which falls to 0 over the run
 
-They carry no role and know no layout; a `lax.scan` written by hand in their place works just as well.
+They have no role and do not depend on the layout. You can write a `lax.scan` by hand instead.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Transition(NamedTuple):
     action: jax.Array
     """Action of the step."""
     extras: PyTree
-    """Whatever `act` returned beside the action."""
+    """All that `act` returned besides the action."""
     reward: jax.Array
     """Reward of the step."""
     discount: jax.Array
@@ -39,7 +39,7 @@ class Transition(NamedTuple):
     last: jax.Array
     """True where the episode ended, for either reason."""
     next_obs: jax.Array
-    """The true successor of `obs`."""
+    """Observation after the step; where the episode ended, its last observation, not the first of the next episode."""
 
 
 class Position(NamedTuple):
@@ -96,10 +96,10 @@ def rollout(
 def unfold(
     apply: Callable[[PyTree, PyTree], tuple[Any, ...]], obs: PyTree, last: jax.Array, memory: PyTree, fresh: PyTree
 ) -> tuple[Any, ...]:
-    """A network along one sequence [time, ...], from its memory before the first step: what `apply` returns at each step.
+    """Apply a network along one sequence [time, ...]; returns the results of `apply` at every step.
 
-    `apply(obs, memory) -> (..., memory)` is the network on one observation. After the last step of an episode the memory
-    becomes `fresh`. For a network without memory, `memory` is None.
+    `apply(obs, memory) -> (..., memory)` is the network on one observation, and `memory` its memory before the first step
+    (None for a network without memory). After the last step of an episode the memory becomes `fresh`.
     """
     if memory is None:
         return jax.vmap(apply, (0, None))(obs, None)
@@ -126,7 +126,7 @@ def episode_metrics(last: jax.Array, info: dict[str, jax.Array]) -> dict[str, ja
     dtype = info["episode_return"].dtype
 
     def total(x: jax.Array) -> jax.Array:
-        # Time first: then one number per environment leaves the site of the environments.
+        # Sum over time first: then the site of the environments sends only one number per environment.
         return jnp.sum(jnp.sum(jnp.where(last, x.astype(dtype), 0), axis=0))
 
     # Some vector environments pause for a step between two episodes, and report the pause as an episode of length 0.
@@ -149,7 +149,7 @@ def permutation(key: Key, num: int) -> jax.Array:
 
     `jax.random.permutation` sorts pairs of a random number and a place, and from 1,626 pairs on it sorts twice. Here random
     number and place share one integer, at least 16 bits of which are random; sorting takes a sixth of the time. Two places
-    with equal random bits, at most one pair in 65,536, keep their order.
+    with equal random bits keep their order; this happens to at most one pair in 65,536.
     """
     bits = jax.random.bits(key, (num,), jnp.uint32)
     if num > 1 << 16:

@@ -35,15 +35,16 @@ source_info_util.register_exclusion(__file__)
 PREFIX = "choreo"
 """Names of fragments in a traced program begin with this."""
 REDUCE_PREFIX = "choreo_all_reduce:"
-METRIC_PREFIX = "choreo_metric:"
 """Names of `all_reduce` in a traced program begin with this."""
+METRIC_PREFIX = "choreo_metric:"
+"""Names of `metric` in a traced program begin with this."""
 SHARD_AXIS = "choreo_shard"
 """The name of the axis of learner shards, over which `all_reduce` reduces."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One form in which a fragment was called: facts that the traced program no longer contains."""
+    """How a fragment was called (types, static arguments, vmaps): facts that the traced program no longer contains."""
 
     role: Role
     """The role of the fragment."""
@@ -66,26 +67,26 @@ class Call:
 
 
 unmarked = jax.make_user_context(False)
-"""Within `with unmarked(True):` every fragment calls its plain function. Unlike a global variable, it is in jit's cache key."""
+"""Within `with unmarked(True):` every fragment calls its plain function. Unlike a global variable, this is in jit's cache key."""
 
 MOST_FORMS = 512
 """How many compiled functions a fragment keeps at most, so that calls with many sizes do not fill the memory."""
 MOST_CALLS = 2**16
 """How many `Call` records are kept at most. They are small, and a traced program refers to them by number."""
 
-_of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]] | None"] = contextvars.ContextVar(
-    "choreo_of_this_trace", default=None
+_forms_of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]] | None"] = (
+    contextvars.ContextVar("choreo_of_this_trace", default=None)
 )
 
 
 @contextlib.contextmanager
 def traced_anew() -> Iterator[None]:
     """Within this block, fragments are traced anew: an object, a global or a closure that they read may have changed."""
-    token = _of_this_trace.set({})
+    token = _forms_of_this_trace.set({})
     try:
         yield
     finally:
-        _of_this_trace.reset(token)
+        _forms_of_this_trace.reset(token)
 
 
 _numbers = itertools.count()
@@ -170,8 +171,8 @@ class Fragment:
         jitted, record = self._forms().get(key, lambda: self._new_form(form, avals, vmaps))
         out = jitted(*arrays)
         if vmaps and record.jaxpr is None:
-            # Not later, when a plan needs it: the JAX configuration (a precision, for example) may differ by then. JAX has
-            # just traced the function, so this returns the cached program.
+            # Record the program now: when a plan needs it, the JAX configuration (a precision, for example) may differ. JAX
+            # has just traced the function, so this returns the cached program.
             record.jaxpr = jitted.trace(*(struct_of(aval) for aval in avals)).jaxpr
         out = jax.tree.map(
             lambda x: x.value if isinstance(x, _Static) else x, out, is_leaf=lambda x: isinstance(x, _Static)
@@ -179,7 +180,7 @@ class Fragment:
         return in_order(out, record.out_orders) if record.out_orders else out
 
     def _forms(self) -> "Recent[tuple[Any, Call]]":
-        own = _of_this_trace.get()
+        own = _forms_of_this_trace.get()
         return self.forms if own is None else own.setdefault(self, Recent(MOST_FORMS))
 
     def _new_form(self, form: StaticForm, avals: tuple[Any, ...], vmaps: tuple[Vmap, ...]) -> tuple[Any, Call]:
@@ -239,11 +240,12 @@ class HostFunction:
         return replace(self, form=form, shapes=tuple(aval.shape for aval in avals))
 
     def __call__(self, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-        assert self.form is not None, "`at` comes first"
+        assert self.form is not None, "call `at` first"
         if tuple(x.shape for x in arrays) != self.shapes:
             raise AlgorithmError(f"Host fragment `{self.name}` is called under jax.vmap, which cannot vectorise Python.",
                                  fix="Let it take and return whole batches, and call it without vmap.")  # fmt: skip
-        rest = iter(arrays)  # a Python number becomes an array of JAX's default type, as in a callback
+        rest = iter(arrays)
+        # A Python number becomes an array of JAX's default type, as in a callback.
         leaves = [next(rest) if x is ARRAY else jax.numpy.asarray(x) for x in self.form.leaves]
         return self.on_leaves(self.form.tree, *leaves)
 
@@ -301,7 +303,7 @@ _host_objects: dict[int, HostObjects] = {}
 
 
 def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
-    """Combine a pytree over the learner shards. With one shard, this is `x`, in the type that several shards would give.
+    """Combine a pytree over the learner shards. With one shard, returns `x`, converted to the type that several shards would give.
 
     >>> import choreo
     >>> choreo.all_reduce({"grad": 1.5})
@@ -372,14 +374,14 @@ class Reduction(NamedTuple):
     op: str = "mean"
     """"mean", "sum", "max" or "min"."""
     weight: str = ""
-    """For a mean: the metric that counts what each shard's number is a mean over; "" if all shards count alike."""
+    """For a mean: the metric that counts the items (episodes, for example) in each shard's mean; "" for equal weights."""
 
 
 def metric(x: Any, reduce: str = "mean", *, weight: str = "") -> jax.Array:
-    """`x` itself, with the declaration how the learner shards' numbers are reduced to one; without it, by their mean.
+    """Declare how the numbers of all learner shards become one number; returns `x`. The default is the mean.
 
-    `weight` names the metric, itself a sum, that counts what each shard's mean is taken over. Mark a metric where it is
-    returned: the result of a calculation with a marked number is not marked.
+    For a mean, `weight` names another metric, itself a sum, that counts the items in each shard's mean. Mark a metric where
+    it is returned: the result of a calculation with a marked number is not marked.
 
     >>> import choreo
     >>> int(choreo.metric(3, reduce="sum")), float(choreo.metric(1.5, weight="episodes"))
@@ -409,7 +411,7 @@ def _declare(reduction: Reduction) -> Callable[[Any], jax.Array]:
 
 
 def find_declaration(name: str | None) -> Reduction | None:
-    """What `metric` declared, from the name of the jit; None for any other jit."""
+    """The reduction that `metric` declared, from the name of its jit; None for any other jit."""
     if name is None or not name.startswith(METRIC_PREFIX):
         return None
     op, _, weight = name.removeprefix(METRIC_PREFIX).partition(":")

@@ -29,7 +29,7 @@ _BY_VALUE = (int, bool, str, bytes, type(None), type(Ellipsis), type)
 
 
 _HOLD_A_VALUE = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset, np.ndarray, np.generic, jax.Array)
-"""Types that hold a value of their own: a dataclass that inherits from one is more than its fields."""
+"""Types that hold data of their own: a dataclass that inherits from one of them holds more than its fields."""
 
 
 class NoKey(TypeError):
@@ -77,7 +77,10 @@ def tree_key(tree: Any) -> Hashable:
 
 
 def _key(x: Any, within: tuple[int, ...], *, strict: bool) -> Hashable:
-    """`within`: ids of the containers around `x`. A container that contains itself has no finite structure."""
+    """The key of `x`; with `strict`, raises NoKey for a mutable value that is not plain data.
+
+    `within`: ids of the containers around `x`. A container that contains itself has no finite structure.
+    """
     kind = type(x)
     if kind in _BY_VALUE:
         return (kind, x)

@@ -12,7 +12,7 @@ Role: TypeAlias = str
 """The role of a fragment: "env", "actor", "learner", or any word that the user chooses."""
 
 GroupName: TypeAlias = str
-"""Roles that live together, joined by "+": "env+actor"."""
+"""The name of a group: its roles, joined by "+", as in "env+actor"."""
 
 PyTree: TypeAlias = Any
 """Nested containers with arrays at the leaves."""

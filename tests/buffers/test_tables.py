@@ -96,7 +96,7 @@ class TestEveryItemExists:
         _, drawn = sample(replay, state, jax.random.key(1))
         assert set(numbers(drawn.steps)) == set(model.items(3))
 
-    def test_after_many_additions_the_root_is_the_sum_of_the_leaves(self):
+    def test_after_many_additions_every_root_is_the_sum_of_its_leaves(self):
         replay = one_table(16, capacity=300, sampler="prioritized", length=4)
 
         def body(state, key):
@@ -217,7 +217,7 @@ class TestFifo:
 
 
 class TestMaxTimesSampled:
-    def test_each_item_is_drawn_so_often_and_no_more(self):
+    def test_each_item_is_drawn_max_times_sampled_times_and_no_more(self):
         replay = one_table(5, capacity=40, max_times_sampled=2)
         state, model = filled(replay, 2, 10)
         items, counts = model.items(3), Counter()
@@ -357,9 +357,8 @@ class TestCountersDoNotOverflow:
         replay = one_table(4, samples_per_insert=0.5)
         state, _ = filled(replay, 2, 10)
         size = round_of_steps(replay.ring(2))
-        state = state._replace(
-            inserted=Count(state.inserted.rest, jnp.int32(4))
-        )  # about 2^33 steps of two environments
+        # About 2^33 steps of two environments.
+        state = state._replace(inserted=Count(state.inserted.rest, jnp.int32(4)))
         most = 0.5 * 2 * 4 * size / 4  # draws
         for share, ready in ((0.99, True), (1.01, False)):
             rounds, rest = divmod(int(share * most), LARGEST_ROUND)
@@ -413,7 +412,7 @@ class TestMistakes:
         with pytest.raises(AlgorithmError, match=r"(?s)1,000 steps are stored.*room for 24.*smaller min_size"):
             one_table(min_size=1000)
 
-    def test_priorities_for_a_table_without(self):
+    def test_priorities_for_a_table_without_priorities(self):
         replay = one_table()
         state, _ = filled(replay, 2, 4)
         state, drawn = sample(replay, state, jax.random.key(0))

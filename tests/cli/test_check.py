@@ -20,7 +20,7 @@ TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
 CARTPOLE = "jax:CartPole-v1"
 
 
-def test_a_layout_that_changes_nothing(capsys):
+def test_a_correct_layout_passes(capsys):
     assert main(["check", TINY, CARTPOLE, "--layout", "coarse", "--workers", "2"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(
@@ -30,7 +30,7 @@ def test_a_layout_that_changes_nothing(capsys):
     assert err == ""
 
 
-def test_python_environments_and_json(capsys):
+def test_json_of_a_check_with_python_environments(capsys):
     assert main(["check", TINY, "CartPole-v1", "--layout", "fine", "--num-envs", "2", "--unroll", "4", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
@@ -50,7 +50,7 @@ def found(monkeypatch):
     return found
 
 
-def test_a_layout_that_changes_something(found, capsys):
+def test_a_deviation_is_printed_and_gives_exit_code_1(found, capsys):
     args = ["check", TINY, CARTPOLE, "--iterations", "2"]
     assert main(args) == 1
     out, err = capsys.readouterr()
@@ -64,7 +64,7 @@ def test_a_layout_that_changes_something(found, capsys):
     assert not verdict["ok"] and verdict["worst"]["name"] == "metrics['loss']"
 
 
-def test_a_fragment_that_is_wrongly_marked_independent(capsys, tmp_path, monkeypatch):
+def test_a_fragment_that_is_wrongly_marked_independent_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     vouched = Path(TINY.rpartition(":")[0]).read_text()
     vouched = vouched.replace('@choreo.fragment("actor")', '@choreo.fragment("actor", independent=True)')
@@ -72,13 +72,13 @@ def test_a_fragment_that_is_wrongly_marked_independent(capsys, tmp_path, monkeyp
     Path("mine.py").write_text("import equinox.internal as eqxi\n" + vouched)
     assert main(["check", "mine.py:Tiny", CARTPOLE, "--layout", "coarse"]) == 1
     assert capsys.readouterr().err == (
-        "AlgorithmError: The fragment `act` is marked independent=True, but environments meet in it: with negative numbers in the "
+        "AlgorithmError: The fragment `act` is marked independent=True, but environments mix in it: with negative numbers in the "
         "other rows of the batch, the result for one environment changes.\nLeave out independent=True: Choreo then refuses the "
-        "layouts in which the result would depend on the split.\n"
+        "layouts in which the result would depend on how environments are divided.\n"
     )
 
 
-def test_numbers_of_python_among_the_metrics_and_forgotten_marks(capsys, tmp_path, monkeypatch):
+def test_python_numbers_as_metrics_pass_and_a_forgotten_mark_gives_a_warning(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = Path(TINY.rpartition(":")[0]).read_text().replace('@choreo.fragment("learner")', "")
     Path("mine.py").write_text(text.replace('{"loss": value,', '{"loss": value, "unroll": self.unroll, "lr": 0.5,'))
@@ -89,7 +89,7 @@ def test_numbers_of_python_among_the_metrics_and_forgotten_marks(capsys, tmp_pat
     )
 
 
-def test_an_algorithm_that_lacks_something(capsys, tmp_path, monkeypatch):
+def test_an_algorithm_without_marks_is_refused(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     marked = Path(TINY.rpartition(":")[0]).read_text()
     Path("mine.py").write_text(
@@ -99,7 +99,7 @@ def test_an_algorithm_that_lacks_something(capsys, tmp_path, monkeypatch):
     assert "No function called by `Tiny.iterate` carries a role." in capsys.readouterr().err
 
 
-def test_train_suggests_it_for_an_algorithm_in_a_file(capsys, tmp_path, monkeypatch):
+def test_train_suggests_check_for_an_algorithm_in_a_file(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = ["train", TINY, CARTPOLE, "--steps", "64", "--unroll", "8", "--layout", "coarse", "--runtime", "inprocess"]
     assert main(args) == 0
@@ -111,12 +111,12 @@ def test_train_suggests_it_for_an_algorithm_in_a_file(capsys, tmp_path, monkeypa
     ("layout", "num_envs"),
     [(fused(), 6), (coarse(2), 6), (coarse(4), 8), (coarse(2, exact=True), 8), (multi_learner(4), 8), (apex(3, 2), 12)],
 )
-def test_few_environments(layout, num_envs):
+def test_the_number_of_environments_in_a_check(layout, num_envs):
     assert few_envs(Tiny(), layout) == num_envs
     layout.check_counts(num_envs)
 
 
-def test_small_sizes():
+def test_sizes_at_their_defaults_are_made_small():
     env = envs.make(CARTPOLE, 6)
     assert small(PPO(), env, fused(), 3) == PPO(unroll=8, minibatch_size=24, epochs=2, total_steps=144)
     assert small(PPO(unroll=12), env, fused(), 3).unroll == 12  # a size that was given stays

@@ -57,7 +57,7 @@ def test_json_is_the_last_line_of_stdout_and_everything_else_goes_to_stderr(caps
     assert run.evaluate(episodes=100).mean == summary["return"]
 
 
-def test_a_table_and_a_folder_with_a_telling_name(capsys):
+def test_train_prints_a_table_and_makes_a_new_numbered_folder(capsys):
     for _ in range(2):
         assert main([*TRAIN, "--steps", "512", "--quiet"]) == 0
     out, err = capsys.readouterr()
@@ -74,7 +74,7 @@ def test_hyper_parameters_are_the_fields_of_the_dataclass():
     assert run.env.num_envs == 4 and run.config.steps == 20
 
 
-def test_evaluate_and_resume(capsys):
+def test_evaluate_and_resume_give_the_same_results_as_train(capsys):
     assert main([*TRAIN, "--steps", "512", "--out", "x", "--quiet", "--json"]) == 0
     trained = json.loads(capsys.readouterr().out)
     assert main(["evaluate", "x", "--json"]) == 0
@@ -124,7 +124,7 @@ def test_ctrl_c_says_where_the_last_checkpoint_is_and_leaves_nothing_half_writte
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_closed_stdout_ends_quietly(unbuffered):
+def test_a_closed_stdout_ends_the_command_quietly(unbuffered):
     """`choreo --help | head -1`"""
     reader, writer = os.pipe()
     os.close(reader)
@@ -154,7 +154,7 @@ def write_run_toml(folder, *, layout=None, **options):
 OPTIONAL: dict[str, Any] = {"eval_every": None, "stop_at_return": None, "checkpoint_every": None}
 
 
-def test_a_run_is_run_again_from_its_file(capsys):
+def test_training_from_a_run_toml_repeats_the_run(capsys):
     options = ["--eval-every", "2", "--eval-episodes", "3", "--seed", "7"]
     assert main([*TRAIN, "--steps", "256", "--out", "runs/x", "--quiet", "--json", *options]) == 0
     before = json.loads(capsys.readouterr().out)
@@ -175,7 +175,7 @@ def test_options_beside_a_run_toml_replace_those_of_the_file(capsys):
     assert (config.stop_at_return, config.checkpoint_every) == (1e9, 2)
 
 
-def test_the_layout_of_a_run_and_its_workers(capsys):
+def test_workers_changes_the_layout_of_a_run_toml_only_if_it_is_a_preset(capsys):
     file = write_run_toml("runs/x", layout=coarse(workers=2, exact=True))
     assert main(["graph", file]) == 0
     assert "env+actor" in capsys.readouterr().out
@@ -257,7 +257,7 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
         ),
     ],
 )
-def test_a_broken_file_says_where(capsys, old, new, message):
+def test_the_error_about_a_wrong_run_toml_names_the_entry(capsys, old, new, message):
     file = Path(write_run_toml("x"))
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new, 1))
@@ -266,7 +266,7 @@ def test_a_broken_file_says_where(capsys, old, new, message):
     assert os.listdir() == ["x"] and os.listdir("x") == ["run.toml"]
 
 
-def test_a_run_toml_stands_alone(capsys):
+def test_a_run_toml_replaces_both_names(capsys):
     file = write_run_toml("x")
     assert "`jax:Pendulum-v1` is one argument too many: x/run.toml has" in fails(
         capsys, "train", file, "jax:Pendulum-v1"
@@ -280,7 +280,7 @@ def test_a_run_toml_stands_alone(capsys):
 # Beginning with the weights of another run.
 
 
-def test_init_from(capsys):
+def test_init_from_begins_with_the_weights_of_another_run(capsys):
     assert main([*TRAIN, "--steps", "256", "--out", "first", "--quiet"]) == 0
     command = [*TRAIN, "--steps", "128", "--learning-rate", "0", "--init-from", "first", "--quiet", "--json"]
     capsys.readouterr()
@@ -315,7 +315,7 @@ def test_graph_prints_or_draws(capsys):
 
 
 @pytest.mark.parametrize(("kind", "name"), [("algos", "ppo"), ("envs", "jax:CartPole-v1"), ("layouts", "fused")])
-def test_list(capsys, kind, name):
+def test_list_prints_the_known_names(capsys, kind, name):
     assert main(["list", kind]) == 0
     assert any(line.split()[0] == name for line in capsys.readouterr().out.splitlines())
 
@@ -351,12 +351,12 @@ def test_list_layouts_says_which_systems_each_stands_for(capsys):
         (["--layout", "a3c", "--workers", "2"], "max_lag=4, merge='any')"),
     ],
 )
-def test_options_of_a_layout(capsys, options, layout):
+def test_options_are_passed_to_the_layout(capsys, options, layout):
     assert main(["graph", "a2c", CARTPOLE, "--num-envs", "8", *options]) == 0
     assert layout in " ".join(capsys.readouterr().out.split())
 
 
-def test_help(capsys):
+def test_every_command_has_help(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     commands = ("train", "graph", "evaluate", "resume", "replay", "compare", "list")
@@ -381,7 +381,7 @@ def test_the_help_of_an_algorithm_has_the_docstrings_of_its_fields(capsys):
     assert "--gae-lambda" in capsys.readouterr().out
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     assert main(["--version"]) == 0
     assert re.fullmatch(r"choreo \d+\.\d+.*\n", capsys.readouterr().out)
 
@@ -403,7 +403,7 @@ def test_the_progress_line_fits_a_terminal():
     )
 
 
-def test_where_compiled_programs_are_kept(monkeypatch):
+def test_the_folder_of_compiled_programs(monkeypatch):
     monkeypatch.setenv("CHOREO_CACHE", "off")
     assert cache_folder() is None
     monkeypatch.setenv("CHOREO_CACHE", "/elsewhere")
@@ -490,7 +490,7 @@ def test_failures_have_exit_code_1(capsys):
     assert "DivergedError: The run diverged: `loss` is nan at iteration 1 of 4." in capsys.readouterr().err
 
 
-def test_a_traceback_on_request(monkeypatch):
+def test_choreo_traceback_shows_the_traceback(monkeypatch):
     from choreo.errors import UnknownNameError
 
     monkeypatch.setenv("CHOREO_TRACEBACK", "1")

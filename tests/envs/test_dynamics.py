@@ -74,7 +74,7 @@ def test_a_fallen_pole_terminates_and_resets_in_the_same_step():
     np.testing.assert_allclose(ts.next_obs[i], fell.obs, rtol=1e-6)
 
 
-def test_a_time_limit_truncates():
+def test_a_time_limit_truncates_the_episode():
     env = envs.make("jax:Pendulum-v1", num_envs=2, time_limit=3)
     state, _ = env.reset(env.keys(jax.random.key(0)))
     lasts, discounts, returns = [], [], []
@@ -87,7 +87,7 @@ def test_a_time_limit_truncates():
     assert returns[0] == returns[3] == returns[6] == 0.0  # the sum begins anew with each episode
 
 
-def test_termination_in_the_last_step_before_the_time_limit():
+def test_termination_in_the_step_of_the_time_limit_is_not_a_truncation():
     length = _steps_until_fall()
     env = envs.make("jax:CartPole-v1", num_envs=1, time_limit=length)
     state, _ = env.reset(env.keys(jax.random.key(0)))

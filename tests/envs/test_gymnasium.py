@@ -80,7 +80,7 @@ def test_an_algorithm_runs_on_a_python_environment():
     assert metrics["episodes"] > 0 and metrics["episode_return"] == metrics["episode_length"]
 
 
-def test_trees_and_64_bits():
+def test_types_of_nested_observations_in_32_and_64_bits():
     env = envs.from_factory(Nested, 2)
     _, obs = env.reset(env.keys(jax.random.key(0)))
     assert jax.tree.map(lambda x: x.dtype.name, obs) == {
@@ -112,7 +112,7 @@ def test_actions_of_a_wrong_shape_are_refused_while_tracing():
     ("CartPole-v1", {"max_episode_steps": 20}), ("Pendulum-v1", {}), ("Taxi-v4", {}), (Nested, {}), (Masked, {}),
     ("CartPole-v1", {"vectorization_mode": "vector_entry_point"}),
 ])  # fmt: skip
-def test_check_env(what, kwargs):
+def test_environments_keep_the_contract(what, kwargs):
     env = resolve.environment(what, 3, **kwargs)
     if "vectorization_mode" in kwargs:  # its environments share one random stream
         with pytest.raises(EnvError, match="depend on the "):
@@ -149,7 +149,7 @@ def test_a_lambda_cannot_be_made_again_from_run_toml():
         toml_values.rebuild_environment(described)
 
 
-def test_a_function_in_a_users_file(tmp_path):
+def test_a_function_in_a_users_file_makes_environments(tmp_path):
     file = tmp_path / "my_env.py"
     file.write_text("from host.toys import Count\n\ndef make_env(length=3):\n    return Count(length)\n")
     env = resolve.environment(f"{file}:make_env", 2, length=4)
@@ -162,7 +162,7 @@ def test_a_function_in_a_users_file(tmp_path):
         toml_values.rebuild_environment({"name": f"{tmp_path}/gone.py:make_env", "num_envs": 2}, trust=True)
 
 
-def test_other_values_that_name_an_environment():
+def test_classes_functions_and_values_give_environments():
     from choreo.envs.cartpole import CartPole
 
     assert resolve.environment(CartPole, 4) == envs.make("jax:CartPole-v1", 4)
@@ -172,7 +172,7 @@ def test_other_values_that_name_an_environment():
     assert resolve.environment("gymnasium.envs.classic_control.cartpole:CartPoleEnv", 2).name == "CartPoleEnv"
 
 
-def test_errors():
+def test_wrong_environments_are_refused():
     with pytest.raises(EnvError, match="A Count was given; 8 environments cannot be made from it.\n.*lambda: MyEnv"):
         resolve.environment(Count())
     with pytest.raises(EnvError, match="`difficulty` can be given only with the name of an environment"):
@@ -185,7 +185,7 @@ def test_errors():
         envs.make("CartPol-v1", 2)
 
 
-def test_envpool():
+def test_envpool_keeps_the_contract_and_is_made_again_from_run_toml():
     pytest.importorskip("envpool", reason="the extra choreo[envpool] is not installed")
     env = envs.make("envpool:CartPole-v1", 3, num_threads=1)
     check_env(env, steps=40)
@@ -196,7 +196,7 @@ def test_envpool():
         envs.make("envpool:CartPol-v1", 2)
 
 
-def test_arguments_on_the_command_line():
+def test_arguments_of_environments_are_parsed_from_the_command_line():
     args = ["--seed", "1", "--env.max-episode-steps=7", "--env.name=tall", "--env.sizes=(1, 2)", "--env.sutton=true"]
     rest, settings = arguments.env_settings([*args, "--unroll=8"])
     assert rest == ["--seed", "1", "--unroll=8"]

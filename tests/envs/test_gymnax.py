@@ -23,7 +23,7 @@ def gymnax_promotes_types():
 @pytest.mark.parametrize(
     "name", ["Pendulum-v1", "Breakout-MinAtar", pytest.param("FourRooms-misc", marks=pytest.mark.long)]
 )
-def test_keeps_the_contract(name):
+def test_environments_of_gymnax_keep_the_contract(name):
     check_env(envs.make(f"gymnax:{name}", num_envs=3), steps=60)
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_parameter_is_named():
     assert "masspole" in str(error.value)
 
 
-def test_without_the_extra(monkeypatch):
+def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gymnax", None)
     with pytest.raises(EnvError, match="gymnax cannot be imported") as error:
         envs.make("gymnax:CartPole-v1", num_envs=2)

@@ -45,6 +45,6 @@ def test_an_unknown_setting_is_named():
         envs.make("jax:CartPole-v1", num_envs=4, gravity=1.0)
 
 
-def test_no_environments_at_all():
+def test_zero_environments_are_refused():
     with pytest.raises(EnvError, match="num_envs=0"):
         envs.make("jax:CartPole-v1", num_envs=0)

@@ -27,7 +27,7 @@ RETURNED = {
 }
 SAID = {
     "raise": r"Environment 3 of `Naughty` raised ValueError in step: the pole fell off the table",
-    **{deed: rf"Environment 3 of `Naughty` returned in step {what}" for deed, what in RETURNED.items()},
+    **{deed: rf"Environment 3 of `Naughty` returned from `step`: {what}" for deed, what in RETURNED.items()},
     "exit": r"Environment 3 .*SystemExit.*: enough of this",
     "hang": r"Environment 3 hangs: it has not returned for 1 s\.",
 }

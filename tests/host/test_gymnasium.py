@@ -84,7 +84,7 @@ def test_the_same_steps_as_gymnasium_itself():
     assert len(ends) == 2, "the test needs both a termination and a truncation"
 
 
-def test_a_time_limit_around_or_below_other_wrappers():
+def test_time_limits_around_and_below_other_wrappers_end_episodes():
     block = batch(lambda: TimeLimit(ClipReward(TimeLimit(Count(length=9), 4), 0, 0.5), 2))
     rows = play(block, 4)
     assert [row[3][0] for row in rows] == [False, True, False, True]
@@ -167,7 +167,7 @@ def test_wide_types_for_64_bits():
     ("Pendulum-v1", ["float32"]),
     ("Taxi-v4", ["int8", "int32"]),
 ])  # fmt: skip
-def test_environments_of_gymnasium(name, types):
+def test_types_of_observations_of_gymnasiums_environments(name, types):
     block = batch(name, range(3))
     low = np.zeros((3, 1), np.float32) if name == "Pendulum-v1" else np.zeros(3, np.int32)
     token, *obs = block.reset(seeds(1, 2, 3))
@@ -188,13 +188,15 @@ def test_the_action_mask_in_info_becomes_part_of_the_observation():
         assert (next_obs[:, 0] == t).all()
 
 
-def test_a_missing_action_mask_is_an_error():
+def test_a_missing_action_mask_is_refused():
     class Forgets(Masked):
         def step(self, action):
             obs, *rest, info = super().step(action)
             return obs, *rest, {}
 
-    with pytest.raises(EnvError, match=r"Environment 0 of `Forgets` returned in step .*without info\['action_mask'\]"):
+    with pytest.raises(
+        EnvError, match=r"Environment 0 of `Forgets` returned from `step`: .*without info\['action_mask'\]"
+    ):
         play(batch(Forgets), 1)
 
 
@@ -205,14 +207,14 @@ def test_info_keys_hold_the_numbers_of_the_running_episode():
     assert rows[0][-1].dtype == np.float32
 
 
-def test_an_info_that_is_not_a_number():
+def test_an_info_that_is_not_a_number_is_refused():
     class Wordy(Count):
         def step(self, action):
             obs, *rest, info = super().step(action)
             return obs, *rest, {"word": "yes"}
 
     with pytest.raises(
-        EnvError, match=r"Environment 0 of `Wordy` returned in step a str as info\['word'\], not a number"
+        EnvError, match=r"Environment 0 of `Wordy` returned from `step`: a str as info\['word'\], not a number"
     ):
         play(batch(Wordy, info_keys=("word",)), 1)
 
@@ -220,15 +222,15 @@ def test_an_info_that_is_not_a_number():
 FAULTS = {
     "raise": "Environment 5 of `Faulty` raised ValueError in step: the motor is on fire",
     "raise in reset": "Environment 5 of `Faulty` raised ZeroDivisionError in reset: no more episodes",
-    "shape": r"Environment 5 of `Faulty` returned in step an observation float32\[1\] where its space says float32\[2\]",
-    "dtype": r"Environment 5 of `Faulty` returned in step an observation float64\[2\] where its space says float32\[2\]",
-    "list": r"Environment 5 of `Faulty` returned in step an observation a list where its space says float32\[2\]",
-    "nan": "Environment 5 of `Faulty` returned in step NaN in its observation",
-    "nan reward": "Environment 5 of `Faulty` returned in step NaN as reward",
-    "array reward": r"Environment 5 of `Faulty` returned in step an array float64\[1\] as reward, not a number",
-    "no reward": "Environment 5 of `Faulty` returned in step NaN as reward",
-    "four": r"Environment 5 of `Faulty` returned in step 4 values, not \(obs, reward, terminated, truncated, info\)",
-    "none": "Environment 5 of `Faulty` returned in step a NoneType, not",
+    "shape": r"Environment 5 of `Faulty` returned from `step`: an observation float32\[1\] where its space says float32\[2\]",
+    "dtype": r"Environment 5 of `Faulty` returned from `step`: an observation float64\[2\] where its space says float32\[2\]",
+    "list": r"Environment 5 of `Faulty` returned from `step`: an observation a list where its space says float32\[2\]",
+    "nan": "Environment 5 of `Faulty` returned from `step`: NaN in its observation",
+    "nan reward": "Environment 5 of `Faulty` returned from `step`: NaN as reward",
+    "array reward": r"Environment 5 of `Faulty` returned from `step`: an array float64\[1\] as reward, not a number",
+    "no reward": "Environment 5 of `Faulty` returned from `step`: NaN as reward",
+    "four": r"Environment 5 of `Faulty` returned from `step`: 4 values, not \(obs, reward, terminated, truncated, info\)",
+    "none": "Environment 5 of `Faulty` returned from `step`: a NoneType, not",
 }
 
 
@@ -261,7 +263,7 @@ def test_current_is_the_running_environment():
 
 def test_a_stale_token_is_refused():
     block = batch(Count)
-    with pytest.raises(EnvError, match="was to go on from step 0, but its environments have not been reset"):
+    with pytest.raises(EnvError, match="should continue from step 0, but its environments have not been reset"):
         block.step(np.zeros(2, np.int32), np.zeros(2, np.int32))
     token, _ = block.reset(seeds(0, 1))
     later, *_ = block.step(token, np.zeros(2, np.int32))
@@ -280,12 +282,8 @@ def test_close_closes_every_environment():
         return made[-1]
 
     block = batch(make, range(3))
-    assert [env.closed for env in made] == [
-        True,
-        False,
-        False,
-        False,
-    ]  # the first was made by the probe, and is closed already
+    # The first was made by the probe, and is closed already.
+    assert [env.closed for env in made] == [True, False, False, False]
     block.close()
     assert all(env.closed for env in made)
 

@@ -82,7 +82,7 @@ def test_a_users_file_is_pickled_by_value(tmp_path):
     assert obs == "[[2.0], [2.0]]" and imported == "False"
 
 
-def test_a_lambda_with_a_class_of_the_same_script(tmp_path):
+def test_a_lambda_with_a_class_of_the_same_script_is_pickled_by_value(tmp_path):
     """The script is `__main__` in the process that pickles, and does not exist in the process that unpickles."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -113,10 +113,10 @@ def test_unpickled_in_the_same_process_a_source_is_the_original():
     for source in (Source.of_factory(make, {}), Source.of_id("CartPole-v1", {"options": [1, {"a": 2.0}]})):
         again = pickle.loads(pickle.dumps(source))
         assert again == source and hash(again) == hash(source)
-        assert again.recipe is source.recipe
+        assert again.factory_call is source.factory_call
 
 
-def test_equality():
+def test_sources_are_equal_if_function_and_arguments_are():
     make = lambda: Count()  # noqa: E731
     assert Source.of_factory(make, {"a": [1]}) == Source.of_factory(make, {"a": [1]})
     assert Source.of_factory(make, {"a": [1]}) != Source.of_factory(make, {"a": (1,)})
@@ -126,7 +126,7 @@ def test_equality():
     assert Source.of_id("CartPole-v1", {}) != Source.of_id("CartPole-v1", {}, vector=True)
 
 
-def test_names():
+def test_the_name_of_a_source_is_that_of_its_factory():
     def make_it():
         return Count()
 
@@ -135,7 +135,7 @@ def test_names():
     assert Source.of_factory(lambda: Count(), {}).name.startswith("lambda at test_sources.py:")
 
 
-def test_a_factory_that_cannot_be_pickled():
+def test_a_factory_that_cannot_be_pickled_is_refused():
     lock = threading.Lock()
     source = Source.of_factory(lambda: lock and Count(), {})
     assert source.make()

@@ -43,7 +43,7 @@ def test_every_mode_with_trees_of_observations(mode):
             np.testing.assert_array_equal(x, y)
 
 
-def test_an_async_vector_environment():
+def test_an_async_vector_environment_resets_in_the_same_step():
     block = batch(lambda num_envs: AsyncVectorEnv([Count] * num_envs, context="spawn"), range(3))
     rows = play(block, 4)
     block.close()
@@ -95,15 +95,13 @@ def test_the_step_between_two_episodes_changes_no_return_and_no_target(truncates
                 assert last[t, i] == (time == length)
                 assert discount[t, i] == (1 if truncates or time < length else 0)
             else:
-                assert (next_obs[t, i, 0], obs[t, i, 0]) == (
-                    length,
-                    0,
-                )  # the last observation again, then a new episode
+                # The last observation again, then the first of a new episode.
+                assert (next_obs[t, i, 0], obs[t, i, 0]) == (length, 0)
                 assert (reward[t, i], episode_return[t, i], episode_length[t, i]) == (0, 0, 0)
                 assert last[t, i] and discount[t, i] == (1 if truncates else 0)
 
 
-def test_the_vector_entry_point_of_gymnasium():
+def test_the_vector_entry_point_of_gymnasium_gives_complete_episodes():
     from choreo.host.make_batch import MakeBatch
     from choreo.host.probe import probe
     from choreo.host.sources import Source
@@ -113,12 +111,11 @@ def test_the_vector_entry_point_of_gymnasium():
     rows = play(block, 40, seed=1)
     lengths = [row[6][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
     returns = [row[5][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
-    assert (
-        lengths == returns and 8 <= min(lengths) <= max(lengths) <= 12
-    )  # pushed to the right only, the pole falls at once
+    # All actions push to the right, so the pole falls at once.
+    assert lengths == returns and 8 <= min(lengths) <= max(lengths) <= 12
 
 
-def test_errors():
+def test_wrong_vector_environments_are_refused():
     class Silent(Native):
         metadata = {}
 
@@ -129,7 +126,7 @@ def test_errors():
         def step(self, actions):
             return super().step(actions)[:4]
 
-    with pytest.raises(EnvError, match="`Short` returned in step 4 values, not"):
+    with pytest.raises(EnvError, match="`Short` returned from `step`: 4 values, not"):
         play(batch(Short, range(3)), 1)
 
     class Raises(Native):
@@ -146,12 +143,12 @@ def test_errors():
             return super().observe().astype(np.float64)
 
     with pytest.raises(
-        EnvError, match=r"returned in reset observations float64\[3, 2\] where its space says float32\[3, 2\]"
+        EnvError, match=r"returned from `reset`: observations float64\[3, 2\] where its space says float32\[3, 2\]"
     ):
         play(batch(Wide, range(3)), 1)
 
 
-def test_envpool():
+def test_envpool_gives_complete_episodes_that_depend_only_on_seeds():
     pytest.importorskip("envpool", reason="the extra choreo[envpool] is not installed")
     from choreo.host.envpool import make_envpool
 

@@ -321,7 +321,7 @@ class TestCheckIndependent:
     @pytest.mark.parametrize("name", ["unvmap_any", "unvmap_max", "a user's primitive"])
     def test_a_fragment_that_mixes_environments_is_caught(self, name):
         algo = Acts(choreo.fragment("actor", independent=True)(REFUSED[name]))
-        with pytest.raises(AlgorithmError, match="is marked independent=True, but environments meet in it: with"):
+        with pytest.raises(AlgorithmError, match="is marked independent=True, but environments mix in it: with"):
             choreo.testing.check_independent(algo, Pond(E))
 
     def test_a_fragment_that_counts_the_rows_is_caught(self):
@@ -329,7 +329,7 @@ class TestCheckIndependent:
             share = lambda x: x / np.float32(x.shape[0] if x.ndim > 1 else 1)  # noqa: E731
             return w * jax.pure_callback(share, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
 
-        with pytest.raises(AlgorithmError, match="environments meet in it: as the only row of a batch, the result"):
+        with pytest.raises(AlgorithmError, match="environments mix in it: as the only row of a batch, the result"):
             choreo.testing.check_independent(Acts(choreo.fragment("actor", independent=True)(act)), Pond(E))
 
     def test_rows_that_a_fragment_refuses_are_left_out(self):
@@ -346,7 +346,7 @@ class TestCheckIndependent:
             return w * jax.pure_callback(small, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
 
         with pytest.raises(
-            AlgorithmError, match="cannot be tried: it raises an error whatever stands in the other rows"
+            AlgorithmError, match="cannot be tested: it raises an error for all values in the other rows"
         ):
             choreo.testing.check_independent(Acts(choreo.fragment("actor", independent=True)(act)), Pond(E))
 

@@ -29,7 +29,7 @@ FASTEST_FIRST = ["impala", "a2c", "ppo", "dqn"]
 
 
 def commands():
-    """All commands. As few as possible that cover each algorithm, preset and relaxation run in CI; the rest is `long`."""
+    """All commands. CI runs as few as can cover each algorithm, preset and relaxation; the others are marked `long`."""
     seen = set()
     for (algo, layout), command in sorted(DISTINCT.items(), key=lambda pair: FASTEST_FIRST.index(pair[0][0])):
         new = {algo, layout.name, f"merge {layout.merge}", f"lag {layout.max_lag > 0}"} - seen

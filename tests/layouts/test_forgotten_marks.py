@@ -52,7 +52,7 @@ def test_gradient_and_update_count_as_learner():
 
 def test_a_learner_without_its_mark():
     (warning,) = plan(algorithm(push, learns_unmarked), Pond(), coarse(2)).warnings
-    assert re.sub(r"[^( ]*test_forgotten.py:\d+", "FILE:LINE", warning) == (
+    assert re.sub(r"[^( ]*test_forgotten_marks.py:\d+", "FILE:LINE", warning) == (
         "No fragment has the role `learner`, for which coarse has the group `buffer+learner`. Unmarked code runs where it "
         "costs the fewest bytes: at `buffer+learner` learns_unmarked (FILE:LINE), algorithm.<locals>.go (FILE:LINE). Mark the "
         'function that should run there: @choreo.fragment("learner").'
@@ -63,7 +63,7 @@ def test_an_actor_without_its_mark():
     """The unmarked actor runs at the workers, which in this layout are meant for environments alone."""
     (warning,) = plan(algorithm(pushes_unmarked, learns), Pond(), fine(2)).warnings
     assert "No fragment has the role `actor`, for which fine has the group `actor+buffer+learner`." in warning
-    assert re.search(r"pushes_unmarked \(\S*test_forgotten.py:\d+\)", warning)
+    assert re.search(r"pushes_unmarked \(\S*test_forgotten_marks.py:\d+\)", warning)
     assert warning.endswith('@choreo.fragment("actor").')
 
 

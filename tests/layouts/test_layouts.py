@@ -76,11 +76,11 @@ class TestAValue:
 
 
 class TestPresets:
-    def test_names(self):
+    def test_a_preset_has_the_name_under_which_it_is_listed(self):
         assert {make().name for make in PRESETS.values()} == set(PRESETS)
         assert {name: make().name for name, make in PRESETS.items()} == {name: name for name in PRESETS}
 
-    def test_which_roles_live_together(self):
+    def test_which_roles_run_together(self):
         assert [g.roles for g in fused().groups] == [("env", "actor", "buffer", "learner")]
         assert [(g.roles, g.replicas) for g in coarse(3).groups] == [
             (("env", "actor"), 3),
@@ -126,7 +126,7 @@ class TestAliases:
         assert ALIASES["a3c"](workers=4) == central(4, max_lag=8, merge="any")
         assert ALIASES["a3c"](max_lag=3) == central(2, max_lag=3, merge="any")
 
-    def test_spelling(self):
+    def test_case_hyphens_and_underscores_do_not_matter(self):
         assert find("SEED-RL") is find("seedrl") is find("Seed_RL") is fine
         assert find("multi-learner") is multi_learner
         assert find("corse") is None
@@ -136,12 +136,12 @@ class TestAliases:
         assert len(set(spelled)) == len(spelled)
 
 
-class TestWhereRolesLive:
-    def test_a_role_that_no_group_names_lives_with_the_learner(self):
+class TestGroupsOfRoles:
+    def test_a_role_that_no_group_names_belongs_to_the_group_of_the_learner(self):
         assert coarse(2).group_of("critic").name == "buffer+learner"
         assert coarse(2).sites([*ROLES, "critic"], 4).group_of["critic"] == "buffer+learner"
 
-    def test_without_a_learner_it_lives_with_the_last_undivided_group_or_the_last(self):
+    def test_without_a_learner_it_belongs_to_the_last_undivided_group_or_the_last(self):
         assert Layout(Group("env"), Group("actor", replicas=2)).group_of("learner").name == "env"
         assert Layout(Group("env", replicas=2), Group("actor", replicas=2)).group_of("learner").name == "actor"
 
@@ -193,7 +193,7 @@ class TestRefused:
     def test_a_role_twice(self):
         text = refusal(Layout, Group("env", "actor"), Group("actor", "learner"))
         assert text == (
-            "Layout(Group('env', 'actor'), Group('actor', 'learner')) names the role `actor` twice.\nA role lives in one group."
+            "Layout(Group('env', 'actor'), Group('actor', 'learner')) names the role `actor` twice.\nA role belongs to one group."
         )
         assert "names the role `env` twice" in refusal(Layout, Group("env", "env"))
 

@@ -74,11 +74,11 @@ REFUSED = [
     (VECTOR, spaces.Box(-1, 1, (2, 2)), "spaces with one axis, not in Box", "Flatten the action"),
     (VECTOR, spaces.MultiBinary([2, 2]), "spaces with one axis, not in MultiBinary", "Flatten the action"),
     (VECTOR, spaces.Dict(a=TWO), "spaces with one axis, not in Dict", "Flatten the action"),
-    (spaces.Text(5), TWO, r"do not read Text.*, as `obs` is", "Encode it as numbers"),
+    (spaces.Text(5), TWO, r"cannot read `obs`, which is Text", "Encode it as numbers"),
     (
         spaces.Dict(a=spaces.Tuple([VECTOR, spaces.Sequence(TWO)])),
         TWO,
-        r"do not read Sequence.*, as `obs\['a'\]\[1\]` is",
+        r"cannot read `obs\['a'\]\[1\]`, which is Sequence",
         "Encode it as numbers",
     ),
     (spaces.Dict(action_mask=spaces.MultiBinary(2)), TWO, "There is nothing to observe", "Add a part"),

@@ -35,7 +35,7 @@ def carry():
     )
 
 
-def test_every_leaf_comes_back_as_it_was(tmp_path, carry):
+def test_every_leaf_is_loaded_as_it_was_saved(tmp_path, carry):
     path = tmp_path / "c.safetensors"
     checkpoint.save(path, carry, iteration=12)
     back = checkpoint.load(path, jax.eval_shape(lambda: carry))
@@ -50,7 +50,7 @@ def test_every_leaf_comes_back_as_it_was(tmp_path, carry):
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_every_type_comes_back(tmp_path, name):
+def test_arrays_of_every_type_are_loaded_bit_for_bit(tmp_path, name):
     dtype, count = dtype_named(name), 7
     with jax.enable_x64(True):
         value = jnp.asarray((np.arange(count) % 5).astype(np.float32).astype(dtype))
@@ -62,7 +62,7 @@ def test_every_type_comes_back(tmp_path, name):
 
 
 @pytest.mark.parametrize("impl", KEY_IMPLS)
-def test_keys_of_every_generator_come_back(tmp_path, impl):
+def test_keys_of_every_generator_are_loaded(tmp_path, impl):
     keys = jax.random.split(jax.random.key(3, impl=impl), 2)
     checkpoint.save(tmp_path / "c", {"key": keys}, iteration=0)
     (back,) = checkpoint.load(tmp_path / "c", {"key": keys}).values()
@@ -92,7 +92,7 @@ def test_an_array_of_an_unknown_type_is_not_saved(tmp_path):
         checkpoint.save(tmp_path / "c", {"x": np.zeros(2, "M8[s]")}, iteration=0)
 
 
-def test_numpy_that_is_not_contiguous(tmp_path):
+def test_numpy_arrays_that_are_not_contiguous_are_saved_correctly(tmp_path):
     strided = np.arange(12.0, dtype=np.float32).reshape(3, 4)[:, ::2]
     checkpoint.save(tmp_path / "c", {"x": strided}, iteration=0)
     np.testing.assert_array_equal(checkpoint.load(tmp_path / "c", {"x": strided})["x"], strided)
@@ -116,7 +116,7 @@ def test_leaves_that_are_not_arrays_come_from_the_structure(tmp_path):
         ({}, "the algorithm has no `['a']`"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, like, why):
+def test_a_checkpoint_that_does_not_fit_the_algorithm_is_refused(tmp_path, like, why):
     checkpoint.save(tmp_path / "c", {"a": np.zeros(3, np.float32)}, iteration=0)
     with pytest.raises(RunError, match=re.escape(f"does not fit the algorithm: {why}.")):
         checkpoint.load(tmp_path / "c", like)
@@ -125,10 +125,10 @@ def test_what_does_not_fit_is_refused(tmp_path, like, why):
 def test_files_that_are_not_checkpoints_are_refused(tmp_path):
     with pytest.raises(RunError, match="There is no checkpoint at .*gone"):
         checkpoint.iteration(tmp_path / "gone")
-    checkpoint.save(tmp_path / "cut", {"a": np.zeros(100)}, iteration=0)
-    (tmp_path / "cut").write_bytes((tmp_path / "cut").read_bytes()[:-5])
-    with pytest.raises(RunError, match="cut is damaged: "):
-        checkpoint.iteration(tmp_path / "cut")
+    checkpoint.save(tmp_path / "truncated", {"a": np.zeros(100)}, iteration=0)
+    (tmp_path / "truncated").write_bytes((tmp_path / "truncated").read_bytes()[:-5])
+    with pytest.raises(RunError, match="truncated is damaged: "):
+        checkpoint.iteration(tmp_path / "truncated")
     safetensors.numpy.save_file({"a": np.zeros(1)}, tmp_path / "foreign")
     with pytest.raises(RunError, match="not a Choreo checkpoint"):
         checkpoint.iteration(tmp_path / "foreign")
@@ -143,7 +143,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-def test_the_hash_sees_every_bit_and_only_arrays():
+def test_the_hash_depends_on_every_bit_of_the_arrays_and_on_nothing_else():
     tree = {"a": np.zeros(3, np.float32), "f": jnp.tanh}
     same = {"a": jnp.zeros(3), "f": jnp.sin}
     changed = {"a": np.array([0, -0.0, 0], np.float32), "f": jnp.tanh}
@@ -161,7 +161,7 @@ def test_the_hash_sees_every_bit_and_only_arrays():
         '{"iteration": 3, "keys": {"x": 7}, "views": {}}',
     ],
 )  # fmt: skip
-def test_a_header_of_somebody_else_is_refused(tmp_path, header):
+def test_a_header_of_another_form_is_refused(tmp_path, header):
     file = tmp_path / "checkpoint.safetensors"
     file.write_bytes(safetensors.numpy.save({"x": np.zeros(2, np.float32)}, {checkpoint.FORMAT: header}))
     with pytest.raises(RunError, match="its header is not that of a checkpoint"):

@@ -78,7 +78,7 @@ def test_a_record_has_the_numbers_of_the_run():
     assert len(record.boundaries) == 2 and record.env_steps[-1] == 4096
 
 
-def test_returns_at_the_same_steps_and_at_the_same_time():
+def test_returns_are_compared_at_the_same_steps_and_the_same_time():
     # Two boundaries each: rows of one call of the runtime share their time.
     write_run("a", [10, 20, 30, 40], [4, 4, 8, 8], episodes=200, summary={"steps_per_second": 500.0})
     write_run(
@@ -138,9 +138,8 @@ def test_an_unfinished_run_is_compared_as_far_as_it_got():
     with open(folder.metrics, "a") as file:
         file.write('{"iteration": 6, "env_st')
     record = Record.read("b")
-    assert (
-        not record.is_finished and record.steps_per_second == 4000 / 2
-    )  # the time before the first boundary includes compiling
+    # The time before the first boundary includes compiling, so it is not counted.
+    assert not record.is_finished and record.steps_per_second == 4000 / 2
     write_run("c", [10], [3], episodes=200)
     lines = printed(Comparison.of(["a", "b", "c"]))
     assert lines["state"] == ["finished", "unfinished", "unfinished"]
@@ -154,7 +153,7 @@ def test_a_summary_of_fewer_rows_is_out_of_date():
     assert not record.is_finished and record.steps_per_second == 1000.0
 
 
-def test_the_time_of_a_resumed_run_goes_on():
+def test_the_times_of_a_resumed_run_are_added_up():
     write_run("x", [1, 2, 3, 4, 5], [3, 5, 2, 4, 1])
     assert Record.read("x").seconds.tolist() == [3, 5, 7, 9, 10]
 
@@ -177,7 +176,7 @@ def test_runs_of_different_environments_are_not_compared_by_return():
     assert not any(label.startswith("seconds to return") for label in lines)
 
 
-def test_no_episode_has_ended_yet():
+def test_a_run_without_any_ended_episode_has_no_return():
     write_run("a", [10, 20], [1, 2])
     write_run("b", [math.nan, math.nan], [1, 2], episodes=0)
     comparison = Comparison.of(["a", "b"])
@@ -188,7 +187,7 @@ def test_no_episode_has_ended_yet():
 # The command.
 
 
-def test_table_and_picture(capsys):
+def test_compare_prints_a_table_and_writes_a_picture(capsys):
     write_run("a", [10, 20, 30, 40], [4, 4, 8, 8])
     write_run("b[1]", [15, 30, 60, 70], [1, 1, 2, 2])
     assert main(["compare", "a", "b[1]", "-o", "compare.png"]) == 0
@@ -212,12 +211,12 @@ def test_json_is_one_object(capsys):
     assert main(["compare", "a", "b", "--json", "-o", "c.png"]) == 0
     out, err = capsys.readouterr()
     (line,) = out.splitlines()
-    data = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    data = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert [run["return"] for run in data["runs"]] == [15.0, None]
     assert err == "Wrote c.png.\n"
 
 
-def test_what_is_refused(capsys):
+def test_wrong_arguments_are_refused(capsys):
     def fails(*args, code):
         assert main(["compare", *args]) == code
         out, err = capsys.readouterr()
@@ -256,7 +255,7 @@ def test_a_run_toml_of_another_form_can_be_compared(table, value):
     ).to_dict()
 
 
-def test_names_are_drawn_as_they_are_and_escaped(capsys):
+def test_dollar_signs_are_drawn_and_control_characters_are_escaped(capsys):
     folder = write_run("a$b$", [10], [1], env={"name": "$\\x", "num_envs": 2, "kwargs": {"x": "[red]$"}})
     folder.path.rename("\x1b[2J$")
     assert main(["compare", "\x1b[2J$", "\x1b[2J$", "-o", "compare.png"]) == 0

@@ -47,7 +47,7 @@ class Counting:
 
 @dataclass(frozen=True, kw_only=True)
 class Always:
-    """Greedy: action 0. Else: action 1."""
+    """Takes action 0 if greedy, else action 1."""
 
     @choreo.fragment("actor")
     def act(self, params, obs, key, *, greedy=False):
@@ -139,7 +139,7 @@ HOST = envs.from_factory(ShortOrLongHost, 2)
 
 
 @pytest.mark.parametrize("episodes", [1, pytest.param(16, marks=pytest.mark.long), 100])
-def test_environments_in_python_play_by_the_same_rules(episodes):
+def test_in_python_exactly_as_many_episodes_as_asked_for(episodes):
     result = evaluate(Counting(), HOST, None, key=KEY, episodes=episodes)
     assert len(result.returns) == len(result.lengths) == episodes
     assert set(result.lengths) <= {1, 50}
@@ -152,7 +152,7 @@ def test_in_python_short_episodes_are_not_favoured():
     assert abs(lengths.mean() - 25.5) < 6  # three standard errors
 
 
-def test_in_python_keys_and_greediness_count_too():
+def test_in_python_key_and_greedy_are_passed_on():
     one, again, other = (
         evaluate(Counting(), HOST, None, key=jax.random.key(seed), episodes=32).lengths for seed in (1, 1, 2)
     )
@@ -179,7 +179,7 @@ def test_evaluation_does_not_disturb_the_environments_of_a_run():
     ShortOrLongHost.open_now.clear()
 
 
-def test_refusals():
+def test_an_evaluation_needs_an_episode_and_an_act_with_greedy():
     with pytest.raises(RunError, match="needs at least one episode"):
         evaluate(Counting(), ENV, None, key=KEY, episodes=0)
     with pytest.raises(AlgorithmError, match="`NeverGreedy.act` takes no `greedy`"):

@@ -31,7 +31,7 @@ def run(script: str, folder: Path, **env: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_train_load_and_evaluate_leave_them_as_they_were(tmp_path):
+def test_train_load_and_evaluate_restore_the_settings(tmp_path):
     run(
         """
 choreo.train(Tiny(unroll=4), "CartPole-v1", num_envs=2, steps=8, out="x")
@@ -52,7 +52,7 @@ assert changed() == {}
     assert list((tmp_path / "cache").iterdir())  # compiled programs were kept
 
 
-def test_devices_are_made_once_and_only_if_the_user_made_none(tmp_path):
+def test_the_number_of_devices_stays_once_jax_has_started(tmp_path):
     run(
         """
 try:

@@ -70,7 +70,7 @@ def read_events(file: Path):
         data = data[16 + length :]
 
 
-def test_refusals(monkeypatch, tmp_path):
+def test_unusable_loggers_are_refused(monkeypatch, tmp_path):
     with pytest.raises(UnknownNameError, match="There is no logger `tensorbored`.\nDid you mean `tensorboard`?"):
         check_loggers(["tensorbored"], tmp_path)
     with pytest.raises(RunError, match="needs a run folder to write into"):

@@ -1,4 +1,4 @@
-"""`choreo replay` runs a run again, bit for bit, whatever the timing of its workers was."""
+"""`choreo replay` repeats a run bit for bit, for any timing of its workers."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.long  # in CI, the test of docs/law.md covers it
-def test_the_same_parameters(folder, capsys):
+def test_replay_gives_the_same_parameters(folder, capsys):
     assert main(["replay", str(folder), "--quiet"]) == 0
     digest = load(folder).training_summary["params_hash"]
     assert capsys.readouterr().out == f"The same parameters, bit for bit: {digest}\n"
@@ -38,7 +38,7 @@ def test_a_changed_log_gives_other_parameters_and_an_error(folder, capsys, tmp_p
         (folder / "reads.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def test_without_its_log_it_is_refused(folder, capsys):
+def test_a_run_without_its_log_is_refused(folder, capsys):
     (folder / "reads.jsonl").rename(folder / "elsewhere")
     try:
         assert main(["replay", str(folder)]) == 1

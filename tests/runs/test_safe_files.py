@@ -1,4 +1,4 @@
-"""Files are replaced atomically; links, pipes and folders in their place are refused by name."""
+"""Files are replaced atomically; links, pipes and folders in their place are refused, and the error names them."""
 
 import os
 
@@ -52,13 +52,13 @@ def test_a_file_is_replaced_and_never_written_through(tmp_path, kind, name):
 
 
 @pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"], ids=["file", "part"])
-def test_a_folder_in_its_place_is_named(tmp_path, name):
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(RunError, match=f"Refused to open .*{name}: it is a folder"):
         safe_files.write_atomic(tmp_path / "x", b"new")
 
 
-def test_reading_follows_links_and_waits_for_no_pipe(tmp_path):
+def test_reading_follows_links_and_refuses_pipes(tmp_path):
     (tmp_path / "file").write_text("text")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert safe_files.read_bytes(tmp_path / "link") == b"text"

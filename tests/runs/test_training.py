@@ -84,7 +84,7 @@ def test_a_run_has_metrics_parameters_and_a_summary():
     assert summary["steps_per_second"] > 0
 
 
-def test_it_learns():
+def test_training_raises_the_return():
     run = run_tiny(400, fields={"learning_rate": 0.1, "total_steps": None})
     assert run.train_return > 2 * np.nanmean(run.metrics["episode_return"][:10])
 
@@ -95,7 +95,7 @@ def test_steps_are_rounded_up_to_whole_iterations():
     assert run.algo.total_steps == 10 * PER_ITERATION
 
 
-def test_the_seed_decides_everything():
+def test_equal_seeds_give_equal_runs():
     one, again, other = (run_tiny(2, seed=seed) for seed in (0, 0, 1))
     one_hash, again_hash, other_hash = (run.training_summary["params_hash"] for run in (one, again, other))
     assert one_hash == again_hash != other_hash
@@ -176,7 +176,7 @@ def test_the_run_folder_is_complete_and_nothing_else_is_left(tmp_path):
     assert without_seconds(RunFolder(out).read_metrics()) == without_seconds(run.rows)
 
 
-def test_a_loaded_run_is_the_run(tmp_path):
+def test_a_loaded_run_equals_the_run_that_was_trained(tmp_path):
     run = run_tiny(4, out=tmp_path / "x")
     loaded = load(tmp_path / "x")
     assert loaded.algo == run.algo and loaded.env == run.env
@@ -213,7 +213,7 @@ def test_acting_with_a_recurrent_network_returns_its_state():
     assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), memory, later)))
 
 
-def test_a_place_that_is_taken_is_refused_before_anything_is_traced(tmp_path):
+def test_an_out_path_that_is_taken_is_refused_before_anything_is_traced(tmp_path):
     file, full, old, below = tmp_path / "file", tmp_path / "full", tmp_path / "old", tmp_path / "file" / "x"
     file.write_text("mine")
     full.mkdir()
@@ -283,7 +283,7 @@ def interrupt_at(iteration):
     return on_iteration
 
 
-def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_run(tmp_path):
     whole = run_tiny(7, out=tmp_path / "whole", checkpoint_every=2, eval_every=2, eval_episodes=3)
     with pytest.raises(KeyboardInterrupt):
         run_tiny(7, out=tmp_path / "x", checkpoint_every=2, eval_every=2, eval_episodes=3, on_iteration=interrupt_at(5))
@@ -298,7 +298,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
     assert (tmp_path / "x" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
-def test_a_finished_run_goes_on_to_more_steps(tmp_path):
+def test_a_finished_run_can_be_resumed_to_more_steps(tmp_path):
     whole = run_tiny(6)
     run_tiny(4, out=tmp_path / "x")
     with pytest.raises(RunError, match="x is finished: 4 iterations, 512 steps") as error:
@@ -316,14 +316,14 @@ def test_the_default_horizon_moves_with_the_steps(tmp_path):
     np.testing.assert_allclose(longer.metrics["rate"][4], 0.1 * (1 - 4 / 8), rtol=1e-6)
 
 
-def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path):
+def test_an_incomplete_last_line_is_left_out(tmp_path):
     run_tiny(3, out=tmp_path / "x")
     with open(tmp_path / "x" / "metrics.jsonl", "a") as file:
         file.write('{"iteration": 3, "los')
     assert len(load(tmp_path / "x").rows) == 3
 
 
-def test_several_sites_cannot_be_resumed(tmp_path):
+def test_a_run_with_several_sites_cannot_be_resumed(tmp_path):
     run_tiny(2, out=tmp_path / "x", layout="coarse", runtime="inprocess")
     with pytest.raises(RunError, match="This run has 2 sites; only runs with one site can be resumed") as error:
         resume(tmp_path / "x", steps=1000)
@@ -340,7 +340,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_boundary(tmp_path):
     assert "Lower the learning rate" in str(error.value)
     assert checkpoint.iteration(tmp_path / "x" / "checkpoint.safetensors") == 4
     assert np.isfinite(load(tmp_path / "x").params).all()
-    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # up to the bad one
+    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # up to the row with NaN
 
 
 def test_metrics_of_episodes_may_be_nan():
@@ -369,7 +369,7 @@ def test_metrics_of_episodes_may_be_nan():
         ({"loggers": ["tensorbord"], "out": "x"}, UnknownNameError, "Did you mean `tensorboard`?"),
     ],
 )
-def test_refused_with_a_message_before_anything_is_traced(tmp_path, monkeypatch, options, error, message):
+def test_wrong_arguments_are_refused_before_anything_is_traced(tmp_path, monkeypatch, options, error, message):
     monkeypatch.chdir(tmp_path)
     arguments = {"algo": Untouchable(), "env": CARTPOLE, "steps": 100} | options
     with pytest.raises(error, match=re.escape(message)):
@@ -377,13 +377,13 @@ def test_refused_with_a_message_before_anything_is_traced(tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_option_a_layout_does_not_take():
+def test_an_option_that_a_layout_does_not_take_is_refused():
     with pytest.raises(LayoutError, match="Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"):
         resolve.layout("fused", workers=2)
 
 
 @pytest.mark.parametrize("part", ["unroll", "init", "iterate", "policy", "act"])
-def test_an_algorithm_lacking_a_part_is_told_which(part):
+def test_the_error_names_the_part_that_an_algorithm_lacks(part):
     parts = {"unroll": 4, **{name: lambda self: None for name in ("init", "iterate", "policy", "act")}}
     del parts[part]
     lacking = dataclass(frozen=True)(type("Lacking", (), parts))
@@ -420,7 +420,7 @@ def test_missing_episode_metrics_are_refused():
         train(Silent(), CARTPOLE, steps=1)
 
 
-def test_a_metric_is_one_number():
+def test_a_metric_that_is_an_array_is_refused():
     @dataclass(frozen=True, kw_only=True)
     class Wordy(Tiny):
         def iterate(self, env, carry, key):
@@ -443,7 +443,7 @@ def with_metrics(make):
     return Measured()
 
 
-def test_what_a_run_writes_itself_is_reserved():
+def test_the_reserved_names_are_those_that_a_run_adds_to_a_row():
     options = {"layout": coarse(2, max_lag=1), "runtime": "inprocess", "eval_every": 1, "eval_episodes": 1}
     own = {"loss", "rate", "episodes", "episode_return", "episode_length"}
     assert set(run_tiny(1, **options).rows[0]) == own | set(RESERVED)
@@ -469,7 +469,7 @@ NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint8"
 
 
 @pytest.mark.parametrize("layout", [fused(), coarse(2, max_lag=1, merge="any")], ids=["fused", "any x2"])
-def test_metrics_of_every_type_of_numbers_under_their_own_names(layout, tmp_path):
+def test_metrics_of_every_number_type_keep_their_names_and_values(layout, tmp_path):
     def more(metrics):
         whole = {
             "episode_length": choreo.metric(jnp.int32(7), weight="episodes"),
@@ -547,7 +547,7 @@ def test_a_run_with_numbers_in_its_carry_resumes_bit_for_bit(tmp_path):
     assert int(begun.train_state.iterations) == 1  # weights only; counters start anew
 
 
-def test_workers_count_as_this_process_does():
+def test_workers_and_this_process_give_the_same_carry():
     options = {"steps": 3 * PER_ITERATION, "layout": coarse(2)}
     there, here = (train(Counter(), CARTPOLE, runtime=runtime, **options) for runtime in ("local", "inprocess"))
     assert same_bits(there.train_state, here.train_state) and int(there.train_state.iterations) == 3
@@ -572,7 +572,7 @@ class Nested:
     network: object = None
 
 
-def test_what_is_described_is_rebuilt():
+def test_a_described_value_is_rebuilt():
     import functools
     import tomllib
 
@@ -588,19 +588,19 @@ def test_what_is_described_is_rebuilt():
     assert (back.network.func, back.network.keywords) == (network.func, network.keywords)
 
 
-def test_every_layout_is_rebuilt():
+def test_every_preset_is_rebuilt():
     from choreo.layouts import PRESETS
 
     for preset in PRESETS.values():
         assert toml_values.rebuild(toml_values.describe(preset()), at="layout") == preset()
 
 
-def test_a_name_that_is_gone_says_so():
+def test_the_error_names_a_class_that_no_longer_exists():
     with pytest.raises(RunError, match="`algorithm` of this run is `choreo.algos.ppo:PPQ`, which no longer exists"):
         toml_values.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
 
 
-def test_a_plan_by_names():
+def test_plan_takes_names():
     planned = choreo.plan(TINY, CARTPOLE, "coarse", num_envs=4)
     assert planned == choreo.plan(Tiny(), envs.make(CARTPOLE, 4), choreo.coarse())
     assert "env+actor" in str(planned)
@@ -608,12 +608,12 @@ def test_a_plan_by_names():
         choreo.plan(TINY, CARTPOLE, "corse")
 
 
-def test_an_action_of_the_wrong_kind_is_refused_wherever_it_comes_from():
+def test_the_environment_refuses_an_action_of_the_wrong_kind():
     class Sampled(Tiny):
         def iterate(self, env, carry, key):
             sample = lambda params, obs, key: (jax.random.uniform(key), ())  # noqa: E731
             position, trajectory, episodes = loops.rollout(env, sample, carry.train.weights, carry.position, key, 4)
-            return Carry(carry.train, position), episodes
+            return carry._replace(position=position), episodes
 
     with pytest.raises(
         EnvError, match=r"`jax:CartPole-v1` was given actions of type float32, but its actions are Discrete"

@@ -50,7 +50,7 @@ def test_a_public_name_has_no_colon_and_stands_for_one_thing():
     jax.nn.relu,
     {"text": "x", "numbers": [1, 2.5, None, (True,)]},
 ], ids=lambda value: type(value).__name__)  # fmt: skip
-def test_what_is_ours_is_data(value):
+def test_values_of_choreo_are_data(value):
     described = toml_values.describe(value)
     assert ":" not in tomli_w.dumps({"x": described}).replace("::", "")
     back = toml_values.rebuild(tomllib.loads(tomli_w.dumps({"x": described}))["x"], at="x")
@@ -62,14 +62,14 @@ def test_what_is_ours_is_data(value):
     ("CartPole-v1", {"vectorization_mode": "vector_entry_point"}), ("FrozenLake-v1", {"desc": ["SF", "HG"]}),
     ("gymnax:CartPole-v1", {"max_steps_in_episode": 20}), ("gymnasium:CartPole-v1", {"info_keys": ("late",)}),
 ])  # fmt: skip
-def test_an_environment_that_is_data(name, kwargs):
+def test_environments_with_public_names_are_data(name, kwargs):
     env = envs.make(name, 3, **kwargs)
     described = tomllib.loads(tomli_w.dumps(toml_values.describe_environment(env)))
     assert described["name"] == name.removeprefix("gymnasium:") and described["num_envs"] == 3
     assert toml_values.rebuild_environment(described) == env
 
 
-def test_an_environment_of_the_users_within_ours_is_code():
+def test_a_users_environment_inside_vmap_env_is_code():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Long(envs.cartpole.CartPole):
         pass
@@ -87,7 +87,7 @@ def test_an_environment_of_the_users_within_ours_is_code():
     "gymnax:", "envpool:a/b:c", "jax:CartPole-v1:x", "GymV21Environment-v0", "GymV26Environment-v0", "GymV26Environment",
     "Hopper-v2", "Registered-v0", "Wrapped-v0",
 ])  # fmt: skip
-def test_an_environment_that_is_code(name):
+def test_environments_with_other_names_are_code(name):
     gymnasium.register("Registered-v0", "os:system")
     gymnasium.register("Wrapped-v0", "gymnasium.envs.classic_control:CartPoleEnv",
                        additional_wrappers=(gymnasium.wrappers.TimeAwareObservation.wrapper_spec(),))  # fmt: skip
@@ -122,7 +122,7 @@ def test_an_argument_that_is_no_plain_data_is_code(argument, value):
     ({"name": "CartPole-v1", "num_envs": 2, "kwargs": {"env_id": "x"}}, "`environment.kwargs.env_id` of this run is not an argument"),
     ({"class": "VmapEnv", "fields": {"env": 3, "num_envs": 2}}, "`env` cannot be 3 in `VmapEnv`"),
 ])  # fmt: skip
-def test_an_environment_of_the_wrong_form(data, message):
+def test_an_environment_of_the_wrong_form_is_refused(data, message):
     with pytest.raises(RunError, match=message):
         toml_values.rebuild_environment(data)
 
@@ -142,7 +142,7 @@ def test_an_environment_of_the_wrong_form(data, message):
     ({"class": ["ppo"]}, "`x` of this run cannot be made again from its run.toml"),
     ({"unknown": "<lambda>"}, "it was <lambda>"),
 ])  # fmt: skip
-def test_data_of_the_wrong_form(data, message):
+def test_data_of_the_wrong_form_is_refused(data, message):
     with pytest.raises(RunError, match=message):
         toml_values.rebuild(data, at="x")
 
@@ -157,7 +157,7 @@ def test_data_of_the_wrong_form(data, message):
     ({"class": "ppo", "fields": {"network": {"name": "a:b"}}}, 'x.network.name = "a:b"'),
     ([{"tuple": [{"dict": {"y": {"name": "a:b"}}}]}], 'x[0][0].y.name = "a:b"'),
 ])  # fmt: skip
-def test_code_is_refused_by_its_entry(data, entry):
+def test_code_is_refused_and_the_error_names_its_entry(data, entry):
     with pytest.raises(UntrustedError) as error:
         toml_values.rebuild(data, at="x")
     assert entry in str(error.value) and "--trust" in str(error.value)
@@ -167,7 +167,7 @@ def test_code_is_refused_by_its_entry(data, entry):
 
 
 def write_run(folder: Path, *, algo: Any = None) -> Path:
-    """The run.toml of a run that never ran; by default, of an algorithm that is the user's code."""
+    """Write a run.toml without a run; by default, its algorithm is the user's code. Returns the file."""
     options: dict[str, Any] = {"steps": 16, "seed": 0, "runtime": None, "eval_every": None, "eval_episodes": 1}
     algo, options = algo or resolve.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
     config = RunConfig(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
@@ -176,7 +176,7 @@ def write_run(folder: Path, *, algo: Any = None) -> Path:
     return folder / "run.toml"
 
 
-def test_the_own_run_needs_no_trust_and_a_copy_of_it_does(tmp_path, capsys):
+def test_a_run_of_this_account_needs_no_trust_but_a_copy_does(tmp_path, capsys):
     file = write_run(tmp_path / "mine")
     assert RunConfig.read(file).algo == resolve.algorithm(TINY)
     shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
@@ -197,7 +197,7 @@ def test_the_own_run_needs_no_trust_and_a_copy_of_it_does(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["train", "graph", "check", "evaluate", "resume", "replay"])
-def test_the_option_of_each_command(tmp_path, capsys, command):
+def test_every_command_refuses_code_without_trust(tmp_path, capsys, command):
     write_run(tmp_path / "mine")
     shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
     what = str(tmp_path / "theirs" / ("run.toml" if command in ("train", "graph", "check") else ""))
@@ -211,7 +211,7 @@ def test_the_option_of_each_command(tmp_path, capsys, command):
     assert "names code" not in err and any(words in err for words in ("0", "corse", "no checkpoint"))
 
 
-def test_trust_is_for_a_run(capsys):
+def test_trust_without_a_run_toml_is_refused(capsys):
     assert main(["graph", "ppo", CARTPOLE, "--trust"]) == 2
     assert "--trust is only for a run.toml; code that you name yourself is always run." in capsys.readouterr().err
 
@@ -234,7 +234,7 @@ def test_only_a_run_with_code_is_put_on_the_list(tmp_path, monkeypatch):
     ('name = "fused"', 'name = "\\u001b[2J"', r'has characters that are not printable: "\\x1b\[2J"'),
     ('name = "fused"', '"\\u202e" = 3', r'has characters that are not printable: "\\u202e"'),
 ])  # fmt: skip
-def test_a_file_of_the_wrong_form(tmp_path, old, new, message):
+def test_a_run_toml_of_the_wrong_form_is_refused(tmp_path, old, new, message):
     file = tmp_path / "x" / "run.toml"
     write_run(tmp_path / "x", algo=choreo.PPO())
     assert old in file.read_text()
@@ -247,7 +247,7 @@ def test_a_file_of_the_wrong_form(tmp_path, old, new, message):
     "data", [{"none": True}, {"tuple": [1]}, {"class": "Group", "fields": {"roles": ["env"]}}, {"name": "mlp"}]
 )
 @pytest.mark.parametrize("table", ["algorithm", "environment", "layout"])
-def test_a_table_that_is_something_else(tmp_path, table, data):
+def test_a_table_of_the_wrong_type_is_refused(tmp_path, table, data):
     config = tomllib.loads(write_run(tmp_path / "x", algo=choreo.PPO()).read_text())
     with pytest.raises(RunError, match=f"`{table}` in run.toml has the wrong type: "):
         RunConfig.from_toml(config | {table: data})
@@ -264,14 +264,14 @@ ROW = {"iteration": 0, "env_steps": 8, "seconds": 0.5, "train_return": 1.0, "epi
     json.dumps(ROW | {"env_steps": None}), json.dumps(ROW | {"loss": 10**400}), "[" * 10**5 + "]" * 10**5,
     json.dumps({name: value for name, value in ROW.items() if name != "seconds"}), '{"x": ' + "9" * 5000 + "}",
 ], ids=lambda line: line[:20])  # fmt: skip
-def test_a_line_that_is_not_a_row(tmp_path, line):
+def test_a_line_that_is_not_a_row_is_refused(tmp_path, line):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(f"{json.dumps(ROW)}\n{line}\n")
     with pytest.raises(RunError, match="Line 2 of .*metrics.jsonl is not a row of metrics: "):
         folder.read_metrics()
 
 
-def test_names_that_change_a_terminal_are_refused(tmp_path):
+def test_text_with_control_characters_is_refused(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(json.dumps(ROW | {"\x1b[2J": 1.0}) + "\n")
     folder.log.write_text(json.dumps(["\x1b[2J", 1, 1]) + "\n")
@@ -282,14 +282,14 @@ def test_names_that_change_a_terminal_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("line", ['["x", 1]', '["x", "1", 1]', "{}", "oops"])
-def test_a_log_of_the_wrong_form(tmp_path, line):
+def test_a_log_of_the_wrong_form_is_refused(tmp_path, line):
     RunFolder(tmp_path).log.write_text(f"{line}\n")
     with pytest.raises(RunError, match="Line 1 of .*reads.jsonl is not an entry of the log"):
         RunFolder(tmp_path).read_log()
 
 
 @pytest.mark.parametrize("text", ["[]", "oops", '{"seconds": []}', '{"seconds": ' + "9" * 400 + "}"])
-def test_a_summary_of_the_wrong_form(tmp_path, text):
+def test_a_summary_of_the_wrong_form_is_refused(tmp_path, text):
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(RunError, match="summary.json is not the summary of a run"):
         RunFolder(tmp_path).read_summary()
@@ -304,14 +304,14 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path):
     assert not (tmp_path / "victim").exists()
 
 
-def test_errors_escape_what_a_terminal_would_obey(tmp_path, capsys):
+def test_errors_escape_control_characters(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path / "\x1b[2J")]) == 1
     assert "\\x1b[2J does not exist" in capsys.readouterr().err
     error = RunError("a\x1bb\tc\nd\u202e\udc80", at="\x07", fix="\x9b")
     assert str(error) == "a\\x1bb\tc\nd\\u202e\\udc80\n  at  \\x07\n\\x9b"
 
 
-def test_nothing_is_imported_from_the_folder_one_is_in(tmp_path):
+def test_nothing_is_imported_from_the_current_folder(tmp_path):
     """The current folder is not on the import path: `choreo` is a script in another folder."""
     write_run(tmp_path / "x")
     for name in ("numpy", "tiny", "evil"):
@@ -334,7 +334,7 @@ def test_a_file_that_is_nested_deeply_is_refused(tmp_path, depth):
         RunConfig.read(file)
 
 
-def test_all_code_of_a_file_is_named(tmp_path):
+def test_the_error_names_all_code_of_a_file(tmp_path):
     """A user who decides about --trust must see all the code that it would run."""
     file = write_run(tmp_path / "mine")
     data = tomllib.loads(file.read_text())
@@ -347,7 +347,7 @@ def test_all_code_of_a_file_is_named(tmp_path):
         assert f"`{entry} = " in str(error.value)
 
 
-def test_going_on_with_a_run_of_somebody_else_does_not_make_it_ones_own(tmp_path):
+def test_resuming_a_strangers_run_does_not_make_it_trusted(tmp_path):
     write_run(tmp_path / "mine")
     shutil.copytree(tmp_path / "mine", tmp_path / "theirs")
     file = tmp_path / "theirs" / "run.toml"
@@ -356,7 +356,7 @@ def test_going_on_with_a_run_of_somebody_else_does_not_make_it_ones_own(tmp_path
         RunConfig.read(file)
 
 
-def test_a_layout_cannot_forge_lines():
+def test_the_name_of_a_layout_cannot_contain_a_new_line():
     with pytest.raises(
         LayoutError, match=r"The layout's name 'a\\nRunError: fake' has characters that are not printed"
     ):
@@ -364,7 +364,7 @@ def test_a_layout_cannot_forge_lines():
 
 
 @pytest.mark.parametrize("kind", ["usetex", "pipe"])
-def test_a_configuration_of_matplotlib_in_the_current_folder_is_not_obeyed(tmp_path, kind):
+def test_a_configuration_of_matplotlib_in_the_current_folder_is_ignored(tmp_path, kind):
     """The file could start LaTeX, or be a pipe that blocks."""
     if kind == "pipe":
         os.mkfifo(tmp_path / "matplotlibrc")

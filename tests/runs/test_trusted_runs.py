@@ -37,7 +37,7 @@ def test_a_file_is_own_by_its_path_and_its_bytes(tmp_path, state):
     assert stat.S_IMODE((state / "runs").stat().st_mode) == 0o600 and stat.S_IMODE(state.stat().st_mode) == 0o700
 
 
-def test_a_file_that_is_gone_is_dropped_and_one_written_again_has_one_line(tmp_path, state):
+def test_a_deleted_file_is_dropped_and_a_rewritten_file_has_one_line(tmp_path, state):
     first, second = write(tmp_path / "x" / "run.toml"), write(tmp_path / "y" / "run.toml")
     trusted_runs.remember(first, b"1")
     trusted_runs.remember(second, b"1")
@@ -46,7 +46,7 @@ def test_a_file_that_is_gone_is_dropped_and_one_written_again_has_one_line(tmp_p
     assert (state / "runs").read_text().splitlines() == [f"{hashlib.sha256(b'2').hexdigest()}  {second}"]
 
 
-def test_many_at_once_are_all_listed(tmp_path, state):
+def test_runs_that_are_remembered_at_the_same_time_are_all_listed(tmp_path, state):
     files = [write(tmp_path / str(i) / "run.toml") for i in range(16)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda file: trusted_runs.remember(file, b"x"), files))
@@ -54,7 +54,7 @@ def test_many_at_once_are_all_listed(tmp_path, state):
 
 
 @pytest.mark.parametrize("what", ["runs", "."])
-def test_a_list_that_others_can_write_to_is_not_believed(tmp_path, state, what):
+def test_a_list_that_others_can_write_to_is_ignored(tmp_path, state, what):
     file = write(tmp_path / "x" / "run.toml")
     trusted_runs.remember(file, b"x")
     (state / what).chmod(0o777)
@@ -80,7 +80,7 @@ def test_a_link_in_place_of_the_list_is_ignored(tmp_path, state):
         assert not trusted_runs.is_own(file, b"x")
 
 
-def test_a_list_that_cannot_be_written_is_a_warning(tmp_path):
+def test_a_list_that_cannot_be_written_gives_a_warning(tmp_path):
     (tmp_path / "state").write_text("a file where the folder should be")
     file = write(tmp_path / "x" / "run.toml")
     with pytest.warns(
@@ -96,7 +96,7 @@ def test_a_path_that_is_not_printable_is_never_listed(tmp_path, state):
     assert not state.exists()
 
 
-def test_without_a_state_home_it_is_in_the_home_folder(tmp_path, monkeypatch):
+def test_without_xdg_state_home_the_list_is_in_the_home_folder(tmp_path, monkeypatch):
     file = write(tmp_path / "x" / "run.toml")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for ignored in ("", "relative"):

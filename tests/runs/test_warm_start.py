@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another run. The law: the weights that `init` would have made change nothing."""
+"""A run that begins with the weights of another run. The law: weights that equal those of `init` change nothing."""
 
 import functools
 import re
@@ -121,14 +121,14 @@ def test_only_weights_are_taken(tmp_path):
     assert (np.asarray(train_state.weights) == 1).all() and int(train_state.iterations) == 0
 
 
-def test_other_environments_and_code_may_have_made_the_weights(tmp_path):
+def test_the_weights_may_come_from_other_code_and_another_number_of_environments(tmp_path):
     first = write_run(tmp_path / "first", Tiny(squash=lambda obs: obs), change=ones, num_envs=4)
     with pytest.raises(RunError, match="cannot be made again"):
         load(first)
     assert (np.asarray(begin(Tiny(), first).weights) == 1).all()
 
 
-def test_an_algorithm_may_say_where_the_weights_go(tmp_path):
+def test_with_policy_puts_the_weights_into_the_train_state(tmp_path):
     first = write_run(tmp_path / "first", Twice(), change=lambda t: t._replace(online=t.online + 1))
     train_state = begin(Twice(), first)
     for weights in (train_state.online, train_state.target, train_state.inner.weights):
@@ -172,7 +172,7 @@ def refused(error, message, algo, tmp_path):
     return str(caught.value)
 
 
-def test_weights_of_another_shape(tmp_path):
+def test_weights_of_another_shape_are_refused(tmp_path):
     first = write_run(tmp_path / "first", Tiny(), change=lambda t: t._replace(weights=jnp.zeros((6, 2))))
     text = refused(
         RunError, "`.train.weights` is float32[6, 2] in the folder and float32[4, 2] in this run", Tiny(), tmp_path
@@ -181,12 +181,12 @@ def test_weights_of_another_shape(tmp_path):
     assert f"see {first / 'run.toml'}." in text
 
 
-def test_weights_of_another_algorithm(tmp_path):
+def test_weights_of_another_algorithm_are_refused(tmp_path):
     write_run(tmp_path / "first", Tiny())
     refused(RunError, "`.train.online` (float32[4, 2]) of this run is not in the folder", Twice(), tmp_path)
 
 
-def test_weights_trained_with_or_without_normalisation(tmp_path):
+def test_weights_are_refused_if_only_one_run_normalises_observations(tmp_path):
     """A network that was trained on normalised observations is useless without the moments."""
     scaled = replace(SMALL_PPO, normalise_obs=True)
     write_run(tmp_path / "first", scaled)
@@ -196,7 +196,7 @@ def test_weights_trained_with_or_without_normalisation(tmp_path):
     refused(RunError, "`.train.params.moments.mean` (float32[4]) of this run is not in the folder", scaled, tmp_path)
 
 
-def test_a_policy_that_computes_must_say_where_its_weights_go(tmp_path):
+def test_a_policy_that_computes_parameters_needs_with_policy(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class Doubled(Tiny):
         def policy(self, train):
@@ -225,7 +225,7 @@ def test_with_policy_must_return_a_train_state(tmp_path):
     assert "`Wrong.with_policy`" in refused(AlgorithmError, message, Wrong(), tmp_path)
 
 
-def test_a_folder_without_run_or_checkpoint(tmp_path):
+def test_a_folder_without_run_or_checkpoint_is_refused(tmp_path):
     refused(RunError, "first does not exist.", Tiny(), tmp_path)
     RunFolder(write_run(tmp_path / "first", Tiny())).checkpoint.unlink()
     refused(RunError, "There is no checkpoint at", Tiny(), tmp_path)

@@ -199,13 +199,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda cls: cls.__name__)
-def test_names_what_is_wrong(broken):
+def test_the_error_names_what_is_wrong(broken):
     with pytest.raises(AlgorithmError, match=BROKEN[broken]):
         check_algorithm(broken(), ENV)
 
 
 @pytest.mark.parametrize("algo", [Tiny(), PythonInCarry()], ids=["the least", "Python in the carry"])
-def test_what_passes(algo):
+def test_correct_algorithms_pass(algo):
     check_algorithm(algo, ENV)
 
 
@@ -222,7 +222,7 @@ def test_a_missing_part_is_named_with_its_signature():
         assert line in str(error.value)
 
 
-def test_the_wrong_number_of_arguments():
+def test_the_wrong_number_of_arguments_is_refused():
     class NoKey(Tiny):
         def init(self, env):
             return None

@@ -58,7 +58,7 @@ SPOILS = {
 
 
 @pytest.mark.parametrize("spoil", [s for s in SPOILS if s != "nothing"])
-def test_names_the_broken_promise(spoil):
+def test_the_error_names_the_broken_promise(spoil):
     with pytest.raises(EnvError, match=spoil):
         check_env(Broken(good=envs.make("jax:CartPole-v1", num_envs=4), spoil=spoil), steps=60)
 
@@ -77,7 +77,7 @@ def test_a_missing_part_is_named():
         check_env(Partial())  # pyright: ignore[reportArgumentType]
 
 
-def test_an_environment_that_ignores_its_keys():
+def test_an_environment_that_ignores_its_keys_is_refused():
     @dataclass(frozen=True, kw_only=True)
     class SameStart(Broken):
         def reset(self, keys):
@@ -88,7 +88,7 @@ def test_an_environment_that_ignores_its_keys():
         check_env(SameStart(good=envs.make("jax:CartPole-v1", num_envs=4), spoil="nothing"), steps=60)
 
 
-def test_a_state_that_changes_its_type():
+def test_a_state_that_changes_its_type_is_refused():
     @dataclass(frozen=True, kw_only=True)
     class Growing(Broken):
         def step(self, state, action):

@@ -21,12 +21,12 @@ ENV = make("jax:CartPole-v1", 4)
 ALGO = Tiny(unroll=4)
 
 
-def test_the_same_bits():
+def test_a_fused_layout_gives_the_same_bits():
     assert check_layout(ALGO, ENV, fused()) == 0.0
 
 
 @pytest.mark.parametrize("layout", [multi_learner(2), coarse(2, max_lag=2, merge="any")])
-def test_shards_and_relaxed_layouts(layout):
+def test_shards_and_relaxed_layouts_pass(layout):
     assert check_layout(ALGO, ENV, layout) < 1e-6
 
 

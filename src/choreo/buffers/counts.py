@@ -2,7 +2,7 @@
 
     Count(rest, rounds)        total = rounds x round + rest
 
-The size of a round is known from the context. The rest alone tells where in the ring buffer a step lies, and whether enough
+Every use of a count knows the size of its round. The rest alone tells where in the ring buffer a step lies, and whether enough
 steps are stored: a round of steps is a multiple of the ring's length, and the rest never falls below the ring's length again.
 Only ratios, such as samples per insert, need the total.
 """
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 LARGEST_ROUND = 2**30
-"""Leaves room below 2^31 for whatever is added to a rest before the rest is compared with a round."""
+"""Leaves room below 2^31 for the number that is added to a rest before the rest is compared with a round."""
 
 
 class Count(NamedTuple):

@@ -3,11 +3,11 @@
     iterate:    draw -> learn             from stored steps
                 rollout -> add            with the parameters from the beginning of the iteration
 
-Nothing leads from acting to learning within an iteration: a step is drawn in the iteration after it was collected, at the
+Within an iteration, learning does not depend on acting: a step is drawn in the iteration after it was collected, at the
 earliest. So a site that acts and a site that learns work at the same time, also in lockstep.
 
     1 shard     [env]                     one replay over all environments
-    B shards    B x [env / B]             a replay over the environments of each shard; every batch has as many items of each
+    B shards    B x [env / B]             a replay for each shard's environments; a batch has the same number of items of each
 """
 
 import math
@@ -192,6 +192,6 @@ def _joined(tree: PyTree) -> PyTree:
 
 
 def _per_update(x: jax.Array, updates: int) -> jax.Array:
-    """From [shard, item, ...] to [update, item, ...]; every update has as many items of each shard."""
+    """From [shard, item, ...] to [update, item, ...]; every update has the same number of items of each shard."""
     x = jnp.moveaxis(x.reshape(len(x), -1, updates, *x.shape[2:]), 2, 0)
     return x.reshape(updates, -1, *x.shape[3:])

@@ -4,7 +4,7 @@
     next levels     each child is the sum over one node of the level below
     last level      one node, the root
 
-To draw an item is to descend once from the root to a leaf: a handful of small vector operations, however many items there are.
+Drawing an item descends once from the root to a leaf: a few small vector operations, for any number of items.
 (Two levels for a million items would need nodes of a thousand children, and a CPU reads each child.) When a weight changes, the
 sums above it are computed anew, so rounding errors do not accumulate: a sum is 0 if and only if there is no item below. All
 levels are in one array, so that the number of arrays in a carry does not depend on the number of environments.
@@ -18,7 +18,7 @@ from choreo.types import Key
 
 def empty(num_envs: int, num_items: int, batch: int) -> jax.Array:
     """Sum trees whose weights are all 0, for `num_items` items of each environment, drawn `batch` at a time."""
-    # With a small batch, the levels take the time; with a large batch, the children do. Measured: benchmarks/replay.py.
+    # With a small batch, time depends on the number of levels; with a large one, on the children (benchmarks/replay.py).
     fan_out = 16 if batch <= 64 else 8
     return jnp.zeros((num_envs, sum(_nodes_per_level(-(-num_items // fan_out), fan_out)), fan_out), jnp.float32)
 
@@ -66,7 +66,7 @@ def draw(tree: jax.Array, key: Key, num: int, *, systematic: bool = False) -> tu
 
 
 def find(tree: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Divide the total weight into n equal parts; the item at `position` [n], from 0 to 1, within each part."""
+    """The items (env, item, probability) at `position` [n], from 0 to 1, within each of n equal parts of the total weight."""
     num, whole = len(position), total(tree)
     rest = (jnp.arange(num, dtype=jnp.float32) + position) / num * whole
     env = item = jnp.zeros((num,), jnp.int32)

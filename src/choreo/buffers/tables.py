@@ -30,7 +30,7 @@ class Draw(NamedTuple):
 
 
 class TableState(NamedTuple):
-    """What a table remembers."""
+    """The state of a table."""
 
     draws: Count
     """How many batches were drawn."""

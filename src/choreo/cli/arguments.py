@@ -47,7 +47,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="run the code that a run.toml names, although this account did not write it",
+        help="run the code that a run.toml names, even if this account did not write the file",
     )
 
 

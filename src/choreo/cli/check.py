@@ -26,9 +26,9 @@ from choreo.testing.layouts import Deviation, beyond, deviations, worst_of
 from choreo.testing.marks import unmarked
 
 FEW_ENVS = 6
-"""At least so many environments."""
+"""The least number of environments in a check."""
 FEW_STEPS = 8
-"""At most so many steps per iteration, where `unroll` is at its default."""
+"""The most steps per iteration in a check, if `unroll` is at its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Verdict:
                 "Replaying its log gives the same bits."
             )
         names = ", ".join(f"`{name}`" for name in self.trusted)
-        return words + (f" That environments do not meet in {names} is trusted, not proved." if names else "")
+        return words + (f" It is trusted, not proved, that environments do not mix in {names}." if names else "")
 
     def table(self) -> Table:
         """A table of the leaves and metrics that differ, the largest difference first, and the number of equal ones."""

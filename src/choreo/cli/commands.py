@@ -376,7 +376,7 @@ def show_list(args: list[str]) -> int:
 
 
 def _other_names() -> dict[str, str]:
-    """The aliases of layouts, by line: names with the same meaning, and the preset or description they stand for."""
+    """Aliases of layouts: names with the same meaning in one text, and the preset or description that they stand for."""
     from choreo.layouts import ALIASES, PRESETS
     from choreo.runs import resolve
 

@@ -43,7 +43,7 @@ def make(name: str, num_envs: int, **kwargs: Any) -> Env:
 
 
 def settings_of(env: Any) -> dict[str, Any] | None:
-    """The settings with which `make(env.name, env.num_envs, **settings)` makes this environment; None if there are none."""
+    """The settings with which `make(env.name, env.num_envs, **settings)` makes this environment; None if `make` cannot make it."""
     if not isinstance(env, VmapEnv):
         return None
     one: Any = env.env

@@ -115,11 +115,11 @@ class HostEnv:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments with which it was made, besides name and `num_envs`."""
-        recipe = self.source.recipe
+        call = self.source.factory_call
         more: dict[str, Any] = {"info_keys": self.info_keys} if self.info_keys else {}
-        if isinstance(recipe.target, str) and recipe.vector:
+        if isinstance(call.target, str) and call.vector:
             more["vectorization_mode"] = "vector_entry_point"
-        own = {name: value for name, value in recipe.kwargs.items() if not (self.is_envpool and name == "env_id")}
+        own = {name: value for name, value in call.kwargs.items() if not (self.is_envpool and name == "env_id")}
         return own | more
 
     @property
@@ -169,7 +169,7 @@ class HostEnv:
         return dataclasses.replace(self, num_envs=num_envs)
 
     def _action_leaves(self, action: PyTree) -> list[jax.Array]:
-        """The flat arrays of an action, after a check of shapes and types; else the environment would fail in mid-run."""
+        """The flat arrays of an action, after a check of shapes and types: an environment would fail only in mid-run."""
         declared = spaces.leaves(self.action_space, what=self.name)
         given = jax.tree.leaves(action)
         expected = [(self.num_envs, *(space.shape or ())) for _, space in declared]

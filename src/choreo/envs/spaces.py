@@ -48,7 +48,7 @@ jax.tree_util.register_static(Encoder)
 
 @dataclass(frozen=True)
 class Numbers:
-    """A Box or MultiBinary as a vector. Pixels (uint8) become numbers from 0 to 1; normalised pixels are no uint8 any more."""
+    """A Box or MultiBinary as a vector. Pixels are divided by `pixel_scale` if they are uint8, not if they are floats already."""
 
     size: int
     """Length of the vector."""
@@ -74,7 +74,7 @@ class OneHot:
         return sum(self.sizes)
 
     def __call__(self, obs: jax.Array) -> jax.Array:
-        # All dimensions at once: each element of the result has its dimension, and the value it stands for.
+        # For all dimensions at once: `dimension` and `value` say what each element of the result stands for.
         dimension = np.repeat(np.arange(len(self.sizes)), self.sizes)
         value = np.concatenate([np.arange(n) + first for n, first in zip(self.sizes, self.start, strict=True)])
         return (obs.ravel().astype(jnp.int32)[dimension] == value.astype(np.int32)).astype(jnp.result_type(float))
@@ -102,7 +102,7 @@ def _encode_leaf(path: str, space: gymnasium.Space) -> Numbers | OneHot:
         highest = space.high.max(initial=1) if space.dtype == np.uint8 else 1
         return Numbers(math.prod(space.shape), pixel_scale=float(highest))
     raise AlgorithmError(
-        f"The built-in networks do not read {space}, as `{path}` is.",
+        f"The built-in networks cannot read `{path}`, which is {space}.",
         fix="Encode it as numbers in a wrapper, or pass network= a factory of your own.",
     )
 
@@ -161,7 +161,7 @@ def check_action_mask(observation_space: gymnasium.Space, action_space: gymnasiu
 
 @dataclass(frozen=True)
 class Bounds:
-    """A Box with finite bounds. A *unit* action is an action of it as a vector of numbers between -1 and 1."""
+    """A Box with finite bounds. A *unit* action is an action, rescaled to a vector of numbers between -1 and 1."""
 
     low: tuple[float, ...]
     """Lower bound of each element."""
@@ -175,7 +175,7 @@ class Bounds:
         return len(self.low)
 
     def scale(self, unit: Float[Array, "n"]) -> Float[Array, "*action"]:
-        """The action of a unit action."""
+        """The action that a unit action stands for."""
         middle, half = self._affine(unit.dtype)
         return (middle + half * unit).reshape(self.shape)
 

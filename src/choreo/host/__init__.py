@@ -61,8 +61,8 @@ HostFn = HostMethod | Callable[..., tuple[np.ndarray, ...]]
 class HostObjects:
     """The Python objects of one site, which has block `replica` of `replicas` equal blocks of environments.
 
-    `each`: the methods to bind are declared for one block, not for all environments. `sharing`: use the objects of that
-    site instead of new ones.
+    `each`: the methods to bind are declared for one block, not for all environments. `sharing`: use the objects of this
+    other site instead of new ones.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class Batch:
             raise self._stale_token(int(token[0]))
 
     def _stale_token(self, step: int) -> EnvError:
-        where = f"`{self.name}` was to go on from step {step}, but its environments"
+        where = f"`{self.name}` should continue from step {step}, but its environments"
         if self.token is None:
             return EnvError(
                 f"{where} have not been reset: the state of a Python environment cannot be restored.",
@@ -131,9 +131,9 @@ class Batch:
                 self.wrong(int(bad.argmax()), part, "NaN in its observation")
 
     def wrong(self, i: int, part: str, what: str) -> NoReturn:
-        """Raise EnvError: environment `i` of this batch returned `what` in its method `part`."""
+        """Raise EnvError: environment `i` of this batch returned `what` from its method `part`."""
         raise EnvError(
-            f"Environment {self.envs.start + i} of `{self.name}` returned in {part} {what}.",
+            f"Environment {self.envs.start + i} of `{self.name}` returned from `{part}`: {what}.",
             fix="Correct the environment, or wrap it in one that converts its results.",
         )
 

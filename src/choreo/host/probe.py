@@ -55,7 +55,7 @@ def probe_anew(source: Source) -> Source:
 
 
 def _inspect(source: Source) -> EnvForm:
-    import_prefix(source.recipe.target)
+    import_prefix(source.factory_call.target)
     env = source.make_any()
     try:
         vector = isinstance(env, gymnasium.vector.VectorEnv)

@@ -4,8 +4,8 @@
     Source.of_factory(lambda: MyWrapper(MyEnv()), {})               any function of a user
 
 Two sources are equal if their function and arguments are, also after one was pickled and loaded in another process. A factory
-from a script, a notebook or a user's file is pickled by value: a worker never imports the user's main module. If a pickled
-source comes back to the process it came from, it is the original object there.
+from a script, a notebook or a user's file is pickled by value: a worker never imports the user's main module. A source
+that was pickled in a process and is unpickled in the same process is the original object.
 """
 
 import difflib
@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class NotGymnasium(EnvError):
-    """A factory made something that is not a Gymnasium environment; `made` is what it made."""
+    """A factory made an object that is not a Gymnasium environment; `made` is this object."""
 
     def __init__(self, what: str, *, made: Any = None, fix: str | None = None, **places: str):
         super().__init__(what, fix=fix, **places)
@@ -41,7 +41,7 @@ class Source:
     def __init__(self, name: str, identity: Hashable, load: Callable[[], "FactoryCall"]):
         self.name, self.identity, self._load = name, identity, load
         self._hash = hash(identity)  # computed once: every call of a host method needs it
-        self._recipe: FactoryCall | None = None
+        self._factory_call: FactoryCall | None = None
 
     @classmethod
     def of_id(cls, env_id: str, kwargs: dict[str, Any], *, vector: bool = False) -> "Source":
@@ -54,27 +54,27 @@ class Source:
         return cls._of(name or _name(factory), FactoryCall(factory, kwargs, _takes_num_envs(factory)))
 
     @classmethod
-    def _of(cls, name: str, recipe: "FactoryCall") -> "Source":
-        identity = (name, _freeze(recipe.target), _freeze(recipe.kwargs), recipe.vector)
-        source = _sources[identity] = cls(name, identity, lambda: recipe)
+    def _of(cls, name: str, call: "FactoryCall") -> "Source":
+        identity = (name, _freeze(call.target), _freeze(call.kwargs), call.vector)
+        source = _sources[identity] = cls(name, identity, lambda: call)
         return source
 
     def seen_as(self, form: str) -> "Source":
-        """The same source, but unequal to it with another form: the user may have edited the class in a notebook."""
+        """The same source, equal only to sources with the same form: the user may have edited the class in a notebook."""
         identity = (self.identity, form)
-        source = _sources[identity] = Source(self.name, identity, lambda: self.recipe)
+        source = _sources[identity] = Source(self.name, identity, lambda: self.factory_call)
         return source
 
     @property
-    def recipe(self) -> "FactoryCall":
+    def factory_call(self) -> "FactoryCall":
         """The call that makes the environment; unpickled at its first use."""
-        if self._recipe is None:
-            self._recipe = self._load()
-        return self._recipe
+        if self._factory_call is None:
+            self._factory_call = self._load()
+        return self._factory_call
 
     def make_any(self) -> gymnasium.Env | gymnasium.vector.VectorEnv:
         """One environment, or a vector environment with one environment if the source makes vector environments."""
-        if not self.recipe.vector:
+        if not self.factory_call.vector:
             return self.make()
         made = self._make(num_envs=1)
         if isinstance(made, gymnasium.vector.VectorEnv):
@@ -98,7 +98,7 @@ class Source:
         return made
 
     def _make(self, **more: Any) -> Any:
-        target, kwargs = self.recipe.target, {**self.recipe.kwargs, **more}
+        target, kwargs = self.factory_call.target, {**self.factory_call.kwargs, **more}
         try:
             if callable(target):
                 return target(**kwargs)
@@ -126,15 +126,15 @@ class Source:
         return f"<environments made by {self.name}>"
 
     def __reduce__(self):
-        recipe = self.recipe
+        call = self.factory_call
         try:
-            payload = cloudpickle.dumps((recipe.target, recipe.kwargs, recipe.vector))
+            payload = cloudpickle.dumps((call.target, call.kwargs, call.vector))
         except Exception as error:
             raise EnvError(
                 f"`{self.name}` cannot be sent to another process: {type(error).__name__}: {error}",
                 fix="Create the objects that the factory needs inside the factory, or use a layout with one site.",
             ) from error
-        return _unpickle, (self.name, self.identity, payload, _paths(recipe.target))
+        return _unpickle, (self.name, self.identity, payload, _paths(call.target))
 
 
 class FactoryCall:
@@ -145,7 +145,7 @@ class FactoryCall:
 
 
 _sources: "weakref.WeakValueDictionary[Hashable, Source]" = weakref.WeakValueDictionary()
-"""The sources of this process, by identity: a pickled source that comes back is the original one."""
+"""The sources of this process, by identity: a source that was pickled here is unpickled as the original object."""
 
 
 def _unpickle(name: str, identity: Hashable, payload: bytes, paths: list[str]) -> Source:
@@ -157,7 +157,7 @@ def _unpickle(name: str, identity: Hashable, payload: bytes, paths: list[str]) -
         except Exception as error:
             raise EnvError(
                 f"`{name}` cannot be made in this process: {type(error).__name__}: {error}",
-                fix="Modules that a factory imports must be installed here, or stand in the folder of the user's script.",
+                fix="Modules that a factory imports must be installed here, or be in the folder of the user's script.",
             ) from error
 
     return _sources.setdefault(identity, Source(name, identity, load))

@@ -21,7 +21,7 @@ MAX_BLOCKS = 16
 
 @dataclass(frozen=True, init=False)
 class Group:
-    """Roles that live together: at the same site, compiled into the same programs."""
+    """Roles that run together: at the same sites, compiled into the same programs."""
 
     roles: tuple[Role, ...]
     replicas: int | None
@@ -29,7 +29,7 @@ class Group:
     device: str | None
     """Platform of the group's devices ("cpu", "gpu"); None for JAX's default."""
     devices: int
-    """How many devices a group that is one site has. They divide its shards; a single shard is divided by the compiler."""
+    """Number of devices, for a group that is one site. The devices divide its shards; the compiler divides a single shard."""
     axis: str | None
     """The name of the mapped axis that the replicas divide, as in `jax.vmap(..., axis_name="agent")`; None if they divide
     environments. With an axis but without `replicas`, there is one site for each index of the axis."""
@@ -82,7 +82,7 @@ class Layout:
     shards: int
     """Learner shards. Unlike the number of replicas, the number of shards changes the results (`docs/law.md`)."""
     max_lag: int
-    """By how many updates the parameters that a worker reads may be out of date, at most; 0 is lockstep."""
+    """The most updates by which the parameters that a worker reads may be out of date; 0 is lockstep."""
     merge: str
     """"all": the learner waits for every worker; "any": the learner takes each worker's part as it arrives."""
     name: str
@@ -108,7 +108,7 @@ class Layout:
         roles = [role for group in groups for role in group.roles]
         twice = sorted({role for role in roles if roles.count(role) > 1})
         if twice:
-            raise LayoutError(f"{self!r} names the role `{twice[0]}` twice.", fix="A role lives in one group.")
+            raise LayoutError(f"{self!r} names the role `{twice[0]}` twice.", fix="A role belongs to one group.")
         if not name.isprintable():
             raise LayoutError(f"The layout's name {name!r} has characters that are not printed.", fix="Use a word.")
         if merge not in ("all", "any"):
@@ -122,13 +122,13 @@ class Layout:
         return f"Layout({', '.join([*map(repr, self.groups), *options])})"
 
     def group_of(self, role: Role) -> Group:
-        """The group of a role. A role that no group names lives with the learner."""
+        """The group of a role. A role that no group names belongs to the group of the learner."""
         named = {r: group for group in self.groups for r in group.roles}
         undivided = [group for group in self.groups if group.replicas is None]
         return named.get(role) or named.get("learner") or (undivided or list(self.groups))[-1]
 
     def num_blocks(self, group: Group, num_envs: int) -> int | None:
-        """Into how many blocks the environments of a group are divided: one per replica, or more with `exact`.
+        """The number of blocks of a group's environments: one per replica, or more with `exact`.
 
         None for a group that is one site with all environments.
         """

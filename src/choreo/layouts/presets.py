@@ -1,4 +1,4 @@
-"""The layouts that people know, a few lines each. A user writes a layout of their own in the same way."""
+"""Well-known layouts, each a function of a few lines. A user writes a layout of their own in the same way."""
 
 import math
 from collections.abc import Callable

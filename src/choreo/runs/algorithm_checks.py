@@ -21,8 +21,9 @@ from choreo.types import PyTree
 RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")
 """Names that a run adds to each row itself; metrics of an algorithm cannot have them."""
 NEEDED = ("episode_return", "episodes")
-NEEDED_REDUCTIONS = {"episodes": Reduction("sum"), "episode_return": Reduction("mean", "episodes")}
 """The metrics that `train_return` is computed from."""
+NEEDED_REDUCTIONS = {"episodes": Reduction("sum"), "episode_return": Reduction("mean", "episodes")}
+"""How these metrics must be reduced over the learner shards."""
 
 
 def check_parts(algo: Any, env: Any) -> None:
@@ -42,7 +43,7 @@ def check_carry(algo: Any, carry: PyTree) -> None:
 
 
 def check_metrics(algo: Any, metrics: Mapping[str, Any], *, needed: Collection[str] = NEEDED) -> None:
-    """Refuse metrics that are not real scalars, have a reserved name, or lack one of `needed`; `metrics` are types by name."""
+    """Refuse metrics that are not real scalars, have a reserved name, or lack one of `needed`; `metrics`: types by name."""
     name = type(algo).__name__
     check_metric_names(algo, metrics)
     for metric, value in metrics.items():
@@ -65,7 +66,7 @@ def check_metrics(algo: Any, metrics: Mapping[str, Any], *, needed: Collection[s
 
 
 def check_reductions(algo: Any, reductions: Mapping[str, Reduction]) -> None:
-    """Where metrics of several learner shards are reduced: those that a run reads itself are reduced as it reads them."""
+    """Refuse metrics that are not reduced over the learner shards as `train_return` needs it."""
     for metric, needed in NEEDED_REDUCTIONS.items():
         if reductions[metric] != needed:
             declared = f'weight="{needed.weight}"' if needed.weight else f'reduce="{needed.op}"'

@@ -1,7 +1,7 @@
 """Save a pytree as one safetensors file, and load it: every array is stored under its path. Never pickle.
 
     Carry(train=Train(params=...), key=...)   ->   ".train.params.weight"  float32[64, 4]
-                                                   ".key"                  uint32[2], and its kind in the header
+                                                   ".key"                  uint32[2], and its generator in the header
                                                    ".train.half"           uint8[64, 8], and "bfloat16" in the header
 
 The file is replaced atomically, so a crash leaves the old one or the new one. Leaves that are not arrays (an activation

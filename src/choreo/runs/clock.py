@@ -1,4 +1,4 @@
-"""The wall time of a run: in all, and running iterations."""
+"""The wall time of a run: the total, and the part spent on running iterations."""
 
 import contextlib
 import math
@@ -9,7 +9,7 @@ from choreo.runtime.base import Runtime
 
 
 class Clock:
-    """Starts when it is made."""
+    """A clock that starts when it is made."""
 
     def __init__(self, *, earlier_seconds: float):
         """`earlier_seconds`: the time that the run took before it was resumed."""
@@ -36,5 +36,5 @@ class Clock:
 
     @property
     def steps_per_second(self) -> float:
-        """Environment steps per second of running iterations; NaN before the first."""
+        """Environment steps per second of running iterations; NaN before the first iteration."""
         return self._steps / self._running if self._running > 0 else math.nan

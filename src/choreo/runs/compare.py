@@ -83,7 +83,7 @@ class Record:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Seconds since the start, at each row. Where the count falls, a new count began: the time before is added."""
+        """Seconds since the start, at each row. Where the stored number falls, counting began anew: the time before is added."""
         seconds = self._column("seconds")
         before = np.where(np.diff(seconds) < 0, seconds[:-1], 0.0)
         return seconds + np.append(0.0, np.cumsum(before))
@@ -165,7 +165,7 @@ class Comparison:
     records: tuple[Record, ...]
     """The runs, in the order in which the user named them."""
     at_return: float
-    """The time to reach this return is compared; NaN: it is not compared."""
+    """The times that the runs needed to reach this return are compared; NaN: they are not compared."""
 
     @classmethod
     def of(cls, paths: Sequence[str | Path], *, at_return: float | int | None = None) -> "Comparison":

@@ -26,7 +26,7 @@ from choreo.runtime.make import RUNTIMES
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
-"""At most so many environment steps between two boundaries: the progress line moves a few times per second."""
+"""The most environment steps between two boundaries, so that the progress line moves a few times per second."""
 CHECKPOINTS_PER_RUN = 10
 """How often the checkpoint is written during a run if `checkpoint_every` is not given."""
 
@@ -128,7 +128,7 @@ class RunConfig:
 
     @property
     def key_evaluate(self) -> Key:
-        # The runtime splits the same key in two, which uses the counters 0 and 1.
+        # Not 0 or 1: the runtime splits the same key in two, which uses these counters.
         return jax.random.fold_in(self.key, 2**31)
 
     def next_boundary(self, iteration: int) -> int:
@@ -140,7 +140,7 @@ class RunConfig:
         return self.eval_every is not None and iteration % self.eval_every == 0
 
     def is_checkpoint_due(self, iteration: int) -> bool:
-        """Whether the state is saved after `iteration` iterations; the last iteration always is."""
+        """Whether the state is saved after `iteration` iterations; always true after the last one."""
         return iteration % self.checkpoint_period == 0 or iteration == self.iterations
 
     def is_good_enough(self, row: Row) -> bool:
@@ -150,7 +150,7 @@ class RunConfig:
         return row.get("eval_return" if self.eval_every else "train_return", math.nan) >= self.stop_at_return
 
     def carry_structure(self) -> PyTree:
-        """The carry with the type of each array in its place, and its static leaves; only traces."""
+        """The carry with a type in place of each array; static leaves are kept. Only traces."""
         form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
         algorithm_checks.check_carry(self.algo, form)
         if not may_change(form):
@@ -191,7 +191,7 @@ class RunConfig:
     ) -> "RunConfig":
         """The configuration from the content of a run.toml; `algo` and `env` replace those of the file.
 
-        Every command that opens a run passes here. Without `trust`, a file that names code is refused (UntrustedError)
+        Every command that opens a run calls this function. Without `trust`, a file that names code is refused (UntrustedError)
         before anything is imported or made. `file` is named in errors.
         """
         for table in ("run", "algorithm", "environment", "layout"):
@@ -290,7 +290,7 @@ def _is_a(value: Any, kind: type) -> bool:
 def _rebuilt(make: Callable[[], Any], what: str, file: str | Path) -> Any:
     try:
         return make()
-    # What constructors raise about a missing, unknown or senseless argument.
+    # Constructors raise these errors for a missing, unknown or wrong argument.
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RunError(f"`{what}` cannot be made again from {file}: {error}.", fix="Undo the last edit.") from error
 

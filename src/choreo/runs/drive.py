@@ -219,7 +219,7 @@ def _diverged_error(config: RunConfig, folder: RunFolder | None, found: NotFinit
         places["last_checkpoint"] = f"{folder.checkpoint} (iteration {checkpoint.iteration(folder.checkpoint)})"
     return DivergedError(
         f"The run diverged: `{found.metric}` is {found.value} at iteration {found.iteration} of {config.iterations}.",
-        fix="Lower the learning rate, clip gradients, or look at metrics.jsonl for what grew before.",
+        fix="Lower the learning rate, clip gradients, or look in metrics.jsonl for a metric that grew before.",
         **places,
     )
 

@@ -21,7 +21,7 @@ from choreo.types import Key, PyTree
 MAX_ENVS = 128
 """Environments that play in parallel at most; with more episodes, each environment plays several."""
 MAX_HOST_ENVS = 16
-"""The same for environments in Python, of which one may take a second to make, and a gigabyte of memory."""
+"""The same for environments in Python. One of them may need a second to make, and a gigabyte of memory."""
 STEPS_PER_CALL = 1024
 """Steps per compiled call. Ctrl-C takes effect between two calls."""
 
@@ -157,7 +157,7 @@ def _advance(algo: Any, env: Any, params: PyTree, game: Game, quota: jax.Array, 
             game.obs, env.keys(key_act), game.state
         )
         env_state, ts = env.step(game.env_state, action)
-        # Episodes beyond an environment's last column match nothing: those it plays while others finish are not counted.
+        # An environment that has filled its columns plays on until the others finish. These episodes match no column.
         ends = ts.last[:, None] & (jnp.arange(game.returns.shape[1])[None] == game.ended[:, None])
         returns = jnp.where(ends, ts.info["episode_return"].astype(jnp.float32)[:, None], game.returns)
         lengths = jnp.where(ends, ts.info["episode_length"].astype(jnp.int32)[:, None], game.lengths)

@@ -11,7 +11,7 @@ One process writes at a time: it holds a lock, which the system releases when th
 replaced atomically; the .jsonl files grow by whole lines. A run that never reached its first boundary leaves no folder.
 
 A folder may come from a stranger. Every file is checked when it is read: it must have the form that a run writes, and no
-control characters, which would change a terminal. Nothing is written through a link (`choreo.runs.safe_files`).
+control characters, which can change what a terminal shows. Nothing is written through a link (`choreo.runs.safe_files`).
 """
 
 import fcntl
@@ -141,7 +141,7 @@ class RunFolder:
         self._append(self.metrics, "".join(to_json(row) + "\n" for row in rows))
 
     def read_metrics(self, *, before: int | None = None) -> list[Row]:
-        """All rows, or those of iterations below `before`. A last line without its end (a crash) is left out."""
+        """All rows, or those of iterations below `before`. An incomplete last line (after a crash) is left out."""
         rows = [_parse_row(self.metrics, number, line) for number, line in enumerate(self._lines(self.metrics), 1)]
         return [row for row in rows if before is None or row["iteration"] < before]
 

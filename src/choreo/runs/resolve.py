@@ -1,4 +1,4 @@
-"""From the names that a user gives to the values they name.
+"""Find the algorithm, environment or layout that a user names.
 
     "ppo", "my_ppo.py:MyPPO", PPO, PPO(...)     -> an algorithm
     "CartPole-v1", "my_env.py:make_env", MyEnv  -> an environment
@@ -131,7 +131,7 @@ def layout(value: Any, **options: Any) -> Any:
 
 
 def made_with(layout: Any) -> dict[str, Any] | None:
-    """The arguments with which a preset makes this layout, shards among them; None if no preset makes it."""
+    """The arguments with which a preset makes this layout, `shards` included; None if no preset makes it."""
     make = PRESETS.get(layout.name)
     if make is None:
         return None
@@ -260,7 +260,7 @@ def _load_file(path: Path, target: str) -> ModuleType:
 
 
 def construct(cls: type, fields: dict[str, Any]) -> Any:
-    """A value of a dataclass from its fields; a constructor with a parameter like `*groups` is given that field's items."""
+    """A value of a dataclass from its fields; the items of a field like `*groups` are passed one by one."""
     parameters = inspect.signature(cls).parameters.values()
     star = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
     return cls(*fields.pop(star, ()), **fields) if star else cls(**fields)

@@ -1,4 +1,4 @@
-"""From the metrics that a runtime returns to rows: one row of numbers per iteration."""
+"""Turn the metrics that a runtime returns into rows: one row of numbers per iteration."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from choreo.runs.folder import Row
 from choreo.runtime.engine.metrics import as_numbers
 
 EPISODE_METRICS = ("episode", "train_return")
-"""Metrics whose names begin so are NaN in an iteration in which no episode ended."""
+"""Metrics whose names begin with one of these are NaN in an iteration in which no episode ended."""
 
 
 def make_rows(

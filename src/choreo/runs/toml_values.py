@@ -185,7 +185,7 @@ def _check_arguments_of(make: Any, arguments: dict[str, Any], at: str) -> None:
 def describe_environment(env: Any) -> dict[str, Any]:
     """An environment as TOML data: name, number and arguments, if these determine it; else as `describe` does."""
     if isinstance(env, envs.HostEnv):
-        target, kwargs = env.name if env.is_envpool else env.source.recipe.target, env.arguments
+        target, kwargs = env.name if env.is_envpool else env.source.factory_call.target, env.arguments
     else:
         target, kwargs = env.name, envs.settings_of(env)
         if kwargs is None:

@@ -1,4 +1,4 @@
-"""What a user calls: train an algorithm, resume a run, replay it, load it.
+"""The functions that a user calls: train an algorithm; resume, replay or load a run; plan.
 
     train            configuration from arguments, state from `init`      ──► drive (choreo.runs.drive) ──► Run
     resume, replay   configuration and state from a run folder            ──► drive                     ──► Run
@@ -181,7 +181,7 @@ def resume(
 def replay(
     path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = False, progress: bool | None = None
 ) -> Run:
-    """Run the run of a folder again, in this process, and return the new run; nothing is written.
+    """Repeat the run in a folder, in this process, and return the new run; nothing is written.
 
     The result is the same, bit for bit. Where workers read parameters that were out of date, the same versions are read
     again: the run's log (reads.jsonl) has them. `algo`, `env` and `trust` are those of `load`.

@@ -234,7 +234,7 @@ def _strided(dtype: Any) -> list[np.ndarray]:
 
 MESSAGES: dict[str, list[np.ndarray]] = {
     "numbers of every type": [np.arange(6).astype(dtype_named(name)) for name in NUMPY],
-    "numbers of every type that JAX has and numpy has not": [
+    "numbers of every type that JAX adds to those of numpy": [
         np.arange(6, dtype=np.float32).astype(dtype_named(name)) for name in EXTENDED
     ],
     "NaN, infinity and negative zero": [np.array([np.nan, -np.inf, -0.0, 1e-45], t) for t in ("f4", "f8")],

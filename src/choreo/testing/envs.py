@@ -159,10 +159,9 @@ def check_episodes(env: Env, ts: TimeStep) -> None:
 
 def check_determinism(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> None:
     """Check that equal keys and actions give equal episodes, and different keys different ones."""
-    _require(_equal(ts, play(env, keys, actions)[1]), env, "the same keys and actions give two results.")
-    many = env.with_num_envs(
-        16 if isinstance(env, HostEnv) else 64
-    )  # enough to see a difference, even if only two starts exist
+    _require(_equal(ts, play(env, keys, actions)[1]), env, "the same keys and actions give different results.")
+    # Enough environments to see a difference, even if only two first observations exist.
+    many = env.with_num_envs(16 if isinstance(env, HostEnv) else 64)
     one, two = (first_obs(many, many.keys(jax.random.key(seed))) for seed in (1, 2))
     alike = all(len(np.unique(np.asarray(x).reshape(len(x), -1), axis=0)) == 1 for x in jax.tree.leaves(one))
     _require(not alike or _equal(one, two), env, "all environments begin alike although their keys differ.")

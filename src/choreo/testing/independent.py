@@ -1,8 +1,8 @@
 """`check_independent`: test fragments that the user marked `independent=True`, which Choreo trusts without a proof.
 
 The test runs the fragment on a batch of random rows, and again with all rows but one replaced by other numbers, NaN and
-infinity. If a single bit in the results of the unchanged row differs, the row depends on the others. Then one row runs alone.
-This can find a counterexample; it cannot prove independence.
+infinity. If a single bit in the results of the unchanged row differs, the row depends on the others. Then the test runs one
+row alone. This can find a counterexample; it cannot prove independence.
 """
 
 import contextlib
@@ -52,9 +52,9 @@ def _check_call(call: Call) -> None:
             results = run(*arguments)
         except (RuntimeError, ValueError) as error:
             raise AlgorithmError(
-                f"Whether environments meet in `{call.name}` (independent=True) cannot be tried: it raises an error for a batch of "
-                "random numbers.",
-                fix="Let it return numbers for any numbers.",
+                f"The fragment `{call.name}` (independent=True) cannot be tested: it raises an error for a batch of random "
+                "numbers.",
+                fix="Let it return results for any numbers.",
             ) from error
         _try_other_rows(call, run, arguments, results)
         _try_one_row(call, run, arguments, results)
@@ -64,24 +64,23 @@ def _try_other_rows(call: Call, run: Callable[..., Any], arguments: list[jax.Arr
     """Replace all rows but one; the results of that row must not change."""
     (vmap, *_), tried = call.vmaps, 0
     for row, (what, value) in itertools.product(range(min(vmap.size, MOST_ROWS)), OTHERS.items()):
-        spoiled = [_spoil(x, axis, row, value) for x, axis in zip(arguments, vmap.in_axes, strict=True)]
+        changed = [_replace_others(x, axis, row, value) for x, axis in zip(arguments, vmap.in_axes, strict=True)]
         try:
-            found = run(*spoiled)
+            found = run(*changed)
         except (RuntimeError, ValueError):  # the fragment itself refuses such values, as `equinox.error_if` does
             continue
         tried += 1
         if _bits_of_row(found, row) != _bits_of_row(results, row):
-            raise _meet(call, f"with {what} in the other rows of the batch")
+            raise _mixed_error(call, f"with {what} in the other rows of the batch")
     if not tried:
         raise AlgorithmError(
-            f"Whether environments meet in `{call.name}` (independent=True) cannot be tried: it raises an error whatever stands in "
-            "the other rows.",
-            fix="Let it return numbers for any numbers.",
+            f"The fragment `{call.name}` (independent=True) cannot be tested: it raises an error for all values in the other rows.",
+            fix="Let it return results for any numbers.",
         )
 
 
 def _try_one_row(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
-    """A row must give the same results alone as in a batch, up to the rounding of other shapes."""
+    """A row must give the same results alone as in a batch, up to rounding, which depends on shapes."""
     (vmap, *_) = call.vmaps
     row = vmap.size - 1
     one = [
@@ -90,14 +89,15 @@ def _try_one_row(call: Call, run: Callable[..., Any], arguments: list[jax.Array]
     ]
     for among, alone in zip(results, run(*one), strict=True):
         if not _is_close(_numbers(among)[row], _numbers(alone)[0]):
-            raise _meet(call, "as the only row of a batch")
+            raise _mixed_error(call, "as the only row of a batch")
 
 
-def _meet(call: Call, how: str) -> AlgorithmError:
+def _mixed_error(call: Call, how: str) -> AlgorithmError:
     return AlgorithmError(
-        f"The fragment `{call.name}` is marked independent=True, but environments meet in it: {how}, the result for one "
+        f"The fragment `{call.name}` is marked independent=True, but environments mix in it: {how}, the result for one "
         "environment changes.",
-        fix="Leave out independent=True: Choreo then refuses the layouts in which the result would depend on the split.",
+        fix="Leave out independent=True: Choreo then refuses the layouts in which the result would depend on how environments "
+        "are divided.",
     )
 
 
@@ -124,7 +124,7 @@ def _draw(aval: Any, axis: int | None, size: int, seed: int) -> jax.Array:
     return jax.random.randint(key, shape, 0, 2).astype(aval.dtype)
 
 
-def _spoil(x: jax.Array, axis: int | None, row: int, value: float) -> jax.Array:
+def _replace_others(x: jax.Array, axis: int | None, row: int, value: float) -> jax.Array:
     """Replace all rows but one: floats by `value`, integers and keys by the rows in reverse order."""
     if axis is None:
         return x

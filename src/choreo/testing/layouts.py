@@ -36,7 +36,7 @@ from choreo.testing.marks import unmarked
 ROUNDING = 1e-5
 """The difference that level 3 of the law allows: in float32, over three iterations."""
 LAST_BIT = 1e-6
-"""The difference that a compiler's other rounding may cause where the law promises equal bits."""
+"""The difference that the compiler may cause by other rounding, where the law promises equal bits."""
 
 Values = dict[str, np.ndarray]
 """Every leaf of the final carry, and every metric over all iterations, by name."""
@@ -89,11 +89,13 @@ def deviations(
     if layout.is_relaxed:
         again, _ = _planned_run(the_plan, key, iterations, replay=log)
         found = _compare(planned, again, reference="its log, replayed", allowed=tolerance or 0.0)
-        if layout.merge == "any":  # one update for each slice of environments, which lockstep has not
+        if layout.merge == "any":  # each worker's part is one update: lockstep has no such updates to compare with
             return found
         # Stale values may explain any difference from the plain program. So test the same layout in lockstep as well.
-        waiting = deviations(algo, env, _in_lockstep(layout), iterations=iterations, tolerance=tolerance, seed=seed)
-        return found + [replace(deviation, reference=f"{deviation.reference}, with max_lag=0") for deviation in waiting]
+        in_lockstep = deviations(algo, env, _in_lockstep(layout), iterations=iterations, tolerance=tolerance, seed=seed)
+        return found + [
+            replace(deviation, reference=f"{deviation.reference}, with max_lag=0") for deviation in in_lockstep
+        ]
     found = []
     if layout.exact:
         alone, _ = _planned_run(plan(algo, env, _with_one_worker(layout)), key, iterations)
