@@ -80,7 +80,7 @@ class TestWhatCrosses:
         with pytest.raises(PartitionError) as refusal:
             plan(Functions(still, lambda env, c, key: (c | {"s": pushed(env, c)}, {})), Pond(), coarse(1))
         assert str(refusal.value).startswith(
-            "`push` waits for a value that no site (`env+actor`, `buffer+learner`) can make before it."
+            "`push` needs a value that no site (`env+actor`, `buffer+learner`) can compute before it."
         )
         assert "ponds.py" in str(refusal.value)
 
@@ -332,7 +332,7 @@ class TestTheVerifier:
                 broken = replace(program, steps=program.steps[:i] + program.steps[i + 1 :])
                 with pytest.raises(
                     AssertionError,
-                    match=rf"segment `.*` of `{step.dst.replace('+', '.')}` .* is read before it is there",
+                    match=rf"segment `.*` of `{step.dst.replace('+', '.')}` .* is read before it is written",
                 ):
                     verify_program(broken)
 
@@ -340,7 +340,7 @@ class TestTheVerifier:
         program = self.program(THREE)
         first = next(step for step in program.steps if isinstance(step, Transfer))
         broken = replace(program, steps=tuple(replace(s, moves=()) if s is first else s for s in program.steps))
-        with pytest.raises(AssertionError, match="input of a loop at `actor`: slot .* is read before it is there"):
+        with pytest.raises(AssertionError, match="input of a loop at `actor`: slot .* is read before it is written"):
             verify_program(broken)
 
     def test_steps_swapped(self):
@@ -348,7 +348,7 @@ class TestTheVerifier:
         for i in range(len(program.steps) - 1):
             steps = list(program.steps)
             steps[i], steps[i + 1] = steps[i + 1], steps[i]
-            with pytest.raises(AssertionError, match="is read before it is there"):
+            with pytest.raises(AssertionError, match="is read before it is written"):
                 verify_program(replace(program, steps=tuple(steps)))
 
     def test_a_transfer_removed_inside_a_loop(self):
@@ -358,7 +358,7 @@ class TestTheVerifier:
             if isinstance(step, Transfer):
                 body = tuple(other for other in loop.body if other is not step)
                 steps = tuple(replace(s, body=body) if s is loop else s for s in program.steps)
-                with pytest.raises(AssertionError, match=r"`iterate`, loop, .* is read before it is there"):
+                with pytest.raises(AssertionError, match=r"`iterate`, loop, .* is read before it is written"):
                     verify_program(replace(program, steps=steps))
 
     def test_a_group_that_sends_to_itself(self):
@@ -370,13 +370,13 @@ class TestTheVerifier:
     def test_an_output_that_nobody_holds(self):
         program = self.program()
         outs = (*program.outs[:-1], replace(program.outs[-1], held={}))
-        with pytest.raises(AssertionError, match="nobody holds the output `loss`"):
+        with pytest.raises(AssertionError, match="no group holds the output `loss`"):
             verify_program(replace(program, outs=outs))
 
     def test_an_output_held_where_it_never_arrives(self):
         program = self.program()
         outs = (*program.outs[:-1], replace(program.outs[-1], held={WORKERS: program.outs[-1].held[LEARNER]}))
-        with pytest.raises(AssertionError, match="output `loss` of `iterate`: slot .* is read before it is there"):
+        with pytest.raises(AssertionError, match="output `loss` of `iterate`: slot .* is read before it is written"):
             verify_program(replace(program, outs=outs))
 
 

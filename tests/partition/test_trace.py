@@ -80,7 +80,7 @@ class TestRefused:
             trace(WALK, Pond())
         assert str(error.value) == (
             "jax.disable_jit() is on, and hides fragments from the tracer.\n"
-            "Leave jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself."
+            "Do not use jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself."
         )
 
     def test_an_init_whose_structure_depends_on_the_number_of_environments(self):
