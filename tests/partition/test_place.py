@@ -1,4 +1,4 @@
-"""Placement reaches its fixed point, even if a fact must pass through many leaves of the carry; and errors name the right fragment."""
+"""Placement reaches its fixed point through many leaves of the carry, and errors name the fragment that mixes."""
 
 import jax
 import jax.numpy as jnp
