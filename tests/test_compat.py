@@ -34,10 +34,10 @@ class TestVmaps:
         transform(look)(*args)
         return found[0]
 
-    def test_none(self):
+    def test_no_vmap(self):
         assert self.seen(lambda f: f, jnp.ones(3), jnp.ones(3)) == ((3,), ())
 
-    def test_one(self):
+    def test_one_vmap(self):
         shape, vmaps = self.seen(lambda f: jax.vmap(f, (0, None)), jnp.ones((5, 3)), jnp.ones(2))
         assert shape == (3,)
         assert vmaps == (_compat.Vmap(None, 5, (0, None)),)
@@ -46,7 +46,7 @@ class TestVmaps:
         _, vmaps = self.seen(lambda f: jax.vmap(f, (1, 0), axis_name="agent"), jnp.ones((3, 5)), jnp.ones((5, 2)))
         assert vmaps == (_compat.Vmap("agent", 5, (1, 0)),)
 
-    def test_two_innermost_first(self):
+    def test_two_vmaps_are_listed_innermost_first(self):
         nested = lambda f: jax.vmap(jax.vmap(f, (0, None)), (0, 0), axis_name="outer")  # noqa: E731
         shape, vmaps = self.seen(nested, jnp.ones((2, 5, 3)), jnp.ones((2, 4)))
         assert shape == (3,)
@@ -169,7 +169,7 @@ def test_is_key():
     assert not _compat.is_key(jnp.uint32)
 
 
-def test_clients_exist_once_something_was_computed():
+def test_clients_exist_once_jax_has_listed_its_devices():
     jax.devices()
     assert _compat.clients_exist()
 
@@ -180,8 +180,8 @@ def test_gloo_listens_at_the_address_it_is_given():
         "import socket, jax, psutil\n"
         "from choreo._compat import use_gloo_at\n"
         "with socket.create_server(('127.0.0.3', 0)) as free:\n"
-        "    meet_at = '127.0.0.3:%d' % free.getsockname()[1]\n"
-        "jax.distributed.initialize(meet_at, num_processes=1, process_id=0, coordinator_bind_address=meet_at)\n"
+        "    coordinator = '127.0.0.3:%d' % free.getsockname()[1]\n"
+        "jax.distributed.initialize(coordinator, num_processes=1, process_id=0, coordinator_bind_address=coordinator)\n"
         "use_gloo_at('127.0.0.2')\n"
         "assert jax.numpy.ones(2).sum() == 2\n"
         "print(*sorted(s.laddr.ip for s in psutil.Process().net_connections('inet') if s.status == 'LISTEN'))\n"
@@ -190,7 +190,7 @@ def test_gloo_listens_at_the_address_it_is_given():
     assert done.stdout == "127.0.0.2 ::ffff:127.0.0.3\n", done.stderr
 
 
-def test_a_compiled_function_without_the_python_around_it():
+def test_innermost_skips_the_python_checks_of_a_compiled_function():
     compiled = jax.jit(lambda x, y: (x + y, x)).lower(jnp.ones(3), np.ones(3, np.float32)).compile()
     compiled(jnp.ones(3), np.ones(3, np.float32))
     call = _compat.innermost(compiled)

@@ -130,7 +130,7 @@ def test_a_weight_that_is_not_returned():
 
     env = choreo.envs.make("jax:CartPole-v1", num_envs=4)
     with pytest.raises(
-        AlgorithmError, match="`mean_step` of `Forgets` is weighted by `steps`, which is no metric that is"
+        AlgorithmError, match="`mean_step` of `Forgets` is weighted by `steps`, which is not a metric that is"
     ):
         trace(Forgets(), env)
 

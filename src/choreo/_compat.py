@@ -138,7 +138,7 @@ _BATCHING_RULES = dict(_batching.fancy_primitive_batchers)
 
 
 def has_own_batching_rule(primitive: jec.Primitive) -> bool:
-    """Has the primitive still JAX's own batching rule? Anyone can register another one."""
+    """Does the primitive still have JAX's own batching rule? Anyone can register another one."""
     rule = _batching.fancy_primitive_batchers.get(primitive)
     return rule is _BATCHING_RULES.get(primitive) and (rule is None or _is_jaxs(rule))
 
@@ -201,10 +201,10 @@ def inner_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.ClosedJaxpr]:
 
 
 def impure_primitive(eqn: jec.JaxprEqn) -> str | None:
-    """The name of an impure primitive in an equation, one whose result is not a function of its operands. None: all are pure.
+    """The name of an impure primitive in an equation: its result is not a function of its operands. None: all are pure.
 
     Impure are primitives with an effect and a result (`io_callback`; not `jax.debug.print`, which has no result), and
-    `rng_uniform`, whose hidden state is no effect to JAX.
+    `rng_uniform`, whose hidden state JAX does not list as an effect.
     """
     if eqn.primitive in _RNG_UNIFORM:
         return eqn.primitive.name
@@ -223,7 +223,7 @@ _RNG_UNIFORM = primitives(["rng_uniform"])
 
 
 def rename_calls(eqn: jec.JaxprEqn, rename: Callable[[str], str]) -> jec.JaxprEqn:
-    """An equation in which every jitted function has another name: the one it calls, and those inside of it."""
+    """An equation in which every jitted function has another name: the function that it calls, and those inside of it."""
     changed = {key: new for key, old in eqn.params.items() if (new := _renamed(old, rename)) is not old}
     if eqn.primitive in _JIT and (name := rename(eqn.params["name"])) != eqn.params["name"]:
         changed["name"] = name
@@ -289,8 +289,8 @@ def while_params(eqn: jec.JaxprEqn) -> WhileParams:
 
 
 def innermost(compiled: Any) -> Callable[..., Any]:
-    """The function that a compiled function calls in the end; it exists after the first call. It skips JAX's Python checks,
-    which cost 3 us of a call of 32 us."""
+    """A compiled function without JAX's Python checks, which cost 3 us of a call of 32 us. It exists after the first call of
+    `compiled`."""
     return compiled._call
 
 

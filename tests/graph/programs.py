@@ -20,7 +20,7 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """Environments on a line, with no step of their own: `move` stands for it."""
+    """Environments on a line, without a `step`: the fragment `move` takes its place."""
 
     num_envs: int = 2
     name: str = "toy:Line"

@@ -19,7 +19,7 @@ from choreo.graph.text import WIDTH, format_bytes, format_type, table, wrap
         (2.5e9, "2.5 GB"),
     ],
 )
-def test_bytes(number, text):
+def test_sizes_have_three_digits_and_a_unit(number, text):
     assert format_bytes(int(number)) == text
 
 

@@ -250,7 +250,7 @@ class TestRefused:
         assert text == (
             "`Functions.iterate` must return a carry of the same form: `carry.train.more['name']` goes in as the str 'warm' "
             "and comes back as the str 'cold'.\nOnly arrays and numbers may change from one iteration to the next: let "
-            "`iterate` return that leaf as it was given, or keep a number that says which."
+            "`iterate` return that leaf as it was given, or carry a number that selects one of them."
         )
 
     def test_a_function(self):
@@ -278,7 +278,7 @@ class TestRefused:
         text = refusal(lambda: False, lambda w, flag, grad: (w, not flag, jnp.sum(w)))
         assert text == (
             "`Functions.iterate` changes a number of the carry (`carry.train.more` goes in as the bool False and comes back "
-            "as the bool True), which is therefore an array to it, as in jax.jit(iterate); but it is used as a Python "
+            "as the bool True), which is therefore traced as an array, as in jax.jit(iterate); but `iterate` uses it as a Python "
             "number.\nIn place of `if`, `not`, `and`, range() and the like, use jnp.where, jnp.logical_not, lax.fori_loop; "
             "or let `iterate` return the number as it was given."
         )
@@ -286,8 +286,8 @@ class TestRefused:
     def test_a_number_that_no_array_can_hold(self):
         text = refusal(lambda: 2**40, lambda w, n, grad: (w, n + 1, jnp.sum(w)))
         assert text.startswith(
-            "`carry.train.more` of `Functions` goes in as the int 1099511627776 and changes, so that it is an array; but no "
-            "integer of JAX's default type is so large."
+            "`carry.train.more` of `Functions` goes in as the int 1099511627776 and changes, so that it becomes an array; but "
+            "it is too large for JAX's default type of integers."
         )
 
     def test_a_static_field_that_is_equal_and_of_another_type(self):
@@ -359,7 +359,7 @@ class TestArrivingParts:
         text = merged_refusal(lambda env: {"ring": jnp.zeros(shape(env.num_envs))})
         assert text.startswith(
             f"`carry['more']['ring']` of `Functions` is float32{_shape_text(shape(6))} for 6 environments and "
-            f'float32{_shape_text(shape(3))} for 3; with merge="any" a worker has 3 of them, and its block is cut along an axis of '
+            f'float32{_shape_text(shape(3))} for 3; with merge="any" a worker has 3 of them: its block is a part of an axis of '
             "exactly 6.\nGive it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs]"
         )
 
@@ -384,8 +384,8 @@ class TestArrivingParts:
                 Layout(Group("env", "actor", "learner"), shards=2),
             )
         assert str(error.value).startswith(
-            "`carry['more']` of `Functions` is float32[24] for 6 environments and float32[48] for 12; 2 shards divide what has "
-            "one axis of exactly 6.\nGive it an axis of its own for environments"
+            "`carry['more']` of `Functions` is float32[24] for 6 environments and float32[48] for 12; 2 shards can divide "
+            "only an array with one axis of exactly 6.\nGive it an axis of its own for environments"
         )
 
 

@@ -117,13 +117,13 @@ def test_a_schedule_never_stops_and_never_exceeds_the_lag(workers, max_lag, tota
         (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner"), max_lag=1),
          "The layout custom has max_lag=1, but nothing in it may be out of date"),
         (choreo.Layout(choreo.Group("env", "actor", "learner"), max_lag=1),
-         "The layout custom has max_lag=1, but nothing in it may be out of date: no site only reads what another one carries "
-         "from iteration to iteration.\nLeave out max_lag=1, or use a layout whose workers act with parameters of a learner: "
-         "coarse, sebulba, central."),
+         "The layout custom has max_lag=1, but nothing in it may be out of date: no group sends another group only values that "
+         "it carries from iteration to iteration.\nLeave out max_lag=1, or use a layout whose workers act with parameters of a "
+         "learner: coarse, sebulba, central."),
         (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner"), merge="any"),
-         'The layout custom has merge="any", but nothing in it may be out of date: no site only reads what another one carries '
-         'from iteration to iteration.\nLeave out merge="any", or use a layout whose workers act with parameters of a learner: '
-         "coarse, central."),
+         'The layout custom has merge="any", but nothing in it may be out of date: no group sends another group only values that '
+         'it carries from iteration to iteration.\nLeave out merge="any", or use a layout whose workers act with parameters of a '
+         "learner: coarse, central."),
         (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", replicas=2), choreo.Group("learner"),
                        merge="any"),
          'Layout(Group(\'env\', replicas=2), Group(\'actor\', replicas=2), Group(\'learner\'), merge=\'any\'): merge="any" '

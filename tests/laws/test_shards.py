@@ -164,7 +164,7 @@ def test_a_carry_that_differs_between_shards_is_refused():
     with pytest.raises(AlgorithmError) as refusal:
         plan(Selfish(), ENV, choreo.multi_learner(2))
     assert str(refusal.value).startswith(
-        "With 2 learner shards, each would end `Selfish.iterate` with another `carry.train`; it has no env axis"
+        "With 2 learner shards, `Selfish.iterate` would return another `carry.train` on each of them; it has no env axis"
     )
     assert "choreo.all_reduce(x)" in str(refusal.value)
 

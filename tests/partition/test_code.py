@@ -69,21 +69,21 @@ def _slots(kind: type) -> list[str]:
     return [name for name in ([names] if isinstance(names, str) else names) if name != "__weakref__"]
 
 
-def test_the_walk_goes_into_closures():
+def test_reachable_looks_into_closures_and_partials():
     secret = Placement(planned("fused").sites)
     assert secret in list(reachable({"fn": [lambda: secret]}))
     assert secret in list(reachable(functools.partial(print, secret)))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_segment_reaches_no_analysis(case):
+def test_a_segment_holds_no_reference_to_an_analysis(case):
     for segment in segments(case):
         found = [each for each in reachable(segment) if isinstance(each, Needs | Placement | _Placer | _Cutter)]
         assert not found, f"{segment.name} holds {found}"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_code_tells_what_the_segment_says(case):
+def test_a_segment_repeats_the_facts_of_its_code(case):
     for segment in segments(case):
         code = segment.fn
         assert isinstance(code, SegmentCode)
@@ -92,7 +92,7 @@ def test_code_tells_what_the_segment_says(case):
         assert said == (code.name, code.roles, code.out_axes, code.out_avals, code.combines)
 
 
-def test_every_kind_of_code_is_here():
+def test_the_cases_contain_every_kind_of_code():
     within = [each for case in CASES for segment in segments(case) for each in reachable(segment)]
     kinds = {type(each) for each in within if isinstance(each, SegmentCode)}
     assert kinds == {OpsCode, JoinedCode, DrawCode, RestCode}

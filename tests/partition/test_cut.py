@@ -40,7 +40,7 @@ def segments(planned: Plan) -> list[tuple[str, str, int]]:
 
 
 class TestWhatCrosses:
-    def test_nothing_in_fused(self):
+    def test_nothing_crosses_in_fused(self):
         planned = plan(WALK, Pond(), fused())
         assert sent(planned) == [] and planned.single is not None
 
@@ -66,7 +66,7 @@ class TestWhatCrosses:
 
     @pytest.mark.parametrize("metrics", [{}, {"m": 3.0}], ids=["no metrics", "a constant"])
     @pytest.mark.parametrize("layout", [fused(), fused(devices=2, shards=1), coarse(2), THREE], ids=str)
-    def test_an_iteration_that_computes_nothing(self, layout, metrics):
+    def test_an_iteration_that_computes_nothing_has_no_steps(self, layout, metrics):
         """All leaves are passed through, and two of them swap: the program has no step."""
         algo = Functions(
             still, lambda env, c, key: (c | {"w": c["slow"], "slow": c["w"]}, jax.tree.map(jnp.float32, metrics))
@@ -80,12 +80,12 @@ class TestWhatCrosses:
         with pytest.raises(PartitionError) as refusal:
             plan(Functions(still, lambda env, c, key: (c | {"s": pushed(env, c)}, {})), Pond(), coarse(1))
         assert str(refusal.value).startswith(
-            "`push` waits for a value that no site (`env+actor`, `buffer+learner`) can make before it."
+            "`push` needs a value that no site (`env+actor`, `buffer+learner`) can compute before it."
         )
         assert "ponds.py" in str(refusal.value)
 
     @pytest.mark.parametrize("workers", [1, 2, 3])
-    def test_coarse_parameters_out_and_trajectories_back(self, workers):
+    def test_coarse_sends_parameters_to_workers_and_trajectories_to_the_learner(self, workers):
         """`slow` is read by the learner only, and is not sent; the last states are read by the environments only."""
         assert sent(plan(WALK, Pond(), coarse(workers))) == [
             (LEARNER, WORKERS, ["f32[3]"], 1),
@@ -93,14 +93,14 @@ class TestWhatCrosses:
         ]
 
     @pytest.mark.parametrize("workers", [1, 2])
-    def test_fine_one_message_each_way_per_step(self, workers):
+    def test_fine_sends_one_message_each_way_per_step(self, workers):
         """The learner receives every state one by one, so that the stacked path is not sent again."""
         assert sent(plan(WALK, Pond(), fine(workers))) == [
             ("env", INFERENCE, ["f32[6,3]"], STEPS),
             (INFERENCE, "env", ["f32[6,3]"], STEPS),
         ]
 
-    def test_three_sites(self):
+    def test_with_three_sites_each_value_goes_only_to_its_readers(self):
         assert sent(plan(WALK, Pond(), THREE)) == [
             ("learner", "actor", ["f32[3]"], 1),
             ("env", "actor", ["f32[6,3]"], STEPS),
@@ -108,7 +108,7 @@ class TestWhatCrosses:
             ("env", "learner", ["f32[4,6,3]"], 1),
         ]
 
-    def test_keys_are_made_where_they_are_read(self):
+    def test_keys_are_computed_where_they_are_read_and_never_sent(self):
         for layout in (coarse(2), fine(2), THREE):
             program = plan(WALK, Pond(), layout).iterate
             moved = [
@@ -116,7 +116,7 @@ class TestWhatCrosses:
             ]
             assert not any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in moved)
 
-    def test_nothing_twice(self):
+    def test_no_value_is_sent_twice(self):
         """Two segments of one site, before and after a loop, read the same value: it is sent in one message."""
 
         @choreo.fragment("learner")
@@ -148,7 +148,7 @@ class TestWhatCrosses:
             (WORKERS, LEARNER, "f32[4,6,3]"): 1,
         }
 
-    def test_what_a_fragment_hands_through_is_not_sent(self):
+    def test_an_argument_that_a_fragment_returns_unchanged_is_not_sent(self):
         """Many fragments return an argument among their results. The parameters must not be sent back because of that."""
 
         @choreo.fragment("actor")
@@ -170,7 +170,7 @@ class TestWhatCrosses:
             assert to_learner == [["f32[6,3]"]]
         assert_same_bits(planned_run(algo, Pond(), coarse(1), KEY), reference_run(algo, Pond(), KEY))
 
-    def test_results_that_nobody_reads_are_not_sent(self):
+    def test_results_without_a_reader_are_not_sent(self):
         @choreo.fragment("actor")
         def act_and_more(w, s):
             return w * jnp.tanh(s), jnp.exp(s), {"entropy": jnp.sum(s)}
@@ -186,7 +186,7 @@ class TestWhatCrosses:
             ["f32[6,3]"],
         ]
 
-    def test_of_a_tree_of_parameters_only_what_the_actor_needs(self):
+    def test_only_the_parameters_that_the_actor_reads_are_sent(self):
         @choreo.fragment("actor")
         def act_with_all(params, s):
             return params["policy"] * jnp.tanh(s)  # the value function's weights are given, and not read
@@ -214,12 +214,12 @@ class TestWhatCrosses:
 
 
 class TestSegments:
-    def test_scans_whose_roles_live_together_stay_whole(self):
+    def test_a_scan_whose_roles_are_in_one_group_stays_whole(self):
         assert segments(plan(WALK, Pond(), fused())) == [("env+actor+buffer+learner", "4 x (act+step)+learn", 1)]
         assert segments(plan(WALK, Pond(), coarse(2))) == [(WORKERS, "4 x (act+step)", 1), (LEARNER, "learn", 1)]
         assert not any(isinstance(step, Loop) for step in plan(WALK, Pond(), coarse(2)).iterate.steps)
 
-    def test_a_scan_that_is_split_is_a_loop(self):
+    def test_a_split_scan_becomes_a_loop(self):
         planned = plan(WALK, Pond(), fine(2))
         (loop,) = [step for step in planned.iterate.steps if isinstance(step, Loop)]
         assert (loop.length, set(loop.parts)) == (STEPS, {"env", INFERENCE})
@@ -230,7 +230,7 @@ class TestSegments:
             (INFERENCE, "learn", 1),
         ]
 
-    def test_nobody_stacks_what_nobody_reads(self):
+    def test_only_readers_stack_the_slices_of_a_loop(self):
         (loop,) = [step for step in plan(WALK, Pond(), fine(2)).iterate.steps if isinstance(step, Loop)]
         assert {group: len(part.ys) for group, part in loop.parts.items()} == {"env": 0, INFERENCE: 1}
 
@@ -244,7 +244,7 @@ class TestSegments:
 @pytest.mark.parametrize(
     ("env_sites", "actor_sites", "num_envs"), [pytest.param(2, 3, 6, marks=pytest.mark.long), (3, 2, 6), (2, 3, 12)]
 )
-def test_blocks_are_put_together_anew_between_uneven_groups(env_sites, actor_sites, num_envs):
+def test_blocks_are_divided_anew_between_groups_of_different_sizes(env_sites, actor_sites, num_envs):
     layout = Layout(Group("env", replicas=env_sites), Group("actor", replicas=actor_sites), Group("learner"))
     env = Pond(num_envs=num_envs)
     planned = plan(WALK, env, layout)
@@ -304,7 +304,7 @@ class TestRefused:
         line = self.refusal(branch)[1]
         assert f"test_cut.py:{branch.__code__.co_firstlineno + 1}:" in line and line.endswith("branch)")
 
-    def test_a_cond_inside_of_one_site_is_fine(self):
+    def test_a_cond_inside_of_one_site_is_accepted(self):
         def go(env, carry, key):
             s = lax.cond(jnp.sum(carry["w"]) > 0, lambda: self.step(env, carry, carry["s"]), lambda: carry["s"])
             w, slow, loss = learn(carry["w"], carry["slow"], s[None])
@@ -332,7 +332,7 @@ class TestTheVerifier:
                 broken = replace(program, steps=program.steps[:i] + program.steps[i + 1 :])
                 with pytest.raises(
                     AssertionError,
-                    match=rf"segment `.*` of `{step.dst.replace('+', '.')}` .* is read before it is there",
+                    match=rf"segment `.*` of `{step.dst.replace('+', '.')}` .* is read before it is written",
                 ):
                     verify_program(broken)
 
@@ -340,7 +340,7 @@ class TestTheVerifier:
         program = self.program(THREE)
         first = next(step for step in program.steps if isinstance(step, Transfer))
         broken = replace(program, steps=tuple(replace(s, moves=()) if s is first else s for s in program.steps))
-        with pytest.raises(AssertionError, match="input of a loop at `actor`: slot .* is read before it is there"):
+        with pytest.raises(AssertionError, match="input of a loop at `actor`: slot .* is read before it is written"):
             verify_program(broken)
 
     def test_steps_swapped(self):
@@ -348,7 +348,7 @@ class TestTheVerifier:
         for i in range(len(program.steps) - 1):
             steps = list(program.steps)
             steps[i], steps[i + 1] = steps[i + 1], steps[i]
-            with pytest.raises(AssertionError, match="is read before it is there"):
+            with pytest.raises(AssertionError, match="is read before it is written"):
                 verify_program(replace(program, steps=tuple(steps)))
 
     def test_a_transfer_removed_inside_a_loop(self):
@@ -358,7 +358,7 @@ class TestTheVerifier:
             if isinstance(step, Transfer):
                 body = tuple(other for other in loop.body if other is not step)
                 steps = tuple(replace(s, body=body) if s is loop else s for s in program.steps)
-                with pytest.raises(AssertionError, match=r"`iterate`, loop, .* is read before it is there"):
+                with pytest.raises(AssertionError, match=r"`iterate`, loop, .* is read before it is written"):
                     verify_program(replace(program, steps=steps))
 
     def test_a_group_that_sends_to_itself(self):
@@ -367,20 +367,20 @@ class TestTheVerifier:
         with pytest.raises(AssertionError, match="sends to itself"):
             verify_program(replace(program, steps=steps))
 
-    def test_an_output_that_nobody_holds(self):
+    def test_an_output_that_no_group_holds(self):
         program = self.program()
         outs = (*program.outs[:-1], replace(program.outs[-1], held={}))
-        with pytest.raises(AssertionError, match="nobody holds the output `loss`"):
+        with pytest.raises(AssertionError, match="no group holds the output `loss`"):
             verify_program(replace(program, outs=outs))
 
     def test_an_output_held_where_it_never_arrives(self):
         program = self.program()
         outs = (*program.outs[:-1], replace(program.outs[-1], held={WORKERS: program.outs[-1].held[LEARNER]}))
-        with pytest.raises(AssertionError, match="output `loss` of `iterate`: slot .* is read before it is there"):
+        with pytest.raises(AssertionError, match="output `loss` of `iterate`: slot .* is read before it is written"):
             verify_program(replace(program, outs=outs))
 
 
-def test_a_scan_that_goes_backwards_over_given_values_and_sites():
+def test_a_reversed_scan_can_be_split_over_sites():
     """A reversed scan reads slices, and stacks results, from the last to the first."""
 
     def go(env, carry, key):

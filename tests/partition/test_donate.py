@@ -51,7 +51,7 @@ def buffers(runtime: InProcess) -> list[jax.Array]:
 @pytest.mark.parametrize(
     "layout", [fused(), coarse(1), coarse(2), fine(1)], ids=["fused", "coarse x1", "coarse x2", "fine x1"]
 )
-def test_a_large_buffer_stays_where_it_is(layout):
+def test_a_large_buffer_is_updated_in_place(layout):
     runtime = InProcess(plan(REPLAY, Pond(), layout))
     runtime.start(KEY)
     runtime.run(0, 1)
@@ -70,16 +70,16 @@ def donated(program: Program) -> dict[str, set[str]]:
     return {s.name: {s.ins[p].label for p in s.donated} for s, _ in walk_steps(program.steps) if isinstance(s, Segment)}
 
 
-class TestWhatIsTakenOver:
-    def test_everything_carried_in_fused(self):
+class TestDonatedInputs:
+    def test_fused_donates_all_carried_values(self):
         assert donated(plan(WALK, Pond(), fused()).iterate) == {"4 x (act+step)+learn": {"['w']", "['slow']", "['s']"}}
 
-    def test_keys_and_iteration_never(self):
+    def test_keys_and_iteration_are_never_donated(self):
         for layout in (fused(), coarse(2), fine(2)):
             for labels in donated(plan(WALK, Pond(), layout).iterate).values():
                 assert not labels & {"key", "iteration"}
 
-    def test_what_was_sent_to_a_reader_is_not_lost_to_it(self):
+    def test_a_receiver_gets_a_copy_of_a_value_that_the_sender_donates(self):
         """The learner takes over the memory of `w` after `w` was sent to the actor: the actor must have a copy."""
         program = plan(WALK, Pond(), coarse(1)).iterate
         assert donated(program) == {"4 x (act+step)": {"['s']"}, "learn": {"['w']", "['slow']"}}
@@ -88,7 +88,7 @@ class TestWhatIsTakenOver:
         }
         assert copied["['w']"]
 
-    def test_what_is_read_later_is_kept(self):
+    def test_an_input_that_is_read_later_is_not_donated(self):
         @choreo.fragment("learner")
         def improve(w, s):
             return w - jnp.mean(s, 0)
@@ -109,7 +109,7 @@ class TestWhatIsTakenOver:
         assert not {"['w']"} & {first.ins[p].label for p in first.donated}
         assert_same_bits(planned_run(algo, Pond(), coarse(1), KEY), reference_run(algo, Pond(), KEY))
 
-    def test_nothing_inside_a_split_loop_or_read_by_it(self):
+    def test_nothing_is_donated_inside_a_split_loop_and_no_input_of_the_loop(self):
         for layout in (fine(2), Layout(Group("env"), Group("actor"), Group("learner"))):
             program = plan(WALK, Pond(), layout).iterate
             (loop,) = [step for step in program.steps if isinstance(step, Loop)]
@@ -122,7 +122,7 @@ class TestWhatIsTakenOver:
             taken = {s.ins[p].slot for s in program.steps if isinstance(s, Segment) for p in s.donated}
             assert not outside & taken
 
-    def test_no_more_than_there_are_results_of_that_type(self):
+    def test_no_more_inputs_are_donated_than_results_of_their_type(self):
         """If no result has the type of a donated input, XLA warns; in tests, a warning is an error."""
 
         @choreo.fragment("learner")
@@ -154,7 +154,7 @@ GLOBAL = jnp.array([0.5, 1.0, 1.5])
     "layout", [fused(), coarse(1), coarse(2), fine(1)], ids=["fused", "coarse x1", "coarse x2", "fine x1"]
 )
 @pytest.mark.parametrize("twins", TWINS.values(), ids=TWINS)
-def test_the_same_array_twice_in_the_carry(layout, twins):
+def test_one_array_may_be_two_leaves_of_the_first_carry(layout, twins):
     """Different results take over the two leaves, and neither leaf is the user's own array."""
 
     @choreo.fragment("learner")
@@ -175,7 +175,7 @@ def test_the_same_array_twice_in_the_carry(layout, twins):
     np.testing.assert_array_equal(GLOBAL, [0.5, 1.0, 1.5])
 
 
-def test_one_result_returned_as_two_leaves():
+def test_one_result_may_be_two_leaves_of_the_next_carry():
     """A target network is set to the network: the two leaves must not share memory."""
 
     @choreo.fragment("learner")

@@ -20,7 +20,7 @@ from tiny import Tiny
 LAYOUTS = {"fused": fused(), "coarse x2": coarse(2), "fine x2": fine(2)}
 
 
-def programs(planned):
+def primitives(planned):
     """The primitives of all segments before loops, and of all segments inside loops."""
     found = {"before": set(), "within": set()}
     for step in planned.iterate.steps:
@@ -35,33 +35,33 @@ def programs(planned):
 @pytest.mark.parametrize(
     "name", ["coarse x2", *(pytest.param(name, marks=pytest.mark.long) for name in ("fused", "fine x2"))]
 )
-def test_acting_draws_nothing_and_gives_the_same_bits(name, monkeypatch):
+def test_the_loop_draws_nothing_and_gives_the_same_bits(name, monkeypatch):
     algo, env = Tiny(unroll=3), make("CartPole-v1", 4)
     ahead = plan(algo, env, LAYOUTS[name])
-    assert DRAWS & programs(ahead)["before"] and not DRAWS & programs(ahead)["within"]
+    assert DRAWS & primitives(ahead)["before"] and not DRAWS & primitives(ahead)["within"]
     got = run_of(InProcess(ahead), jax.random.key(3), 3)
 
     monkeypatch.setattr(passes, "draw_ahead", lambda program: program)
     in_the_loop = plan(algo, env, LAYOUTS[name])
-    assert DRAWS & programs(in_the_loop)["within"]
+    assert DRAWS & primitives(in_the_loop)["within"]
     assert_same_bits(got, run_of(InProcess(in_the_loop), jax.random.key(3), 3))
 
 
-def test_loops_without_python_are_left_alone():
+def test_loops_without_python_draw_inside():
     loops = [step for step in plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), fine(2)).iterate.steps
              if isinstance(step, Loop)]  # fmt: skip
     assert loops and not any("drawn" in given.label for loop in loops for step in loop.body
                              if isinstance(step, Segment) for given in step.ins)  # fmt: skip
 
 
-def test_another_generator_is_left_alone():
+def test_keys_of_another_generator_are_drawn_from_inside_the_loop():
     """`vmap` over keys of an rbg generator gives other numbers than the same keys one by one."""
     with jax.default_prng_impl("rbg"):
         planned = plan(Tiny(unroll=3), make("CartPole-v1", 4), fused())
-    assert DRAWS & programs(planned)["within"]
+    assert DRAWS & primitives(planned)["within"]
 
 
-def test_keys_and_draws_join_the_call_before_the_loop():
+def test_draws_join_the_segment_before_the_loop():
     algo = DQN(
         unroll=2,
         updates_per_step=1 / 8,

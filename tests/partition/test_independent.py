@@ -1,4 +1,4 @@
-"""Each primitive of the list treats each row of a `vmap` by itself: whatever the other rows hold, a row keeps its bits."""
+"""Each primitive of the list treats each row of a `vmap` by itself: the bits of a row do not depend on the other rows."""
 
 import importlib
 import warnings
@@ -172,8 +172,8 @@ EXAMPLES = {
     "while": (lambda x: _halved(x), [f(3)]),
 }  # fmt: skip
 """A function of one row for each primitive, and the types of its arguments."""
-NOT_OF_OWN = {"closed_call", "stop_gradient", "custom_lin", "copy"}
-"""Primitives that no function here makes directly: calls, and those that JAX makes of others."""
+MADE_INDIRECTLY = {"closed_call", "stop_gradient", "custom_lin", "copy"}
+"""Primitives that the examples need not contain: calls, and primitives that JAX itself adds or removes."""
 
 
 def _pooled(x):
@@ -201,14 +201,16 @@ def test_the_list_has_no_name_twice():
 
 
 def test_every_name_has_an_example():
-    assert set(HERE) - set(EXAMPLES) - NOT_OF_OWN == set()
+    assert set(HERE) - set(EXAMPLES) - MADE_INDIRECTLY == set()
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if name in EXAMPLES])
-def test_no_row_sees_another(name):
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(name):
     fn, types = EXAMPLES[name]
     closed = jax.make_jaxpr(fn)(*types)
-    assert name in NOT_OF_OWN or name in {eqn.primitive.name for eqn in equations(closed)}, "the example must use it"
+    assert name in MADE_INDIRECTLY or name in {eqn.primitive.name for eqn in equations(closed)}, (
+        "the example must use it"
+    )
     assert obstacle(closed) is None
     for mapped in ways_to_map(len(types)):
         batch = jax.jit(jax.vmap(fn, [0 if each else None for each in mapped]))
@@ -323,7 +325,7 @@ REFUSED_MODULES = (
 """Modules for kernels, references and sparse matrices: none of their primitives is on the list."""
 
 
-def test_somebody_has_looked_at_every_primitive_of_the_installed_jax():
+def test_every_primitive_of_the_installed_jax_has_been_reviewed():
     """Each primitive is on the list, with an example above, or among the refused ones."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
 """`infer`, `demand` and `emit` on whole programs: the pieces that a replica computes, compared with the full program.
 
 A program is a function of arrays, some of which are blocks. The law: for every result that is not mixed, each piece that the
-inference offers, computed from the demanded pieces of the inputs, equals that piece of the full result. And of an input that
-is only available as a block, nothing but the block is demanded.
+inference offers, computed from the demanded pieces of the inputs, equals that piece of the full result. If an input is
+available only as a block, then only this block is demanded.
 """
 
 import functools
@@ -246,15 +246,15 @@ CASES = {
         (S, ((E,), None)),
         (MIXED,),
     ),
-    "jit hands groups on that cannot be divided": Case(
+    "jit returns groups that cannot be divided": Case(
         lambda groups, x: jax.jit(lambda groups, x: (groups, x + 1.0))(groups, x), (((4, 3), 0), S), (MIXED, 0)
     ),
-    "jit hands shared groups on": Case(
+    "jit returns shared groups": Case(
         lambda k, x: jax.jit(lambda groups, x: (groups, x + 1.0))(jax.random.split(k, E).reshape(2, 3), x),
         (KEY, S),
         (None, 0),
     ),
-    "jit of what mixes and what does not": Case(
+    "jit, one result mixed and one not": Case(
         lambda x: jax.jit(lambda a, b: (a + 1.0, b + 1.0))(x, x[::-1]), (S,), (0, MIXED)
     ),
     "map": Case(lambda w, x: lax.map(lambda row: jnp.sort(row * w), x), (SHARED, S), (0,)),
@@ -269,8 +269,8 @@ CASES = {
         (0, 0),
     ),
     "map over something else": Case(lambda x: lax.map(jnp.sin, x), (((3, E), 1),), (1,)),
-    "map that looks at another": Case(lambda x: lax.map(lambda row: row - x[0], x), (S,), (MIXED,)),
-    "map over what is rolled": Case(lambda x: lax.map(lambda r: r[0] - r[1], (x, jnp.roll(x, 1, 0))), (S,), (MIXED,)),
+    "map that reads another row": Case(lambda x: lax.map(lambda row: row - x[0], x), (S,), (MIXED,)),
+    "map over rolled rows": Case(lambda x: lax.map(lambda r: r[0] - r[1], (x, jnp.roll(x, 1, 0))), (S,), (MIXED,)),
     "map over two axes": Case(
         lambda x, y: lax.map(lambda r: r[0] - r[1], (x, y)), (((E, E), 0), ((E, E), 1)), (MIXED,)
     ),
@@ -546,7 +546,7 @@ def _flat(jaxpr):
             yield from _flat(inner.jaxpr)
 
 
-def test_a_print_of_what_is_whole_is_kept(capsys):
+def test_a_print_of_a_whole_value_is_kept(capsys):
     fn = actor(lambda w, x: (jax.debug.print("w={}", w[0]), x * jnp.tile(w, (E, 1)))[1])
     closed = jax.make_jaxpr(fn)(jnp.ones(3), PER_ENV)
     inference = infer(closed, [WHOLE, Form(False, 0)], SIZE)
@@ -558,7 +558,7 @@ def test_a_print_of_what_is_whole_is_kept(capsys):
     assert capsys.readouterr().out.count("w=1.0") == 1
 
 
-def test_a_print_of_each_environment_needs_them_all():
+def test_a_print_for_each_environment_is_refused():
     closed = jax.make_jaxpr(jax.vmap(printing_fn))(PER_ENV)
     inference = infer(closed, [Form(False, 0)], SIZE)
     with pytest.raises(Mixes):
@@ -571,7 +571,7 @@ def test_keys_joined_in_columns_are_no_row_numbers():
 
 
 @pytest.mark.parametrize("narrow", [jnp.int8, jnp.uint8, jnp.bfloat16, bool])
-def test_row_numbers_that_a_type_cannot_hold_are_not_known(narrow):
+def test_the_fact_is_dropped_if_a_dtype_cannot_hold_the_row_numbers(narrow):
     def known(dtype):
         closed = jax.make_jaxpr(lambda: lax.iota(jnp.int32, 300).astype(dtype).astype(jnp.int32))()
         return Facts(closed, ()).of(closed.jaxpr.outvars)

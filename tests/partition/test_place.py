@@ -1,4 +1,4 @@
-"""Placement reaches its fixed point, however many leaves of the carry a fact must pass through."""
+"""Placement reaches its fixed point through many leaves of the carry, and errors name the fragment that mixes."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def go(env, carry, key):
 
 
 @pytest.mark.parametrize("layout", [pytest.param(coarse(2), marks=pytest.mark.long), fine(2)], ids=["coarse", "fine"])
-def test_a_long_delay_line(layout):
+def test_placement_reaches_its_fixed_point_through_a_long_delay_line(layout):
     algo, env, key = Functions(start, go), Pond(6), jax.random.key(0)
     traced = trace(algo, env)
     placement = place(traced.iterate, layout.sites(traced.iterate.roles, 6), traced.carry_axes)
@@ -55,7 +55,7 @@ def stir(s, action):
     return jnp.cumsum(0.6 * s + action, axis=0)
 
 
-def test_whoever_mixes_is_blamed_not_whoever_reads_it():
+def test_the_error_names_the_fragment_that_mixes_and_not_its_reader():
     def stirred(env, carry, key):
         s = stir(carry["s"], jax.vmap(push, (None, 0))(carry["w"], carry["s"]))
         w, slow, _ = learn(carry["w"], carry["slow"], jax.vmap(push, (None, 0))(carry["w"], s)[None])

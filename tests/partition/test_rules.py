@@ -1,4 +1,4 @@
-"""Each rule of `split.RULES` against its law:
+"""Each rule of `rules.RULES` against its law:
 
     block r of equation(full operands)  ==  split equation(block r of each operand)
 
@@ -41,7 +41,7 @@ class Example:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...] = ()
     allowed: int = 1
-    """The least number of combinations of axes along which `primitive` must be divisible; 0: it must never be."""
+    """The least number of combinations of axes along which `primitive` must be divisible; 0: it must be refused."""
     primitive: str | None = None
     """None: the primitive of the program's last equation."""
 
@@ -63,7 +63,7 @@ def _numbers(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jnp.asarray((values + 1) / (values.size + 1.5), dtype)
 
 
-def cut(value: Any, axis: int | None, r: int) -> Any:
+def block_of(value: Any, axis: int | None, r: int) -> Any:
     if axis is None:
         return value
     rows = SIZE.of(np.shape(value)[axis])
@@ -137,12 +137,12 @@ def _check_eqn(eqn, values) -> int:
             continue
         # In place of a block, a rule may ask for the whole operand, never for a block along another axis.
         if any(have is not None and want != have for have, want in zip(axes, ins, strict=True)):
-            continue  # `ByRule` refuses it, unless the operand is whole; then these were not the axes that were given
+            continue  # `ByRule` refuses this; and for a whole operand, this axis would not have been given
         allowed += 1
         for r in range(E // BLOCK):
-            block = _compat.bind(eqn, params, [cut(v, axis, r) for v, axis in zip(values, ins, strict=True)])
+            block = _compat.bind(eqn, params, [block_of(v, axis, r) for v, axis in zip(values, ins, strict=True)])
             for o, (got, whole) in enumerate(zip(block, full, strict=True)):
-                expected = cut(whole, outs[o], r)
+                expected = block_of(whole, outs[o], r)
                 assert np.shape(got) == np.shape(expected), (name, axes, ins, outs, np.shape(got))
                 np.testing.assert_allclose(
                     as_numpy(got).astype(_wide(got)),
@@ -491,14 +491,14 @@ OTHER_NAMES = {
 def test_block_of_the_result_is_the_split_equation_on_blocks(name):
     ways, wanted = check_named(name), EXAMPLES[name].allowed
     primitive = EXAMPLES[name].primitive or list(ways)[-1]
-    assert ways[primitive] >= wanted, f"`{primitive}` may be cut in {ways[primitive]} ways only"
+    assert ways[primitive] >= wanted, f"`{primitive}` may be divided in only {ways[primitive]} ways"
     assert wanted or not ways[primitive], f"`{primitive}` must be refused"
 
 
 def test_every_rule_is_exercised():
     seen = {primitive for name in EXAMPLES for primitive, allowed in check_named(name).items() if allowed}
     assert seen | OTHER_NAMES.keys() >= RULES.keys(), sorted(RULES.keys() - seen - OTHER_NAMES.keys())
-    assert seen & OTHER_NAMES.keys() == set(), "a name that is exercised needs no excuse"
+    assert seen & OTHER_NAMES.keys() == set(), "a name that an example uses must not be in OTHER_NAMES"
 
 
 DIMENSIONS = st.sampled_from([1, 2, 3, E, E])

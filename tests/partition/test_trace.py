@@ -47,7 +47,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("result", "name"), [(lambda c: c, "dict"), (lambda c: None, "NoneType"), (lambda c: (c, {}, 1), "tuple"), (lambda c: [c, {}], "list")]
     )  # fmt: skip
-    def test_no_pair(self, result, name):
+    def test_a_result_that_is_no_pair(self, result, name):
         text = refusal(lambda env, carry, key: result(carry))
         assert (
             text == f"`Functions.iterate` returned {name}, not (carry, metrics).\nEnd it with `return carry, metrics`."
@@ -72,7 +72,7 @@ class TestRefused:
             text = refusal(lambda env, carry, key, value=value: (carry, {"a": value, "loss": jnp.ones(())}))
             assert "must return its metrics as a flat dict of arrays" in text
 
-    def test_a_wrong_carry_with_no_pair_is_told_about_the_pair(self):
+    def test_a_result_that_is_neither_a_pair_nor_a_carry(self):
         assert "not (carry, metrics)" in refusal(lambda env, carry, key: jnp.ones(3))
 
     def test_disable_jit(self):
@@ -80,7 +80,7 @@ class TestRefused:
             trace(WALK, Pond())
         assert str(error.value) == (
             "jax.disable_jit() is on, and hides fragments from the tracer.\n"
-            "Leave jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself."
+            "Do not use jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself."
         )
 
     def test_an_init_whose_structure_depends_on_the_number_of_environments(self):
@@ -109,7 +109,7 @@ class TestProposals:
 
         assert axes(start, Pond(num_envs=6)) == {"['h']": None, "['s']": 0, "['t']": 1, "['w']": None}
 
-    def test_an_axis_that_grows_by_another_factor_or_offset_is_not(self):
+    def test_an_axis_that_grows_by_another_factor_or_offset_is_not_the_env_axis(self):
         def start(env, key):
             n = env.num_envs
             return {
@@ -123,7 +123,7 @@ class TestProposals:
         found = axes(start, Pond())
         assert found == {"['more']": None, "['one']": 0, "['pairs']": None, "['square']": None, "['twice']": None}
 
-    def test_a_rank_that_depends_on_E_is_not(self):
+    def test_an_array_whose_rank_depends_on_E_has_no_env_axis(self):
         def start(env, key):
             return {
                 "x": jnp.ones((env.num_envs, 2) if env.num_envs > 6 else (env.num_envs,)),
@@ -132,10 +132,10 @@ class TestProposals:
 
         assert axes(start, Pond(num_envs=6)) == {"['n']": None, "['x']": None}
 
-    def test_keys_have_one(self):
+    def test_keys_have_an_env_axis(self):
         assert axes(lambda env, key: {"k": env.keys(key), "one": key}, Pond()) == {"['k']": 0, "['one']": None}
 
-    def test_a_single_environment(self):
+    def test_the_env_axis_of_a_single_environment_is_found(self):
         assert axes(reset, Pond(num_envs=1)) == {"['s']": 0, "['slow']": None, "['w']": None}
 
 
@@ -172,7 +172,7 @@ class TestTraced:
             "c": (),
         }
 
-    def test_it_computes_nothing(self):
+    def test_tracing_computes_nothing(self):
         ran = []
 
         def go(env, carry, key):

@@ -15,7 +15,7 @@ from tiny import Tiny
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_picture(name):
+def test_every_group_fragment_and_transfer_is_in_the_picture(name):
     shown = planned(name)
     svg = shown.draw()
     check_legible(svg)
@@ -27,7 +27,7 @@ def test_picture(name):
     assert len(arrows(svg)) == len(transfers) == len(shown.costs.iterate.crossings)
 
 
-def test_agents():
+def test_the_number_of_agents_is_in_the_picture():
     svg = plan(Bandits(), Meeting(6), per_agent()).draw()
     check_legible(svg)
     assert "1 agent each" in texts(svg)

@@ -18,7 +18,7 @@ class Printing(Tiny):
         return super().iterate(env, carry, key)
 
 
-def test_a_segment_that_prints():
+def test_a_segment_that_prints_cannot_be_exported():
     shown = plan(Printing(unroll=3), make("jax:CartPole-v1", 4), coarse(2))
     with pytest.raises(PartitionError) as refusal:
         pickle.dumps(shown)

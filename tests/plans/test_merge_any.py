@@ -26,7 +26,7 @@ def go(env, carry, key):
     return {"w": w, "slow": slow, "s": s, "steps": count_up(carry["steps"])}, {"loss": loss}
 
 
-def test_a_leaf_that_every_worker_would_compute_for_itself():
+def test_a_leaf_that_every_worker_would_compute_for_itself_is_refused():
     with pytest.raises(PartitionError) as refusal:
         plan(Functions(begin, go), Pond(4), coarse(2, max_lag=4, merge="any"))
     assert str(refusal.value) == (

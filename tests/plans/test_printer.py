@@ -14,23 +14,23 @@ from tiny import Tiny
 
 
 def printed(name: str) -> str:
-    """The golden print; `test_print` checks that the plan prints it."""
+    """The golden print; `test_a_plan_prints_its_golden` checks that the plan prints it."""
     return (FOLDER / f"plan_{name}.txt").read_text()
 
 
 def test_every_preset_has_a_golden():
-    # `per_agent` needs an algorithm with agents: see test_agents.
+    # `per_agent` needs an algorithm with agents: see test_the_number_of_agents_is_printed.
     assert {layout.name for layout in LAYOUTS.values()} >= {*PRESETS} - {"per_agent"}
 
 
-def test_agents():
+def test_the_number_of_agents_is_printed():
     shown = plan(Bandits(), Meeting(6), per_agent())
     assert "actor+buffer+learner: 2 replicas, 1 agent each" in str(shown)
     assert "env: 1 site, all 6 environments" in str(shown)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_print(name):
+def test_a_plan_prints_its_golden(name):
     text = str(planned(name))
     check_golden(f"plan_{name}", text)
     assert max(map(len, text.splitlines())) <= 100

@@ -60,17 +60,17 @@ def find_edges(graph: Graph) -> list[Edge]:
     order: list[End] = [CARRY, *graph.fragments(), METRICS]
     edges = []
     for dst, reads in flow.reads.items():
-        bundles: dict[tuple[End, Rounds], list[Value]] = {}
+        values_from: dict[tuple[End, Rounds], list[Value]] = {}
         for operand, origins in reads:
             label = operand.label if isinstance(dst, str) else names.get(operand, "")
             ends: set[tuple[End, Rounds]] = {
                 (CARRY if isinstance(src, Value) else src, rounds) for src, rounds in origins
             }
-            for bundle in ends:
-                bundles.setdefault(bundle, []).append(replace(operand, label=label))
+            for end in ends:
+                values_from.setdefault(end, []).append(replace(operand, label=label))
         found = [
             Edge(src, dst, tuple(values), rounds, _times_in(rounds, flow.runs[dst]))
-            for (src, rounds), values in bundles.items()
+            for (src, rounds), values in values_from.items()
         ]
         edges += sorted(found, key=lambda e: (order.index(e.src), [kind for _, kind in e.rounds], e.times))
     return [edge for edge in edges if edge.times]

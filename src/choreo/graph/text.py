@@ -33,7 +33,7 @@ def format_type(aval: Any) -> str:
 
 
 def describe(values: Iterable[Any]) -> str:
-    """Names and types of values (anything with `label` and `aval`). Leaves of one tree are summed up as their common path."""
+    """Names and types of values (anything with `label` and `aval`). Leaves of one tree are shown as their common path."""
     named: dict[str, list[tuple[str, Any]]] = {}
     for value in values:
         named.setdefault(_root(value.label), []).append((value.label, value.aval))

@@ -46,7 +46,7 @@ def _verify_body(body: Body, seen: set[int]) -> None:
         if op.body:
             assert op.eqn.primitive.name == "scan" and op.roles, f"{op!r} has a body but is no scan with fragments"
             assert len(op.body.ins) == len(op.ins) and len(op.body.outs) == len(op.outs), (
-                f"the body of {op!r} does not fit"
+                f"the body of {op!r} has too many or too few inputs or outputs"
             )
             _verify_body(op.body, seen)
         for value in op.outs:

@@ -11,12 +11,12 @@ from choreo.partition.rules import Split, split
 
 
 def by_rule(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size) -> "ByRule":
-    """The way of a primitive that has a rule. Raises `Mixes` if the rule does, or if there is none."""
+    """The way of a primitive, made by its rule. Raises `Mixes` if the primitive has no rule, or if the rule raises it."""
     axes = [form.axis for form in forms]
     try:
         return ByRule(eqn, split(eqn, axes, size), forms)
     except Mixes:
-        # Try again with whole operands left whole: a table that every environment looks into, for example.
+        # Try again, and leave whole operands whole: for example, a table that all environments read.
         fewer = [None if form.whole else form.axis for form in forms]
         if fewer == axes or all(axis is None for axis in fewer):
             raise

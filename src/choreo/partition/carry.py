@@ -1,14 +1,14 @@
 """Which leaves of a carry are arrays, and which are static Python values.
 
     Train(w=array, updates=0, dropout=Dropout(p=0.5, inference=False))      what `init` returns
-          float32[3]   int32[]            0.5          False                its form: types of arrays, all else as it is
+          float32[3]   int32[]            0.5          False                its form, if `iterate` changes `updates`
 
 The *form of a carry* is the carry with a `jax.ShapeDtypeStruct` in place of each array. Only the form decides which leaves
 are arrays: `leaves_of` and `with_leaves` never look at the leaves themselves.
 
 A Python leaf is static at first. If `iterate` returns it with the same type and bits, it stays static: by induction over
-iterations, it never changes. A number that comes back as another number becomes an array of JAX's type for it, as in
-`jax.jit(iterate)`, and `iterate` is traced again. All other leaves (functions, strings) must not change.
+iterations, it never changes. A number that comes back as another number becomes an array of the type that JAX
+gives it, as in `jax.jit(iterate)`, and `iterate` is traced again. All other leaves (functions, strings) must not change.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ def is_type(leaf: Any) -> bool:
 
 
 def typed_as(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array with the weak type of its form: sites and checkpoints do not keep weak types."""
+    """The array, weakly typed if its form is: sites and checkpoints do not keep weak types."""
     if jax.typeof(leaf).weak_type == like.weak_type:
         return leaf
     return lax.convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=like.weak_type, sharding=None)
@@ -130,15 +130,15 @@ def settle(name: str, first: PyTree, trace: Callable[[PyTree], TracedT]) -> tupl
 
 
 def _needs_python(name: str, first: PyTree, form: PyTree, after: PyTree) -> AlgorithmError:
-    """The error for code that needs a Python number; `after`: the form that came back when the leaf still was one."""
+    """The error for code that needs a Python number; `after`: the form that came back while the leaf was one."""
     rows = zip(_paths(first), jax.tree.leaves(form), jax.tree.leaves(after), strict=True)
     changed = [(path, old, new) for (path, old), now, new in rows if is_type(now) and not is_type(old)]
     said = ", ".join(
         f"`carry{path}` goes in as {leaf_text(old)} and comes back as {leaf_text(new)}" for path, old, new in changed
     )
     return AlgorithmError(
-        f"`{name}.iterate` changes a number of the carry ({said}), which is therefore an array to it, as in jax.jit(iterate); "
-        "but it is used as a Python number.",
+        f"`{name}.iterate` changes a number of the carry ({said}), which is therefore traced as an array, as in "
+        "jax.jit(iterate); but `iterate` uses it as a Python number.",
         fix="In place of `if`, `not`, `and`, range() and the like, use jnp.where, jnp.logical_not, lax.fori_loop; or let "
         "`iterate` return the number as it was given.",
     )
@@ -164,7 +164,7 @@ def changed_leaves(name: str, first: PyTree, form: PyTree, after: PyTree) -> fro
                     f"`{name}.iterate` must return a carry of the same form: `carry{path}` goes in as {leaf_text(old)} and comes "
                     f"back as {leaf_text(new)}.",
                     fix="Only arrays and numbers may change from one iteration to the next: let `iterate` return that leaf "
-                    "as it was given, or keep a number that says which.",
+                    "as it was given, or carry a number that selects one of them.",
                 )
             changed.add(i)
             _check_range(name, path, old)
@@ -176,8 +176,8 @@ def _check_range(name: str, path: str, number: Any) -> None:
         _type_of(number)
     except OverflowError as error:
         raise AlgorithmError(
-            f"`carry{path}` of `{name}` goes in as {leaf_text(number)} and changes, so that it is an array; but no integer of "
-            "JAX's default type is so large.",
+            f"`carry{path}` of `{name}` goes in as {leaf_text(number)} and changes, so that it becomes an array; but it is "
+            "too large for JAX's default type of integers.",
             fix="Begin with a smaller number, or with a float; or let JAX compute in 64 bits (jax_enable_x64).",
         ) from error
 
@@ -203,11 +203,11 @@ def _example(given: Any) -> str:
 
 def _settle_weak(name: str, first: PyTree, form: PyTree, program: TracedT,
                  trace: Callable[[PyTree], TracedT]) -> tuple[PyTree, TracedT]:  # fmt: skip
-    """The form with strong types wherever weak and strong ones occur, and its program. Raises if weak types matter.
+    """The form in which a leaf has a weak type only if it is weak in every iteration, and the program traced for this form.
 
     Weak types decide how JAX promotes dtypes. In `jax.jit(iterate)` a leaf may go in weak and come back strong, so that JAX
-    traces the second iteration again, with other types. We trace every combination that occurs, and the strong one that
-    we keep: all must give the same program.
+    traces the second iteration again, with other types. We trace `iterate` for every combination that occurs, and for the
+    form that we keep. Raises if these programs differ.
     """
     seen: dict[tuple[bool, ...], TracedT] = {_weak(form): program}
     weak = after = _returned_weak(form, program.after)
@@ -326,7 +326,7 @@ def _lines(jaxpr: jec.Jaxpr, consts: Sequence[Any]) -> Iterator[str]:
 
 
 def _only_strengthens(eqn: jec.JaxprEqn) -> bool:
-    """Does it turn a weak type into a strong one, and leave all bits as they are?"""
+    """Does the equation change only whether the type is weak, and no bits?"""
     if eqn.primitive is not lax.convert_element_type_p or eqn.params["sharding"] is not None:
         return False
     before: Any = eqn.invars[0].aval
@@ -358,7 +358,7 @@ def _bare(what: Any) -> str:
 
 
 def _is_numeric(leaf: Any) -> bool:
-    """Can JAX hold it as an array? Not a Python number, and not a NumPy array of strings or objects."""
+    """Is it an array that JAX accepts? False for Python numbers, and for NumPy arrays of strings or objects."""
     if isinstance(leaf, jax.Array):
         return True
     return is_array(leaf) and (jnp.issubdtype(leaf.dtype, np.number) or jnp.issubdtype(leaf.dtype, np.bool_))

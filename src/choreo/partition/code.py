@@ -3,7 +3,7 @@
     OpsCode     ops of the graph, in program order: inputs, constants -> pieces of values
     JoinedCode  two codes, one after the other
     DrawCode    the random numbers that another code draws, for all steps of the loop around it
-    RestCode    that code without its draws: it reads the numbers of its step
+    RestCode    the same code without its draws: it reads the numbers that were drawn for the current step
 
     evaluate(code, replica index, step of the loop, inputs) -> results
 
@@ -45,7 +45,7 @@ class SegmentCode(ABC):
     @property
     @abstractmethod
     def out_axes(self) -> tuple[Axis, ...]:
-        """Along which axis each result is a block of the whole; None: every replica has the same."""
+        """The axis along which each result is a block of the whole; None: the result is the same at every replica."""
 
     @property
     @abstractmethod
@@ -74,15 +74,15 @@ class CodeInput:
 
     value: Value
     axis: Axis
-    """Along which axis the piece is a block of the value; None: it is the whole value."""
+    """The axis along which the piece is a block of the value; None: the piece is the whole value."""
     stacked: bool
-    """The array that is given holds one slice per step of the loop around: the code reads the current one."""
+    """The given array holds one slice per step of the loop around the code; the code reads the current slice."""
     aval: Any
-    """The type of the array that is given."""
+    """The type of the given array."""
 
     @property
     def outer_axis(self) -> Axis:
-        """Along which axis the array that is given is a block of the whole."""
+        """The axis along which the given array is a block of the whole."""
         return self.axis + 1 if self.stacked and self.axis is not None else self.axis
 
 
@@ -101,7 +101,9 @@ class OpStep:
 class OpsCode(SegmentCode):
     """Ops of the graph, in program order."""
 
-    __name__ = "segment"  # the name of the compiled function, which is part of a plan's fingerprint; so for all codes
+    __name__ = (
+        "segment"  # JAX compiles the code under this name, which is part of a plan's fingerprint; the other codes, too
+    )
 
     group: GroupName
     """Where it runs."""
@@ -142,7 +144,7 @@ class JoinedCode(SegmentCode):
     """How many inputs `first` has; they stand before all others."""
     then: SegmentCode
     reads: tuple[int, ...]
-    """For each input of `then`, its position among all inputs, followed by the results of `first`."""
+    """For each input of `then`: its position in the list of all inputs, followed by the results of `first`."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -172,9 +174,9 @@ class DrawCode(SegmentCode):
     __name__ = "draw"
 
     of: OpsCode
-    """The code that they are drawn for."""
+    """The code that uses the numbers."""
     drawing: Pruned
-    """(replica index, step, *keys of all steps) -> the numbers of one step, and None for what is not drawn."""
+    """(replica index, step, *keys of all steps) -> the numbers of one step, and None for each value that is not drawn."""
     length: int
     """How many steps the loop has."""
 
@@ -198,16 +200,16 @@ class DrawCode(SegmentCode):
 
 @dataclass(frozen=True, eq=False)
 class RestCode(SegmentCode):
-    """A code without what was drawn before: its first inputs are the numbers that were drawn, for all steps."""
+    """A code without its draws: its first inputs are the drawn numbers, for all steps."""
 
     __name__ = "go_on"
 
     of: OpsCode
-    """The code that this is the rest of."""
+    """The code with its draws."""
     undrawn: Pruned
-    """(replica index, step) -> the other values that `rest` needs and no key is read for; None for what was drawn."""
+    """(replica index, step) -> the values that `rest` needs and that depend on no key; None for each value that was drawn."""
     rest: jec.ClosedJaxpr
-    """(numbers that were drawn and results of `undrawn`, in their order, *other inputs) -> results"""
+    """(drawn numbers and results of `undrawn`, in their common order, *other inputs) -> results"""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -223,7 +225,7 @@ class RestCode(SegmentCode):
 
 
 def as_segment(code: SegmentCode, group: GroupName, ins: Sequence[Input], outs: Sequence[Slot]) -> Segment:
-    """The step of a program that evaluates the code. A segment repeats facts of its code: a worker has no code to ask."""
+    """The step of a program that evaluates the code. It repeats facts about the code, because workers get no `SegmentCode`."""
     return Segment(
         group, code.name, tuple(ins), tuple(outs), code.out_avals, code,
         roles=code.roles, out_axes=code.out_axes, combines=code.combines,
@@ -287,7 +289,7 @@ def _evaluate_ops(code: OpsCode, index: Any, t: Any, values: Sequence[Any]) -> l
 
 
 def _used(pruned: Pruned, values: Sequence[Any]) -> list[Any]:
-    """The inputs that a pruned program uses; unused ones may be missing at the end."""
+    """The inputs that a pruned program uses. Unused inputs at the end may be missing in `values`."""
     return [value for value, use in zip(values, pruned.used, strict=False) if use]
 
 

@@ -4,7 +4,7 @@
     fn(0, t, x[:2])    fn(1, t, x[2:])
        └──── psum over REPLICA_AXIS ────┘
 
-On as many devices as replicas, of this process or of several: `shard_map`. On one device: `vmap`.
+With one device for each replica, in one process or in several, the program uses `shard_map`; on a single device, `vmap`.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def on_one_device(segment: Segment, replicas: int) -> Callable[..., list[list[An
 
 
 def spec(axis: Axis) -> PartitionSpec:
-    """How JAX calls an array that is divided among the replicas along an axis."""
+    """JAX's name for an array that is divided among the replicas along an axis; None: all replicas have the same array."""
     return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, REPLICA_AXIS)
 
 

@@ -1,6 +1,6 @@
 """Calls, loops and branches on blocks: each infers the programs inside of it, and runs them on the replica's block.
 
-    Called         jit, remat, a custom derivative: the program inside, in place
+    Called         jit, remat, a custom derivative: the program inside, evaluated in place
     Scan           a loop over time: the same loop over a body on blocks
     ScanOverEnvs   `lax.map` over the environments: the same loop over fewer of them
     While          a loop whose predicate is the same at every replica, or one per environment
@@ -8,7 +8,7 @@
     Solve          `custom_linear_solve`: the program of its solver
 
 The forms of a loop's carry are a least fixed point: the forms that go in, raised until one more round changes none.
-The ways here are given the function that infers a program (`Infer`), since `inference.py` imports this file.
+`inference.py` imports this file; therefore the ways here get the function that infers a program (`Infer`) as an argument.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -145,11 +145,11 @@ class While:
     def _predicate_axis(self) -> Axis:
         """The axis along which the predicate is a block; None if it is whole.
 
-        A predicate that has axes was made by `vmap`. Its axes are the first axes of everything that is carried, and it
-        selects, row by row, which rows go on. A row whose predicate is false keeps its value. Its predicate stays false,
-        too, if the predicate reads nothing but that row; then it does not matter how many rounds the rows of other blocks
-        need. So if one carried value is a block along an axis of the predicate, all carried values and the predicate must
-        be, even those that are the same at every replica (a number of rounds that is computed from `arange`, for example).
+        A predicate that has axes was made by `vmap`. Its axes are the first axes of every carried value, and it selects the
+        rows that continue. A row whose predicate is false keeps its value. If the predicate of a row reads only this row,
+        it also stays false, and the row does not depend on how many rounds the rows of other blocks need. So if one carried
+        value is a block along an axis of the predicate, the predicate and all carried values must be blocks along this
+        axis, even if they are the same at every replica (for example, a number of rounds that is computed from `arange`).
         """
         (predicate,) = self.cond.outs
         if predicate.mixed:
@@ -237,7 +237,7 @@ class Cond:
 
 
 class Solve:
-    """`custom_linear_solve`: its results are those of its solver; the other programs in it serve derivatives."""
+    """`custom_linear_solve`: its results are those of its solver; its other programs are only for derivatives."""
 
     def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], infer: Infer):
         lengths, self.num_ins = eqn.params["const_lengths"], len(forms)
@@ -300,9 +300,9 @@ def _shift(pieces: Sequence[Mapping[Axis, Any]], by: int) -> list[dict[Axis, Any
 
 
 def _carry_forms(init: Sequence[Form], infer_body: Callable, outs_of: Callable) -> tuple[list[Form], Any]:
-    """The forms of a loop's carry, as a least fixed point, and what `infer_body` gave for them.
+    """The forms of a loop's carry, as a least fixed point, and the result of `infer_body` for them.
 
-    A form that is whole may become a block, and a block never becomes whole again, so that the iteration ends.
+    A form that is whole may become a block, and a block never becomes whole again, so the iteration ends.
     """
     carry = [Form(form.whole, None if form.whole else form.axis) for form in init]
     while True:

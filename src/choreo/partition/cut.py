@@ -40,10 +40,10 @@ from choreo.types import GroupName
 
 
 def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Program:
-    """The program of a graph. `outputs`: which piece of which output a group holds in the end, as given to `needs_of`."""
+    """The program of a graph. `outputs`: by output, the piece that each group holds in the end; the same as for `needs_of`."""
     cutter, body = _Cutter(needs), graph.body
     ins = [cutter.port(name, value) for name, value in zip(graph.in_names, body.ins, strict=True)]
-    # A carried value ends in the piece, and at the groups, in which the next iteration reads it.
+    # A carried value ends at the groups where it began, and in the same pieces, because the next iteration reads it there.
     carried = {i: {group: axis for group, (_, axis) in ins[i].held.items()} for i in range(body.num_carry)}
     ends = {**carried, **outputs}
     exits = [(body.outs[i], group, axis) for i, groups in ends.items() for group, axis in groups.items()]
@@ -156,12 +156,12 @@ class _Cutter:
                 whole = self.needs.held(operand, home, {axis}) == {None}
             ins.append((operand, home, None if whole else axis))
         refs = tuple(self.ref(operand, have) for operand, _, have in ins)
-        cuts = tuple(have != axis for _, _, have in ins)
+        sliced = tuple(have != axis for _, _, have in ins)
         outs = tuple(self.slot(v, axis) if v else None for v in op.outs)
-        return HostCall(home, op.name, refs, cuts, outs, op.call.host, self.sites.shards), ins
+        return HostCall(home, op.name, refs, sliced, outs, op.call.host, self.sites.shards), ins
 
     def _live(self, op: Op) -> bool:
-        """Liveness: does some group need a result of the op, or has it an effect?"""
+        """Liveness: does a group need a result of the op, or does the op have an effect?"""
         if op not in self.placement.ops:
             body = op.body
             assert body is not None
@@ -170,7 +170,7 @@ class _Cutter:
         return home is not None and (bool(op.eqn.effects) or any(self.needs.at(v, home) for v in op.outs if v))
 
     def _can_run(self, op: Op, ready: dict[GroupName, set[Value]], producers: dict[Value, Op]) -> bool:
-        """Has every group that runs the op all that the op reads?"""
+        """Does every group that runs the op have all values that the op reads?"""
         for value in self._sources(op, producers):
             groups = [self.placement.ops[op]] if op in self.placement.ops else self.needs.groups(value)
             if any(value not in ready[group] for group in groups if group is not None and self.needs.at(value, group)):
@@ -178,7 +178,7 @@ class _Cutter:
         return True
 
     def _sources(self, op: Op, producers: dict[Value, Op]) -> set[Value]:
-        """The values that must exist before an op can run. Operands without a home are replaced by what they are made of."""
+        """The values that must exist before an op can run. Operands without a home are replaced by their own operands."""
         if op not in self.sources:
             found, todo = set(), list(op.values())
             while todo:
@@ -191,7 +191,7 @@ class _Cutter:
         return self.sources[op]
 
     def _grow(self, group: GroupName, rest: list[Op], ready: dict[GroupName, set[Value]], producers) -> list[Op]:
-        """The ops that a group can run before it must receive something."""
+        """The ops that a group can run before it must receive something. Adds their results to `ready`."""
         ops: list[Op] = []
         for op in rest:
             here = self.placement.ops.get(op) == group and not (op.call and op.call.host)
@@ -201,7 +201,7 @@ class _Cutter:
         return ops
 
     def _transfers(self, values: Iterable[Value], ready: dict[GroupName, set[Value]]) -> list[Step]:
-        bundles: dict[tuple[GroupName, GroupName], list[Move]] = {}
+        moves_between: dict[tuple[GroupName, GroupName], list[Move]] = {}
         for value in values:
             src = self.placement.home(value)
             for dst in self.needs.crossings(value):
@@ -212,9 +212,9 @@ class _Cutter:
                     move = Move(
                         value.label, value.aval, self.slot(value, src_axis), src_axis, self.slot(value, axis), axis
                     )
-                    bundles.setdefault((src, dst), []).append(move)
+                    moves_between.setdefault((src, dst), []).append(move)
                 ready[dst].add(value)
-        return [Transfer(src, dst, tuple(moves)) for (src, dst), moves in bundles.items()]
+        return [Transfer(src, dst, tuple(moves)) for (src, dst), moves in moves_between.items()]
 
     def _takes_part(self, op: Op, group: GroupName) -> bool:
         """Does the group run this op, or part of it? A split scan may run in every group."""
@@ -222,7 +222,7 @@ class _Cutter:
 
     def _ends(self, exits: Iterable[PieceAt], group: GroupName, made: set[PieceAt],
               ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
-        """Outputs made by glue that a group's last segment computes as well, which saves a segment for a mere counter."""
+        """The outputs of glue that the last segment of a group can compute, too. A counter then needs no segment of its own."""
         here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
         return self._unmade(here, made, producers).get(group, [])
 
@@ -254,7 +254,7 @@ class _Cutter:
         return wanted
 
     def _homeless(self, value: Value, producers: dict[Value, Op]) -> bool:
-        """Is it the result of an op without a home?"""
+        """Is the value the result of an op without a home?"""
         return self.placement.home(value) is None and value in producers and producers[value] in self.placement.ops
 
     def _segment(self, group: GroupName, ops: Sequence[Op], body: Body, producers: dict[Value, Op],
@@ -304,7 +304,7 @@ class _Cutter:
         return [op for op in body.ops if op in found]
 
     def _used_outside(self, value: Value, group: GroupName, ops: Sequence[Op], body: Body, producers) -> bool:
-        """Is a result of these ops read by anything else?"""
+        """Does anything else read this result of these ops?"""
         if not self.needs.at(value, group):
             return False
         inside = set(ops)
@@ -345,7 +345,7 @@ class _Cutter:
         c, k = body.num_consts, body.num_carry
         self.xs_outside.update(zip(body.xs, op.ins[c + k :], strict=True))
         self.consts.update(body.consts)
-        # Slices that something else than a segment reads are taken out of their stack at every step.
+        # If something other than a segment reads a slice, the loop takes the slice out of its stack at every step.
         single = {v for inner in body.ops if inner not in self.placement.ops or inner.host for v in inner.values()}
         single |= {v for v in body.outs if isinstance(v, Value)}
         fixed = {v for v, out in zip(body.carry_ins, body.carry_outs, strict=True) if v is out}
@@ -392,7 +392,7 @@ class _Cutter:
 def _stuck(op: Op, sites: Sites) -> PartitionError:
     groups = ", ".join(f"`{group}`" for group in sites.replicas)
     return PartitionError(
-        f"`{op.name}` waits for a value that no site ({groups}) can make before it.",
+        f"`{op.name}` needs a value that no site ({groups}) can compute before it.",
         at=op.at,
         fix="Put its role and the roles that it reads from into one group. Choreo should have found an order: please report it.",
     )

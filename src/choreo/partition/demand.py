@@ -1,7 +1,7 @@
 """The analysis of needs: which group needs which piece of which value. A backward analysis, from the outputs.
 
-A value that is needed away from its home crosses. A value without a home is computed where it is needed. Nothing else is
-sent.
+A value crosses if a group other than its home needs it. A value without a home is computed where it is needed. Nothing else
+is sent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,7 +47,7 @@ class Needs:
         return [group for group in self.sites.replicas if self.at(value, group)]
 
     def add(self, operand: Operand, group: GroupName, axes: Iterable[Axis]) -> None:
-        """A group needs these pieces of a value; its home, then, needs the piece from which they are sent."""
+        """Note that a group needs these pieces of a value. If the group is not its home, the home needs the piece that it sends."""
         if not isinstance(operand, Value):
             return
         home = self.placement.home(operand)
@@ -60,7 +60,7 @@ class Needs:
             self.add(operand, home, {self.placement.natural(operand, home)})
 
     def held(self, value: Value, group: GroupName, axes: Iterable[Axis]) -> set[Axis]:
-        """The pieces that a group holds if it needs these: the whole, where it has that and can slice blocks from it."""
+        """The pieces that a group holds if it needs `axes`: the same, or the whole value if the group slices its blocks from it."""
         home_here = self.placement.home(value) in (None, group)
         whole = not self.sites.size(group) or (value in self.outside and home_here and self.placement.form(value).whole)
         return ({None} if whole else set(axes)) if axes else set()
@@ -81,7 +81,7 @@ class Needs:
         return self._inferred[op, group]
 
     def pruned(self, op: Op, wanted: Demand) -> Pruned:
-        """An op at a group that sees all environments, as far as its results are wanted."""
+        """An op at a group that sees all environments, without the equations that its wanted results do not need."""
         key = (op, tuple(bool(axes) for axes in wanted))
         if key not in self._pruned:
             self._pruned[key] = Pruned.of_eqn(op.eqn, key[1])
@@ -101,7 +101,7 @@ class Needs:
 
 
 def needs_of(placement: Placement, body: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
-    """The needs of a program. `outputs`: which piece of which output a group must hold in the end; every carried value is
+    """The needs of a program. `outputs`: by output, the piece that each group must hold in the end; every carried value is
     also held at its home."""
     needs = Needs(placement, body)
     while True:

@@ -69,7 +69,7 @@ def _code(segment: Segment) -> SegmentCode:
 
 
 def _before_and_loop(loop: Loop, slots: Iterator[Slot]) -> tuple[list[Segment], Loop]:
-    """The segments that draw, and the loop that reads the numbers; `slots`: unused ones."""
+    """The segments that draw, and the loop that reads the numbers; `slots`: unused slots."""
     before: list[Segment] = []
     body: list[Step] = []
     parts = dict(loop.parts)
@@ -87,7 +87,7 @@ def _before_and_loop(loop: Loop, slots: Iterator[Slot]) -> tuple[list[Segment], 
 
 
 def _divide(segment: Segment, part: LoopPart, length: int, slots: Iterator[Slot]) -> Any:
-    """(segment that draws, segment that is left, slots of the numbers inside and outside of the loop); None: draws nothing."""
+    """(segment that draws, segment that is left, slots of the numbers inside and outside of the loop); None: no draws."""
     outside = dict(part.xs)
     of_keys = [given.stacked and isinstance(outside[given.slot], Slot) and _is_threefry(given) for given in segment.ins]
     if segment.combines or not any(of_keys):

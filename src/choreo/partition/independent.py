@@ -1,10 +1,10 @@
-"""Can the rows of a `vmap` meet in a program? They cannot if every primitive in it treats each row by itself.
+"""Can a program mix the rows of a `vmap`? It cannot if every primitive in it treats each row by itself.
 
 `vmap` asks each primitive's batching rule what to do with a whole batch, and a rule may do anything: Equinox's
 `unvmap_any` reads all rows at once. So a program is independent only if every primitive in it is on the list below, which
 is written by hand, and has the batching rule that JAX itself gave it. The list names JAX's own primitive objects; a user's
-primitive of the same name is another object. `tests/partition/test_independent.py` tests each of them: if all other rows are
-replaced by NaN, infinity or noise, the bits of this row do not change. It also fails if the installed JAX has a primitive
+primitive of the same name is another object. `tests/partition/test_independent.py` tests each of them: if all rows but one
+are replaced by NaN, infinity or noise, the bits of this one row do not change. It also fails if the installed JAX has a primitive
 that is neither on the list nor known to be unsafe.
 
 Control flow and custom derivatives are judged by the programs inside. A `while` or `cond` whose predicate differs between
@@ -47,7 +47,7 @@ SAFE = _compat.primitives(" ".join((ELEMENTWISE, WITHIN_A_ROW, OF_A_MATRIX, RAND
 
 
 def obstacle(closed: jec.ClosedJaxpr) -> jec.JaxprEqn | None:
-    """The first equation in which rows of a `vmap` might meet; None if they cannot."""
+    """The first equation that might mix rows of a `vmap`; None if there is none."""
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive not in SAFE or not _compat.has_own_batching_rule(eqn.primitive) or not _keys_are_threefry(eqn):
             return eqn

@@ -69,8 +69,8 @@ def infer_eqn(
     whole = all(form.whole for form in forms) and not on_host and impure is None
     try:
         if impure is not None and _compat.inner_jaxpr(eqn) is None:
-            # Each replica would call it for itself, and could get another result.
-            raise Mixes(f"`{impure}` need not give the same result again")
+            # Every replica would call it, and each could get another result.
+            raise Mixes(f"`{impure}` may give another result in every call")
         way = _find_way(eqn, forms, size, at, facts)
         native = way.native if way else [None] * len(eqn.outvars)
     except Mixes as reason:
@@ -99,7 +99,7 @@ def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
 
 
 def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
-    """A proposal for the axis of a whole value along which readers may work with blocks. A wrong one costs time only."""
+    """A proposal for the axis of a whole value along which readers may work with blocks. A wrong proposal costs only time."""
     if size.shards:  # shards are few: another axis may have the same length, so only the numbering call is trusted
         return 0 if _compat.call_name(eqn) == SHARD_NUMBERS else None
     return next((d for d, n in enumerate(getattr(var.aval, "shape", ())) if n == size.full), None)
@@ -109,7 +109,7 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str, fac
     """How an equation runs on blocks; None if all operands are whole. Raises `Mixes` if it cannot."""
     call, inner = find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
     on_host, reduces = call is not None and isinstance(call.host, HostMethod), find_reduction(_compat.call_name(eqn))
-    reads_all = inner is None or on_host or reduces  # some results of any other call may not need a mixed operand
+    reads_all = inner is None or on_host or reduces  # in any other call, some results may not read the mixed operand
     if reads_all and (mixed := next((form.mixed for form in forms if form.mixed), None)):
         raise Mixes(mixed)
     if on_host:

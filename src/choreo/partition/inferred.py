@@ -1,11 +1,11 @@
-"""A program with the form of every variable, and how to evaluate it on blocks: what `inference.py` finds.
+"""The results of `inference.py`: the form of every variable of a program, and how to evaluate the program on blocks.
 
     demand(inference, pieces of outputs)                   backward: which pieces of inputs and results are needed
     emit(inference, pieces of inputs, pieces of outputs)   forward: computes just the pieces that are needed
 
 Random numbers are the same for any number of replicas, because a value that depends on no environment is computed whole
-and then sliced. The slice moves back through every equation that can run on a block, so that only the first producer runs
-whole.
+and then sliced. The slice moves towards the producer, through every equation that can run on a block, so that only the
+first producer computes the whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class InferredEqn:
         return need
 
     def _uses_way(self, run_whole: bool, native: Sequence[bool]) -> bool:
-        """An effect happens even if no result is wanted: on blocks if there is a way, else whole."""
+        """Does it run on blocks? An effect happens even if no result is wanted: on blocks if there is a way, else whole."""
         return self.way is not None and (any(native) or (bool(self.eqn.effects) and not run_whole))
 
     def emit(self, get: Get, wanted: Demand, index: Any, size: Size) -> list[dict[Axis, Any]]:

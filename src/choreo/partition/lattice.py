@@ -1,4 +1,4 @@
-"""The abstract domain: what a replica of a group can know of a value, if it holds only its block of the environments.
+"""The abstract domain: what a replica of a group can compute of a value, if it holds only its block of the environments.
 
 The proof that a program can be divided is an abstract interpretation (`inference.py`). Its *lattice element* is a `Form`:
 
@@ -8,12 +8,12 @@ The proof that a program can be divided is an abstract interpretation (`inferenc
                  \\   |   /
                    whole                  bottom: every replica can compute all of it, and gets the same
 
-A form only ever rises: the carry of a loop starts as it goes in, and settles after a few rounds.
+Forms only rise: those of a loop's carry start with the forms that go in, and reach a fixed point after a few rounds.
 
 A *transfer function*, from forms of operands to forms of results, is a `Way`: one object for one equation, which also
 computes the equation on blocks. A transfer function whose result is top raises `Mixes`.
 
-A *piece* of a value is something that a replica holds of it. It is named by an axis: None for the whole value, k for the
+A *piece* of a value is the part of it that a replica holds. A piece is named by an axis: None for the whole value, k for the
 replica's block along axis k.
 """
 
@@ -41,7 +41,7 @@ class Mixed(NamedTuple):
 
 
 class Mixes(Exception):
-    """Data of different environments meet. Its argument is a `Mixed`, or only the reason."""
+    """Data of different environments are mixed. The argument is a `Mixed`, or only the reason."""
 
 
 class Form(NamedTuple):
@@ -50,10 +50,10 @@ class Form(NamedTuple):
     whole: bool
     """Can every replica compute all of it?"""
     axis: Axis = None
-    """The axis along which a replica can compute its block. For a whole value it is only a proposal: where a reader may
-    work with blocks in place of the whole."""
+    """The axis along which a replica can compute its block. For a whole value it is only a proposal: a reader may
+    work with blocks along this axis in place of the whole."""
     mixed: Mixed | None = None
-    """The reason why it is neither."""
+    """If the value is neither whole nor a block: the reason."""
 
 
 WHOLE = Form(True)
@@ -77,12 +77,12 @@ class Way(Protocol):
         ...
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
-        """Compute these results at replica `index`; what it returns for the others has no meaning."""
+        """Compute these results at replica `index`; the values that it returns for other results have no meaning."""
         ...
 
 
 class Size(NamedTuple):
-    """How many environments the whole run has, and how many one block. Or shards in place of environments."""
+    """The numbers of environments in the whole run and in one block; or the numbers of shards."""
 
     full: int
     block: int
@@ -96,7 +96,7 @@ class Size(NamedTuple):
 
     def of(self, length: int) -> int:
         """The rows of one block of an axis of that length."""
-        assert length % self.blocks == 0, f"{length} rows in {self.blocks} blocks would lose some"
+        assert length % self.blocks == 0, f"{length} rows cannot be divided into {self.blocks} blocks"
         return length // self.blocks
 
 

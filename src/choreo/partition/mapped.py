@@ -17,8 +17,8 @@ from choreo.roles import Call, find_call, without_number
 
 
 class Mapped:
-    """The way of a fragment called under `vmap` in which environments cannot meet: proved in `independent.py`, or vouched
-    for by the user.
+    """The way of a fragment called under `vmap` that does not mix environments: proved in `independent.py`, or vouched for
+    by the user.
 
     It runs `vmap` of the program of one environment, at block size. That program was recorded when the fragment was called.
     The record is trusted only if `vmap` over all environments gives exactly the program in the equation: under `grad`, an
@@ -33,7 +33,7 @@ class Mapped:
 
     @staticmethod
     def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
-        """The way of a call; None if it is not mapped over environments, or nothing shows that they cannot meet."""
+        """The way of a call; None if it is not mapped over environments, or if nothing shows that it does not mix them."""
         if len(call.vmaps) != 1 or call.vmaps[0].size % size.blocks or call.host or call.jaxpr is None:
             return None
         if eqn.effects and not call.independent:
@@ -92,7 +92,7 @@ def name_the_mark(mixed: Mixed, call: Call | None) -> Mixed:
 
 
 def _closed(call: Call) -> jec.ClosedJaxpr:
-    assert call.jaxpr is not None, "`Mapped.of` looked"
+    assert call.jaxpr is not None, "`Mapped.of` has checked this"
     return call.jaxpr
 
 
@@ -110,7 +110,7 @@ def _mapped_out_axes(call: Call, text: str) -> tuple[Axis, ...] | None:
         used = {n for aval in [*call.in_avals, *(v.aval for v in actual.outvars)] for n in aval.shape}
         odd = next(n for n in (7919, 7927, 7933, 7937) if n not in used)  # a length that no other axis has
         other = _map_call(call, odd)
-    except NameError:  # a collective over the mapped axis, by which environments could meet
+    except NameError:  # a collective over the mapped axis, which could mix environments
         return None
     if _text(actual.params["jaxpr"]) != text:
         return None

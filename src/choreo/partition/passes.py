@@ -2,7 +2,7 @@
 
 trace       algorithm, environment -> graphs of `init` and `iterate`
 place       a home for every op and value: the group that computes it
-relax       if messages may be out of date: which of them, and glue that is computed at its reader for that
+relax       only if the layout is relaxed: which messages may be out of date; copies of glue for the groups that read them
 demand      which group needs which piece of which value
 cut         one global order of segments, transfers and split loops
 draw_ahead  random numbers are drawn before the loops that use them
@@ -47,7 +47,7 @@ def partition(
         outputs[position] = {home: placement.natural(body.outs[position], home)}
     iterate = cut(graph, needs_of(placement, body, outputs), outputs)
 
-    # `init` knows no shards. Block r of all environments holds the environments of block r of the shards.
+    # `init` has no shards. Block r of the environments and block r of the shards hold the same environments.
     init_sites = init_sites or replace(sites, shards=1)
     held = {
         i: {group: traced.carry_axes[i] if init_sites.size(group) and not sites.size(group) else axis

@@ -1,7 +1,7 @@
 """The analysis that finds a *home* for every op and every value: the group that computes it.
 
 - The home of a fragment is the group of its role.
-- All other ops are *glue*. Glue goes to the group where it costs the fewest bytes.
+- All other ops are *glue*. Glue goes to the group where it causes the fewest bytes to be sent.
 - Glue that reads nothing but keys and constants has no home (None): every site that needs its result computes it, and the
   result never crosses.
 - Glue that mixes environments goes to a group that is not replicated.
@@ -43,7 +43,7 @@ class Sites:
     shards: int = 1
     """How many shards divide the environments. If there are several, replicas divide the shards among them."""
     along_axis: int = 0
-    """If another axis than that of the environments is divided (agents, for example): its length."""
+    """If an axis other than that of the environments is divided (agents, for example): its length; else 0."""
     num_workers: int = 1
     """With merge="any": how many workers run the program, each on its own environments, for one site that learns."""
     python: frozenset[GroupName] = frozenset()

@@ -90,7 +90,7 @@ class Segment:
     outs: tuple[Slot, ...]
     out_avals: tuple[Any, ...]
     fn: Callable[..., list[Any]]
-    """The code of the segment: callable data (`code.py`). In an exported program: the same as StableHLO."""
+    """The code of the segment: callable data (`code.py`). In an exported program: the same function, as StableHLO."""
     donated: tuple[int, ...] = ()
     """Positions of the inputs whose memory the results may take over."""
     roles: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ class LoopPart:
     xs: tuple[tuple[Slot, Ref], ...] = ()
     """Stacks of one slice per step that only segments read: the slot inside holds the stack."""
     slices: tuple[tuple[Slot, Ref], ...] = ()
-    """Stacks that others read, too: at every step, the slot inside gets the current slice."""
+    """Stacks that other steps than segments read, too: at every step, the slot inside gets the current slice."""
     ys: tuple[tuple[Ref, Slot, Any], ...] = ()
     """Results that are stacked, one slice per step: (slot inside, slot outside, type of the stack)."""
 
@@ -162,7 +162,7 @@ class HostCall:
     name: str
     ins: tuple[Ref, ...]
     cuts: tuple[bool, ...]
-    """Which operands the site holds whole: the call gets the rows of the replica's own environments."""
+    """Which operands must be sliced: the site holds them whole, and the call gets the rows of the replica's environments."""
     outs: tuple[Slot | None, ...]
     fn: HostFn
     shards: int = 1

@@ -72,7 +72,7 @@ def over_replicas(name: str, values: list[jax.Array]) -> list[jax.Array]:
 
 
 def _reduced_axes(jaxpr: Any) -> tuple[tuple[Axis, ...], list[jec.JaxprEqn]]:
-    """Which axis of each operand is combined, and the equations up to there: read from the program that `vmap` made."""
+    """The axis along which each operand is combined, and the equations up to this step, in the program that `vmap` made."""
     origin = {var: (i, tuple(range(len(var.aval.shape)))) for i, var in enumerate(jaxpr.invars)}
     axes: list[Axis] = [None] * len(jaxpr.invars)
     early = []
@@ -95,7 +95,7 @@ def _reduced_axes(jaxpr: Any) -> tuple[tuple[Axis, ...], list[jec.JaxprEqn]]:
     others = [eqn.invars for eqn in jaxpr.eqns if eqn not in early]
     for var in [var for invars in (*others, jaxpr.outvars) for var in invars if not isinstance(var, jec.Literal)]:
         if var in origin and axes[origin[var][0]] is not None:
-            raise Mixes("`all_reduce` was differentiated: it uses what it combines in another way, too")
+            raise Mixes("`all_reduce` was differentiated: a value that it combines is also used in another way")
     return tuple(axes), early
 
 

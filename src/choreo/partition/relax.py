@@ -9,8 +9,8 @@ is then computed at the reader, so that only the carried value crosses:
 
     learner:  w ── half = 0.5 * w ──> actor      becomes      learner:  w ──> actor:  half = 0.5 * w
 
-The copy is the same function of the same values, so that the program computes the same. What may be out of date is `w`; all
-that the actor computes from its bundle comes from one version.
+The copy is the same function of the same values, so that the program computes the same. Only `w` may be out of date;
+everything that the actor computes from its bundle comes from one version.
 """
 
 import itertools
@@ -74,7 +74,7 @@ class _Copier:
         return away and value in self.producers and self._is_of_carried(value)
 
     def _is_of_carried(self, operand: Operand) -> bool:
-        """Is it carried, or without a home, or pure glue of such values?"""
+        """Is the operand carried, or without a home, or computed from such values by pure glue?"""
         if not isinstance(operand, Value) or operand not in self.producers or self.placement.home(operand) is None:
             return True
         if operand not in self.pure:
@@ -85,7 +85,7 @@ class _Copier:
         return self.pure[operand]
 
     def _copy(self, value: Value, reader: GroupName) -> Iterator[Op]:
-        """The op that makes a value, copied for a reader, after the copies of its operands."""
+        """Copies for a reader: first those of the operands, then that of the op that makes the value."""
         if (value, reader) in self.copies:
             return
         op = self.producers[value]
@@ -120,8 +120,8 @@ def relax(program: Program, max_lag: int, *, merge: str, layout: str) -> Program
         presets = ["coarse", "sebulba", "central"] if merge == "all" else ["coarse", "central"]
         others = ", ".join(name for name in presets if name != layout)
         raise LayoutError(
-            f"The layout {layout} has {options}, but nothing in it may be out of date: no site only reads what another one "
-            "carries from iteration to iteration.",
+            f"The layout {layout} has {options}, but nothing in it may be out of date: no group sends another "
+            "group only values that it carries from iteration to iteration.",
             fix=f"Leave out {options}, or use a layout whose workers act with parameters of a learner: {others}.",
         )
     steps = [

@@ -8,8 +8,8 @@ second, small abstract interpretation: a *fact* about each value, derived equati
     FALSE       every element is False: for example the test whether an index is negative
     None        nothing is known
 
-Row numbers fit into their integer type. They count the rows of the full program: at a replica, the number of its first row
-is subtracted before they index its block of the operand.
+A fact is kept only while the dtype can hold all row numbers. The numbers count the rows of the full program: at a replica,
+the number of its first row is subtracted before they index its block of the operand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -108,7 +108,7 @@ def _transpose(eqn, facts):
 
 
 def _lt(eqn, facts):
-    """Row numbers are not negative."""
+    """`row number < 0` is FALSE."""
     zero = eqn.invars[1]
     below_zero = isinstance(zero, jec.Literal) and not _shape(zero) and zero.val == 0
     return FALSE if isinstance(facts[0], int) and below_zero else None
@@ -162,7 +162,7 @@ class OwnRows:
 
     Proof. Let the index into axis d of the operand be, everywhere, the position i along axis k of the indices; let both axes
     have the same length, and a slice take one row of axis d. Row i is in range in every mode, so position i reads (writes)
-    row i and no other row; where in the row depends on the other indices only. So block r of the results (of the written
+    row i and no other row; the other indices select only the place in the row. So block r of the results (of the written
     operand) needs block r of the operand, of the indices and of the updates, and nothing else. In the block, row i has the
     number i - (number of the block's first row). Indices that are sorted or unique stay so.
     """

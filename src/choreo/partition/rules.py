@@ -7,7 +7,7 @@ a block. It returns the axes along which operands and results are blocks, and th
 
     block r of equation(full operands)  ==  split equation(block r of each operand).
 
-A rule raises `Mixes` where data of different environments meet, and wherever the law above is not proved. The equation of
+A rule raises `Mixes` where data of different environments are mixed, and wherever the law above is not proved. The equation of
 the block is made from the equation of the full program: a literal or a parameter that depends on the number of environments
 keeps its value.
 """
@@ -50,8 +50,8 @@ def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     # Dimension numbers made by `vmap` are sometimes numpy integers.
     result = Split(_plain(ins), _plain(outs), params)
     if eqn.primitive.name != "reshape":
-        cuts = [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]
-        if {_shape(var)[axis] for var, axis in cuts if axis is not None} != lengths or len(lengths) != 1:
+        divided = [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]
+        if {_shape(var)[axis] for var, axis in divided if axis is not None} != lengths or len(lengths) != 1:
             raise Mixes("an axis of another length would have to be divided")
     return result
 
@@ -73,7 +73,7 @@ def each_on_its_own(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Spli
 
 
 def device_put(eqn, axes, size):
-    """Without a device it does nothing. Solvers in jax.scipy leave such equations behind."""
+    """Without a device, `device_put` does nothing. Solvers in jax.scipy contain such equations."""
     if any(device is not None for device in eqn.params["devices"]):
         raise Mixes("`device_put` moves environments to a device")
     return each_on_its_own(eqn, axes, size)
@@ -315,7 +315,7 @@ def random_fold_in(eqn, axes, size):
 
 
 def draws_per_key(eqn: jec.JaxprEqn) -> bool:
-    """Does a key give the same numbers whatever keys stand beside it? Under `vmap`, rbg generators use the first for all."""
+    """Are the numbers of a key independent of the other keys? Under `vmap`, rbg generators use the first key for all."""
     return _compat.is_threefry(_dtype(eqn.invars[0]))
 
 

@@ -60,8 +60,8 @@ class Traced:
     num_envs: int
     shards: int = 1
     """The number of shards. With several, the env axis of every array of `iterate` is divided: [shard, env]."""
-    uncut: AlgorithmError | None = None
-    """With merge="any": the error for a leaf of the carry that cannot be divided among workers, raised after all others."""
+    indivisible: AlgorithmError | None = None
+    """With merge="any": the error for a leaf of the carry that cannot be divided among workers, raised if there is no other."""
 
 
 @traced_anew()
@@ -70,7 +70,7 @@ def trace(algo: Any, env: Any, shards: int = 1) -> Traced:
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise PartitionError(
             "jax.disable_jit() is on, and hides fragments from the tracer.",
-            fix="Leave jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself.",
+            fix="Do not use jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself.",
         )
     key = jax.eval_shape(lambda: jax.random.key(0))
     first = carry.form_of(lambda key: algo.init(env, key), key)
@@ -147,14 +147,14 @@ def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tu
         except (TypeError, ValueError) as error:
             merges = [functools.partial(merge_shards, axis=axis) for axis in carry_axes]
             whole = [jax.eval_shape(merge, leaf) for merge, leaf in zip(merges, leaves, strict=True)]
-            jax.eval_shape(iterate_all, whole, key)  # raises the user's own error, if it fails without shards, too
+            jax.eval_shape(iterate_all, whole, key)  # if it fails without shards, too, this raises the user's own error
             raise _fails_in_a_shard(algo, env.num_envs, shards, error) from error
 
     return one_iteration
 
 
 def _fails_in_a_shard(algo: Any, num_envs: int, shards: int, error: Exception) -> AlgorithmError:
-    """JAX's error, with what JAX does not know: that there are shards."""
+    """JAX's error, in a message that says that there are shards, which JAX does not know."""
     ours = (os.path.dirname(__file__), choreo.roles.__file__, os.sep + "site-packages" + os.sep)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
     return AlgorithmError(
@@ -190,8 +190,8 @@ def _check_equal(algo: Any, shards: int, carry_axes: tuple[Axis, ...], names: li
     for name, axis, mapped in zip(names, carry_axes, vmap.in_axes, strict=True):
         if axis is None and mapped is not None:
             raise AlgorithmError(
-                f"With {shards} learner shards, each would end `{type(algo).__name__}.iterate` with another "
-                f"`{carry.named(name)}`; it has no env axis, and must be the same on all of them.",
+                f"With {shards} learner shards, `{type(algo).__name__}.iterate` would return another "
+                f"`{carry.named(name)}` on each of them; it has no env axis, and must be the same on all of them.",
                 fix="Combine what it is computed from (gradients, statistics): choreo.all_reduce(x). Or use one shard.",
             )
 
@@ -239,17 +239,18 @@ def _reductions(algo_name: str, iterate: Iteration) -> dict[str, Reduction]:
     for name, reduction in found.items():
         if reduction.weight and found.get(reduction.weight, Reduction()).op != "sum":
             raise AlgorithmError(
-                f"The metric `{name}` of `{algo_name}` is weighted by `{reduction.weight}`, which is no metric that is added up.",
+                f"The metric `{name}` of `{algo_name}` is weighted by `{reduction.weight}`, which is not a metric that is "
+                "added up.",
                 fix=f'Return it as well: {{"{reduction.weight}": choreo.metric(count, reduce="sum")}}.',
             )
     return found
 
 
 def _declared_reduction(closed: jec.ClosedJaxpr, position: int) -> Reduction:
-    """What `choreo.metric` declared of an output; the declaration may stand inside of calls."""
+    """The reduction that `choreo.metric` declared for an output; the declaration may stand inside of calls."""
     var = closed.jaxpr.outvars[position]
     eqn = next((eqn for eqn in closed.jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
-    # A vmap over shards adds a broadcast to a number that is equal on all of them.
+    # If a number is the same on all shards, the vmap over shards adds a broadcast.
     while eqn is not None and eqn.primitive is jec.primitives.broadcast_in_dim_p:
         (var, *_) = eqn.invars
         eqn = next((eqn for eqn in closed.jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
@@ -287,8 +288,8 @@ def _env_axes(algo: Any, env: Any, form: PyTree, key: Any, shards: int) -> list[
         if shards > 1 and axes[-1] is None and one.shape != two.shape:
             raise AlgorithmError(
                 f"`carry{jax.tree_util.keystr(path)}` of `{type(algo).__name__}` is {carry.leaf_text(one)} for {env.num_envs} "
-                f"environments and {carry.leaf_text(two)} for {2 * env.num_envs}; {shards} shards divide what has one axis of "
-                f"exactly {env.num_envs}.",
+                f"environments and {carry.leaf_text(two)} for {2 * env.num_envs}; {shards} shards can divide only an array with "
+                f"one axis of exactly {env.num_envs}.",
                 fix="Give it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
                 "does not depend on their number. Or use one shard.",
             )
@@ -354,7 +355,7 @@ class _Builder:
             operands = tuple(read(v) for v in eqn.invars)
             line = _compat.where(eqn) or at
             roles, call, inner = roles_in(eqn), find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
-            if find_declaration(_compat.call_name(eqn)):  # of a metric: an identity, read already
+            if find_declaration(_compat.call_name(eqn)):  # of a metric: an identity, which `_reductions` has read
                 known[eqn.outvars[0]] = operands[0]
                 continue
             if roles and not call and inner is not None:
@@ -386,7 +387,7 @@ class _Builder:
 
 def _out_labels(eqn: jec.JaxprEqn, call: Call | None, body: Body | None) -> list[str]:
     """Names for people: `step_one[1].reward` for a fragment's result, also where the scan around it returns it."""
-    if call and len(call.out_names) == len(eqn.outvars):  # a differentiated fragment returns more
+    if call and len(call.out_names) == len(eqn.outvars):  # a differentiated fragment has more results
         return [call.name + name for name in call.out_names]
     if body:
         return [v.label if isinstance(v, Value) else "" for v in (*body.carry_ins, *body.ys)]

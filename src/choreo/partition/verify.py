@@ -1,4 +1,4 @@
-"""What a program is, as a program that checks it: in the global order, no site reads a slot before the slot is written."""
+"""The rules of a program, as code that checks them: in the global order, no site reads a slot before the slot is written."""
 
 from choreo.partition.program import Constant, HostCall, Loop, Program, Ref, Segment, Slot, Step, Transfer
 from choreo.types import GroupName
@@ -8,14 +8,14 @@ Held = dict[GroupName, set[Slot]]
 
 
 def verify_program(program: Program) -> Program:
-    """Return the program, or raise AssertionError with what is wrong. A failure is a bug in Choreo, never the user's."""
+    """Return the program, or raise an AssertionError that names the broken rule: a bug in Choreo, not in the user's code."""
     held: Held = {}
     for port in program.ins:
         for group, (ref, _) in port.held.items():
             _define(held, group, ref)
     _verify_steps(program.steps, held, f"`{program.name}`")
     for port in program.outs:
-        assert port.held, f"`{program.name}`: nobody holds the output `{port.name}`"
+        assert port.held, f"`{program.name}`: no group holds the output `{port.name}`"
         for group, (ref, _) in port.held.items():
             _check(held, group, ref, f"output `{port.name}` of `{program.name}`")
     return program
@@ -68,4 +68,6 @@ def _define(held: Held, group: GroupName, ref: Ref) -> None:
 
 
 def _check(held: Held, group: GroupName, ref: Ref, where: str) -> None:
-    assert isinstance(ref, Constant) or ref in held.get(group, set()), f"{where}: slot {ref} is read before it is there"
+    assert isinstance(ref, Constant) or ref in held.get(group, set()), (
+        f"{where}: slot {ref} is read before it is written"
+    )

@@ -12,7 +12,7 @@ from choreo.roles import without_number
 
 
 def evaluate_whole(eqn: jec.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation of the full program. The numbers of fragments' calls are no part of what is compiled."""
+    """The results of an equation of the full program. The numbers of fragments' calls are removed before compiling."""
     return _compat.bind(eqn, _compat.rename_calls(eqn, without_number).params, values)
 
 

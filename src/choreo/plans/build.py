@@ -18,7 +18,7 @@ from choreo.partition.program import Axis, Program, Segment, Transfer, walk
 from choreo.partition.relax import relax
 from choreo.partition.trace import Traced, trace
 from choreo.plans.costs import largest_product
-from choreo.plans.merge_any import blocks_of_workers, uncut_leaf
+from choreo.plans.merge_any import blocks_of_workers, indivisible_leaf
 from choreo.plans.plan import Plan
 from choreo.types import GroupName
 
@@ -40,7 +40,7 @@ def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
     if layout.merge == "all":
         return traced
     part = trace(algo, env.with_num_envs(env.num_envs // layout.num_workers))
-    return replace(traced, iterate=part.iterate, uncut=uncut_leaf(type(algo).__name__, traced, part))
+    return replace(traced, iterate=part.iterate, indivisible=indivisible_leaf(type(algo).__name__, traced, part))
 
 
 def _check_buffers(algo: Any, layout: Layout) -> None:
@@ -72,8 +72,8 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     if layout.merge == "any":
         init, iterate = partition(traced, sites.of_one_worker(), init_sites=sites, relaxed=relaxed)
         iterate = blocks_of_workers(iterate, traced, sites)
-        if traced.uncut is not None:
-            raise traced.uncut
+        if traced.indivisible is not None:
+            raise traced.indivisible
     else:
         init, iterate = partition(traced, sites, relaxed=relaxed)
     _check_types(init, iterate)

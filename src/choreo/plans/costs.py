@@ -79,9 +79,9 @@ class Costs:
 
 
 def communication(program: Program, processes: Mapping[GroupName, int], *, num_workers: int = 1) -> Communication:
-    """What crosses in a program whose groups have so many processes each.
+    """The messages and bytes of a program. `processes`: how many processes each group has.
 
-    With several `num_workers` (merge="any"), the program is that of one worker and of the learner, and every worker runs it.
+    If `num_workers` > 1 (merge="any"), it is the program of the learner and of one worker, and every worker runs it.
     """
     processes = processes if num_workers == 1 else dict.fromkeys(processes, 1)
     names = _slot_names(program)

@@ -11,10 +11,10 @@ from choreo.partition.program import Axis, Port, Program
 from choreo.partition.trace import Traced
 
 
-def uncut_leaf(name: str, whole: Traced, part: Traced) -> AlgorithmError | None:
+def indivisible_leaf(name: str, whole: Traced, part: Traced) -> AlgorithmError | None:
     """An error about the first leaf of a worker's carry that is neither a block of the leaf in `whole` nor equal to it.
 
-    `whole`: the algorithm, traced for all environments; `part`: for those of one worker; `name`: the algorithm's.
+    `whole`: the algorithm, traced for all environments; `part`: the same for those of one worker; `name`: the algorithm's name.
     """
     axes, num_workers = iter(whole.carry_axes), whole.num_envs // part.num_envs
     if not same_structure(jax.tree.structure(whole.carry), jax.tree.structure(part.carry)):
@@ -29,7 +29,7 @@ def uncut_leaf(name: str, whole: Traced, part: Traced) -> AlgorithmError | None:
             texts = [leaf_text(each) for each in (leaf, worker_leaf)]
             return AlgorithmError(
                 f"`carry{jax.tree_util.keystr(path)}` of `{name}` is {texts[0]} for {whole.num_envs} environments and {texts[1]} "
-                f'for {part.num_envs}; with merge="any" a worker has {part.num_envs} of them, and its block is cut along an '
+                f'for {part.num_envs}; with merge="any" a worker has {part.num_envs} of them: its block is a part of an '
                 f"axis of exactly {whole.num_envs}.",
                 fix="Give it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
                 'does not depend on their number. Or use merge="all".',
