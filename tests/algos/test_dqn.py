@@ -223,7 +223,7 @@ def test_refuses(options, message):
 
 
 def test_refuses_a_box():
-    with pytest.raises(AlgorithmError, match="Values of actions need a Discrete space of them, not Box"):
+    with pytest.raises(AlgorithmError, match="Action values need a Discrete action space, not Box"):
         jax.eval_shape(lambda: TOY.init(envs.make("jax:Pendulum-v1", num_envs=2), jax.random.key(0)))
 
 

@@ -45,7 +45,7 @@ class TD3(ReplayedControl):
         return network, jax.tree.map(jnp.copy, network), optimizers
 
     def update(self, train: Train, steps: StoredStep, key: Key) -> tuple[Train, Metrics]:
-        """Algorithm 1 of the paper, from the line on that draws a batch."""
+        """The part of the paper's algorithm 1 that follows the drawing of a batch."""
         network, (policy_state, critics_state) = train.learned, train.optimizer
         gradient, metrics = jax.grad(self.critic_loss, has_aux=True)(network.critics, train.target, steps, key)
         critics, critics_state = self.descend(gradient, network.critics, critics_state)
