@@ -84,7 +84,7 @@ class Item(NamedTuple):
     """Discount of the value of `next_obs`: 0 where the episode terminated."""
     next_obs: PyTree
     weight: jax.Array
-    """Weight in the loss: 1; but 0 where a time limit cut the episode, because the successor was not stored."""
+    """Weight in the loss of the critics: 1; but 0 where a time limit cut the episode, because the successor was not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
