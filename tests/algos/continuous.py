@@ -1,4 +1,4 @@
-"""Tasks with continuous actions whose values are known by thought, and what the tests of DDPG, TD3 and SAC share."""
+"""Tasks with continuous actions whose values can be computed by hand, and shared code for the tests of DDPG, TD3 and SAC."""
 
 import functools
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from algos.one_gradient import iterate_often, learn
+from algos.one_gradient import iterate_often
 from algos.one_step import OneStep
 from algos.toys import batch, box, number, one_of
 from choreo.algos import replayed_control
@@ -32,7 +32,7 @@ def within_one(action):
 
 @dataclass(frozen=True)
 class Shoot:
-    """One step: aim at 1 more than what you see. The value of an action is how far off it is, squared, below 0."""
+    """One step: the best action is the observation plus 1. The value of an action is minus its squared distance from the best."""
 
     name: str = "toy:Shoot"
     time_limit: int | None = None
@@ -53,7 +53,7 @@ class Shoot:
 
 @dataclass(frozen=True)
 class Walk:
-    """Two steps: go somewhere, and then say where you are; 0.5 is the place to be. Actions are taken `within_one`.
+    """Two steps: the first action chooses a place, of which 0.5 is the best; the second must name it. Actions count `within_one`.
 
     The second action is worth 1 - (action - place)^2 - (place - 0.5)^2, the first one GAMMA * (1 - (action - 0.5)^2).
     """
@@ -76,7 +76,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Rest:
-    """Each step pays 1 - action^2, `within_one`; no end but the time limit. The best value is 1 / (1 - GAMMA) = 5."""
+    """Each step pays 1 - action^2, `within_one`; only the time limit ends it. The best value is 1 / (1 - GAMMA) = 5."""
 
     name: str = "toy:Rest"
     time_limit: int | None = 4
@@ -94,7 +94,7 @@ class Rest:
 
 @dataclass(frozen=True)
 class Parts:
-    """Observations in parts, actions in a matrix, each element with bounds of its own: one step."""
+    """One step: observations in parts, actions in a matrix, in which each element has its own bounds."""
 
     observation_space = property(
         lambda self: spaces.Dict(sign=spaces.Discrete(2), level=spaces.Box(0, 255, (2,), np.uint8))
@@ -110,6 +110,13 @@ class Parts:
         return -jnp.sum((action - jnp.stack([jnp.ones(1), 2 * number(obs["sign"])[None]])) ** 2)
 
 
+def toy(algo, **options):
+    """An algorithm that learns these tasks within 1,200 iterations."""
+    return algo(
+        learning_rate=3e-3, updates_per_step=1 / 8, tau=0.05, gamma=GAMMA, batch_size=64, min_size=256, capacity=20_000, **options
+    )  # fmt: skip
+
+
 def shoot(num_envs: int = 8):
     return batch(Shoot(), num_envs)
 
@@ -119,13 +126,13 @@ def parts(num_envs: int = 8):
 
 
 def values(network, obs, action) -> np.ndarray:
-    """What the critics say, the smallest of them: obs [n, ...], action [n]."""
+    """The smallest value of all critics: obs [n, ...], action [n]."""
     smallest = jax.vmap(lambda obs, action: jnp.min(replayed_control.values(network.critics, obs, action[None])))
     return np.asarray(smallest(jnp.asarray(obs), jnp.asarray(action)))
 
 
 def actions(algo, train, obs) -> np.ndarray:
-    """The greedy ones: [n]."""
+    """Greedy actions: [n]."""
     params = algo.policy(train)
     act = functools.partial(algo.act, greedy=True)
     return np.asarray(jax.vmap(lambda o: act(params, o, jax.random.key(0))[0])(jnp.asarray(obs)))[:, 0]
@@ -135,83 +142,13 @@ TASKS = {"shoot": Shoot(), "walk": Walk(), "rest": Rest()}
 
 
 def learn_task(algo, task, iterations):
-    """In 8 environments; compiled once for all tasks."""
+    """`train` after learning in 8 environments; one compiled program serves all tasks."""
     return _learn_task(algo, iterations, jnp.int32(list(TASKS).index(task)))[0].train
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _learn_task(algo, iterations, which):
     return iterate_often(algo, one_of(TASKS, which, 8), iterations, 0)
-
-
-def check_one_step(algo, iterations):
-    """Shoot: the action, its value, and that of actions beside it."""
-    train = learn_task(algo, "shoot", iterations)
-    seen = np.linspace(-0.9, 0.9, 7, dtype=np.float32)
-    obs, best = np.stack([seen, np.zeros(7, np.float32)], axis=1), 1 + seen
-    np.testing.assert_allclose(actions(algo, train, obs), best, atol=0.15)
-    for beside in (0.0, 0.4, -0.4):
-        found = values(train.learned, obs, best + np.float32(beside))
-        np.testing.assert_allclose(found, -(beside**2), atol=0.1)
-
-
-def check_two_steps(algo, iterations):
-    """Walk: what the second step pays reaches the first, discounted."""
-    train = learn_task(algo, "walk", iterations)
-    start, there = np.zeros((1, 2), np.float32), np.array([[1.0, 0.5]], np.float32)
-    network, best = train.learned, np.full(1, 2.0, np.float32)
-    found = within_one(actions(algo, train, np.concatenate([start, there])))
-    np.testing.assert_allclose(found, 0.5, atol=0.15)
-    np.testing.assert_allclose(values(network, there, best), 1.0, atol=0.1)
-    np.testing.assert_allclose(values(network, start, best), GAMMA, atol=0.1)
-    np.testing.assert_allclose(values(network, start, best - np.float32(1.2)), GAMMA * (1 - 0.36), atol=0.1)
-
-
-def check_discounting(algo, iterations):
-    """Rest: a time limit is no end, values go on behind it."""
-    train = learn_task(algo, "rest", iterations)
-    obs = np.array([[1.0, 0.0]], np.float32)
-    np.testing.assert_allclose(within_one(actions(algo, train, obs)), 0.0, atol=0.15)
-    found = values(train.learned, obs, np.full(1, 1.0, np.float32))
-    np.testing.assert_allclose(found, 1 / (1 - GAMMA), atol=0.1)
-
-
-def check_beginning(algo):
-    """Shoot: before the first update actions are uniform, and nothing is learned; greedy ones are the policy's."""
-    env, iterate = shoot(16), jax.jit(algo.iterate, static_argnums=0)
-    first = carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
-    num = -(-algo.min_size // (16 * algo.unroll))
-    for i in range(num):
-        carry, metrics = iterate(env, carry, jax.random.key(i))
-        assert metrics["learned"] == 0
-    assert carry.train.iterations == num
-    before = first.train._replace(iterations=jnp.int32(num))
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(carry.train), strict=True):
-        np.testing.assert_array_equal(old, new)
-    taken = np.asarray(carry.replay.steps.action)[:, : num * algo.unroll].ravel()
-    assert taken.min() < -0.8 and taken.max() > 2.8 and (-1 <= taken).all() and (taken <= 3).all()
-    np.testing.assert_allclose([taken.mean(), taken.std()], [1.0, 4 / 12**0.5], atol=0.2)
-    assert abs(actions(algo, carry.train, np.zeros((1, 1), np.float32))[0] - 1) < 0.1  # the middle of the space
-    carry, metrics = iterate(env, carry, jax.random.key(num))
-    assert metrics["learned"] == 1 and int(carry.train.updates) == algo.updates_per_step * algo.unroll * 16
-
-
-def check_first_actions(algo):
-    """Before the first update, acting alone: uniform, or the middle of the space if greedy."""
-    train = jax.jit(algo.init, static_argnums=0)(shoot(), jax.random.key(0)).train
-    obs, keys = jnp.zeros(1), jax.random.split(jax.random.key(1), 500)
-    taken = np.asarray(jax.jit(jax.vmap(lambda key: algo.act(algo.policy(train), obs, key)[0]))(keys))
-    assert taken.min() < -0.8 and taken.max() > 2.8 and (-1 <= taken).all() and (taken <= 3).all()
-    np.testing.assert_allclose([taken.mean(), taken.std()], [1.0, 4 / 12**0.5], atol=0.2)
-    assert abs(actions(algo, train, np.zeros((1, 1), np.float32))[0] - 1) < 0.1
-
-
-def check_precision(algo, x64):
-    with jax.enable_x64(x64):
-        carry, metrics = jax.eval_shape(functools.partial(learn, algo, shoot(), 2), 0)
-        out = carry.train, carry.replay.steps, metrics["critic_loss"], metrics["q"]
-        leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
-        assert {x.dtype.name for x in leaves} == {"float64" if x64 else "float32"}
 
 
 class Line(eqx.Module):
@@ -238,12 +175,12 @@ def lines(*slopes: float) -> tuple[Line, ...]:
 
 
 def by_hand(action: float, slopes: list[float]) -> Network:
-    """A network whose numbers one can compute with by hand."""
+    """A network whose losses can be computed by hand: one action, and a critic for each slope."""
     return Network(Always(jnp.array([action]), bounds_of(box(1))), lines(*slopes))
 
 
 def window(*, discount: float = 1.0, last: bool = False) -> StoredStep:
-    """Two steps: from 0.1, -0.5 led to 0.2, and paid 1."""
+    """Two steps: the action -0.5 led from 0.1 to 0.2, and paid 1."""
     return StoredStep(
         obs=jnp.array([[0.1], [0.2]]),
         action=jnp.array([[-0.5], [0.0]]),
@@ -263,7 +200,7 @@ def some_batches(*, updates: int, items: int) -> Batches:
 
 
 def on_two_shards(algo):
-    """`learn` on halves of some batches, on two shards: everything twice."""
+    """`train` after `learn` on two shards, each with half of some batches; every array has an axis of 2."""
     train, whole = _to_learn_from(algo)
     updates, items = whole.probability.shape
     halves = whole._replace(
@@ -276,7 +213,7 @@ def on_two_shards(algo):
 
 
 def on_one_shard(algo):
-    """`learn` on the same batches, whole."""
+    """`train` after `learn` on one shard, with the same batches as a whole."""
     return jax.jit(algo.learn)(*_to_learn_from(algo), jax.random.key(1))[0]
 
 

@@ -1,4 +1,4 @@
-"""What the tests of algorithms with one gradient per iteration share."""
+"""Shared code for the tests of algorithms; the second half is for those with one gradient per iteration."""
 
 import functools
 
@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from algos.toys import DISCRETE, one_of
+from choreo import networks
 from choreo.loops import count_steps, rollout
 from choreo.roles import SHARD_AXIS, all_reduce
+
+SMALL = functools.partial(networks.mlp, hidden=(16,))
+MEMORY = functools.partial(networks.lstm, hidden=(16,), width=16)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -17,14 +21,14 @@ def learn(algo, env, iterations, seed):
 
 
 def iterate_often(algo, env, iterations, seed):
-    """-> the last carry, and the metrics of every iteration."""
+    """The last carry, and the metrics of every iteration."""
     key_init, key = jax.random.split(jax.random.key(seed))
     carry = algo.init(env, key_init)
     return jax.lax.scan(lambda c, k: algo.iterate(env, c, k), carry, jax.random.split(key, iterations))
 
 
 def learn_task(algo, task, iterations, num_envs=16):
-    """The same on a task of `DISCRETE`; compiled once for all of them."""
+    """`learn` on a task of `DISCRETE`, with seed 0; one compiled program serves all these tasks."""
     return _learn_task(algo, iterations, num_envs, jnp.int32(list(DISCRETE).index(task)))
 
 
@@ -34,21 +38,21 @@ def _learn_task(algo, iterations, num_envs, which):
 
 
 def first_value(carry):
-    """What the network says of the first thing one sees in most tasks of `DISCRETE`."""
+    """The value that the network gives to the first observation of most tasks of `DISCRETE`."""
     return carry.train.params.network(jnp.array([1.0, 0.0, 0.0]))[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def trajectory_of(algo, env):
-    """The first carry, and the trajectory that begins there."""
+    """The carry of `init`, and the trajectory that begins there."""
     carry = algo.init(env, jax.random.key(0))
     params = carry.train.params
     fresh = algo.initial_state(params)
     return carry, rollout(env, algo.act, params, carry.position, jax.random.key(1), algo.unroll, fresh=fresh)[1]
 
 
-def by_hand(carry, trajectory, gamma, lambda_):
-    """Advantages by a loop, and the values they were computed from: numpy, [time, env]."""
+def gae_by_hand(carry, trajectory, gamma, lambda_):
+    """Generalised advantages, computed by a loop, and the values of the observations: numpy, [time, env]."""
     network = jax.jit(jax.vmap(jax.vmap(carry.train.params.network)))
     value_tm1, value_t = (np.asarray(network(obs)[1]) for obs in (trajectory.obs, trajectory.next_obs))
     reward, discount, last = map(np.asarray, (trajectory.reward, trajectory.discount, trajectory.last))
@@ -61,8 +65,27 @@ def by_hand(carry, trajectory, gamma, lambda_):
     return advantage, value_tm1
 
 
+def check_sgd_step(algo, train, trajectory, *, target, advantage):
+    """With plain SGD, new parameters are old ones minus 0.1 times the gradient of the textbook loss. -> metrics."""
+
+    def textbook(module):
+        pi, value = jax.vmap(jax.vmap(module))(trajectory.obs)
+        probs = jax.nn.softmax(pi.logits)
+        log_prob = jnp.log(jnp.take_along_axis(probs, trajectory.action[..., None], axis=-1))[..., 0]
+        entropy = -jnp.sum(probs * jnp.log(probs), axis=-1)
+        return jnp.mean(-log_prob * advantage + 0.5 * 0.5 * (value - target) ** 2 - 0.01 * entropy)
+
+    gradient, metrics = algo.gradient(train.params, trajectory, None)
+    after, _ = algo.update(train, gradient, jnp.float64(trajectory.reward.size))
+    old = train.params.network
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, old, jax.jit(jax.grad(textbook))(old))
+    for new, want in zip(jax.tree.leaves(after.params.network), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(new, want, rtol=1e-9, atol=1e-12)
+    return metrics
+
+
 def on_two_shards(algo, env):
-    """What one trajectory makes of `train`: its environments on two shards (so everything twice), and all on one."""
+    """`train` after one trajectory: with its environments on two shards (every array has an axis of 2), and all on one."""
     carry, trajectory = trajectory_of(algo, env)
     halves = jax.tree.map(lambda x: x.reshape(x.shape[0], 2, -1, *x.shape[2:]), trajectory)
     memory = carry.position.memory
@@ -79,10 +102,28 @@ def _learn_from(algo, train, trajectory, memory):
 
 
 def iterate_on_two_shards(algo, env):
-    """One iteration by the reference meaning: a vmap with a named axis and a key for each. -> `train` and metrics, twice."""
+    """One iteration as the law defines it for two shards: a vmap with a named axis, and a key for each. -> `train`, metrics."""
     carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
     both = carry._replace(position=jax.tree.map(lambda x: jnp.stack([x, x]), carry.position))
     axes = carry._replace(train=None, position=0)
     iterate = jax.vmap(functools.partial(algo.iterate, env), in_axes=(axes, 0), axis_name=SHARD_AXIS)
     after, metrics = jax.jit(iterate)(both, jax.random.split(jax.random.key(1), 2))
     return after.train, metrics
+
+
+def assert_shards_equal(train):
+    """Bit for bit."""
+    for leaf in jax.tree.leaves(train):
+        np.testing.assert_array_equal(leaf[0], leaf[1])
+
+
+def assert_shards_equal_whole(shards, whole):
+    """The two shards are equal bit for bit, and equal to one shard with all data up to rounding (in float64)."""
+    assert_shards_equal(shards)
+    for both, one in zip(jax.tree.leaves(shards), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(both[0], one, rtol=1e-10, atol=1e-12)
+
+
+def float_types(out):
+    """The names of all floating-point types in a pytree of arrays or shapes."""
+    return {x.dtype.name for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)}

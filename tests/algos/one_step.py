@@ -1,6 +1,6 @@
-"""Tasks of one step over spaces of every kind: see, act, be paid. The best return is 1 in each.
+"""Tasks of one step over spaces of every kind: observe, act, receive a reward. The best return is 1 in each.
 
-A `Task` is for one environment; `OneStep` makes a batch of it, whatever form its observations have.
+A `Task` is for one environment; `OneStep` makes a batch of environments from it, with any observation space.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from choreo.envs import TimeStep
 from choreo.roles import fragment
 
 FORBIDDEN = -1e6
-"""Paid for a masked action: one of them in a whole run shows in the mean return."""
+"""Reward of a masked action, so low that a single one shows in the mean return of a whole run."""
 
 
 class Task(Protocol):
@@ -69,7 +69,7 @@ def act_once(task, state, action):
 
 @dataclass(frozen=True)
 class Name:
-    """Name what you see; neither is counted from 0."""
+    """Name the observation; neither observations nor actions begin at 0."""
 
     observation_space = property(lambda self: spaces.Discrete(3, start=2))
     action_space = property(lambda self: spaces.Discrete(3, start=-1))
@@ -83,7 +83,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Pieces:
-    """An observation in pieces, nested: set a switch for each of them."""
+    """A nested observation of three pieces: set a switch for each piece."""
 
     observation_space = property(
         lambda self: spaces.Dict(
@@ -105,7 +105,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Copy:
-    """Say both numbers, each counted from elsewhere."""
+    """Repeat both numbers; all dimensions of observations and actions have different starts."""
 
     observation_space = property(lambda self: spaces.MultiDiscrete([2, 3], start=[5, -1]))
     action_space = property(lambda self: spaces.MultiDiscrete([2, 3], start=[1, 0]))
@@ -135,7 +135,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Highest:
-    """The highest number is best, but half of the time it is masked; then the next one is."""
+    """The highest allowed number is best; half of the time, the highest number of all is masked."""
 
     observation_space = property(
         lambda self: spaces.Dict(action_mask=spaces.MultiBinary(4), nothing=spaces.Box(1.0, 1.0, (1,), np.float32))
@@ -154,7 +154,7 @@ class Highest:
 
 @dataclass(frozen=True)
 class HighestOfTwo:
-    """The same in two dimensions of different size: one of two, one of three; the mask is a Box."""
+    """`Highest` in two dimensions of different size: one of two, one of three numbers. The mask is a Box."""
 
     observation_space = property(
         lambda self: spaces.Dict(

@@ -1,4 +1,4 @@
-"""DQN and its variants on tasks whose values are known, its loss against numbers computed by hand, and what it refuses."""
+"""DQN and its variants on tasks whose values are known, its loss against numbers computed by hand, and what is refused."""
 
 import dataclasses
 import functools
@@ -46,12 +46,12 @@ def values(algo: DQN, train, obs) -> np.ndarray:
 
 
 def variants(*in_ci: str, but: str | None = None):
-    """Each variant once in CI, on one of the three tasks; the default on all of them."""
+    """Each variant runs in CI on one of the three tasks, the default on all of them."""
     marks = {name: () if name in (*in_ci, "double, dueling") else pytest.mark.long for name in VARIANTS if name != but}
     return pytest.mark.parametrize("variant", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
-@variants("2 buffer shards")  # which are prioritized
+@variants("2 buffer shards")  # this variant is prioritized too
 def test_values_of_one_step(variant):
     """1 for the sign seen, 0 for the others."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
@@ -60,9 +60,9 @@ def test_values_of_one_step(variant):
     np.testing.assert_allclose(found, np.eye(3), atol=0.1)
 
 
-@variants("c51", "qr", but="3-step")  # whose returns count what was then done, at random
+@variants("c51", "qr", but="3-step")  # 3-step returns contain the rewards of random actions
 def test_values_reach_back_over_a_step(variant):
-    """The second step pays 0.5 on the left, and on the right 1 or 0; the first is worth the better of each, discounted."""
+    """The second step pays 0.5 on the left, and 1 or 0 on the right; the value of the first is the best of these, discounted."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "two_step", ITERATIONS, 8)
     found = np.stack([values(algo, carry.train, one_hot(jnp.int32(place), 3)) for place in range(3)])
@@ -71,7 +71,7 @@ def test_values_reach_back_over_a_step(variant):
 
 
 @variants("3-step")
-def test_values_go_on_behind_a_time_limit(variant):
+def test_a_time_limit_is_bootstrapped(variant):
     """The value of an endless income is 1 / (1 - gamma) = 5; cut off after 5 steps it would be 3.4 at most."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "income", ITERATIONS, 8)
@@ -80,7 +80,7 @@ def test_values_go_on_behind_a_time_limit(variant):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """Say the number seen, which may be said, as may some others; spaces are not counted from 0."""
+    """Say the number seen, which is always allowed; others are allowed at random. Spaces do not begin at 0."""
 
     observation_space = property(
         lambda self: spaces.Dict(action_mask=spaces.MultiBinary(3), number=spaces.Discrete(3, start=2))
@@ -98,7 +98,7 @@ class Allowed:
         return jnp.where(allowed, (action + 1 == obs["number"] - 2).astype(jnp.float32), FORBIDDEN)
 
 
-def test_masked_actions_are_never_taken_and_spaces_begin_anywhere():
+def test_masked_actions_are_never_taken_and_spaces_may_begin_anywhere():
     _, metrics = learn(dataclasses.replace(TOY, epsilon=(1.0, 0.0)), OneStep(Allowed(), 8), 300, 0)
     assert metrics["episode_return"].min() >= 0  # a masked action costs far more
     assert metrics["episode_return"][-20:].mean() >= 0.95
@@ -112,7 +112,7 @@ def window(last=(False, False, False, False), discount=(1.0, 1.0, 1.0, 1.0)) -> 
 
 
 class Linear(eqx.Module):
-    """The value of action 0 is `weights[0]` times what is seen, of action 1 `weights[1]` times, each plus 0.5."""
+    """The value of action i is weights[i] * obs + 0.5."""
 
     weights: jax.Array
 
@@ -142,7 +142,7 @@ def test_the_target_by_hand(double):
     assert loss == 0 and error == 0  # its successor was never stored
 
 
-def test_the_target_follows_at_the_end_of_the_iteration_in_which_its_period_ends():
+def test_the_target_network_is_copied_at_the_end_of_the_iteration_in_which_its_period_ends():
     algo = dataclasses.replace(TOY, target_period=6, min_size=32)
     env = batch(Match(), 8)
     iterate, carry = jax.jit(functools.partial(algo.iterate, env)), algo.init(env, jax.random.key(0))
@@ -151,7 +151,7 @@ def test_the_target_follows_at_the_end_of_the_iteration_in_which_its_period_ends
         carry, _ = iterate(carry, jax.random.key(i))
         target, network = (jax.tree.leaves(x) for x in (carry.train.target, carry.train.params.network))
         copies[int(carry.train.updates)] = all(map(np.array_equal, target, network))
-    # At first the two are one network; then the target follows after updates 6, 12, 18 and 24.
+    # At first the two networks are equal; then the target becomes a copy after updates 6, 12, 18 and 24.
     assert copies == {0: True, 4: False, 8: True, 12: True, 16: False, 20: True, 24: True}
 
 
@@ -167,7 +167,7 @@ def test_actions_are_random_as_often_as_asked_and_never_forbidden():
     assert share[2] == 0
 
 
-def test_every_environment_has_its_epsilon():
+def test_every_environment_has_its_own_epsilon():
     algo = DQN(epsilon=(0.4, 0.4), epsilon_spread=7.0)
     found = algo.epsilon_at(jnp.float32(0)) ** algo.powers(8)
     np.testing.assert_allclose(found, [0.4 ** (1 + 7 * i / 7) for i in range(8)], rtol=1e-5)
@@ -180,13 +180,13 @@ def test_epsilon_falls_with_environment_steps():
     )
 
 
-def test_nothing_is_learned_before_there_is_enough():
-    assert TOY.min_size == 64  # 2 x 8 steps in an iteration: from the fifth on
+def test_nothing_is_learned_until_enough_is_stored():
+    assert TOY.min_size == 64  # an iteration stores 2 x 8 steps, so the fifth is the first that learns
     _, metrics = learn_task(TOY, "match", ITERATIONS, 8)
     np.testing.assert_array_equal(metrics["learned"], [0] * 4 + [1] * (ITERATIONS - 4))
 
 
-def test_importance_undoes_priorities():
+def test_importance_weights_undo_priorities():
     algo = dataclasses.replace(TOY, prioritized=True, importance_exponent=1.0)
     np.testing.assert_allclose(algo.importance(jnp.array([[0.1, 0.2, 0.4]])), [[1.0, 0.5, 0.25]], rtol=1e-6)
 
@@ -197,7 +197,7 @@ def test_keeps_the_protocol(variant):
     check_algorithm(algo, envs.make("jax:CartPole-v1", num_envs=4))
 
 
-def test_a_network_for_frames():
+def test_the_network_for_frames_returns_atoms_of_each_action():
     space = spaces.Box(0, 255, (36, 36, 4), np.uint8)
     build = functools.partial(q_cnn, space, spaces.Discrete(3), atoms=2, dueling=True, width=16)
     values = jax.jit(lambda key, frames: build(key)(frames))
@@ -216,14 +216,14 @@ def test_a_network_for_frames():
         ({"capacity": 500, "min_size": 1000}, "The table `items` waits until 1,000 steps are stored"),
     ],
 )
-def test_refuses(options, message):
+def test_impossible_options_are_refused(options, message):
     with pytest.raises(AlgorithmError) as error:
         DQN(**options)
     assert str(error.value).startswith(message)
 
 
-def test_refuses_a_box():
-    with pytest.raises(AlgorithmError, match="Values of actions need a Discrete space of them, not Box"):
+def test_actions_in_a_box_are_refused():
+    with pytest.raises(AlgorithmError, match="Action values need a Discrete action space, not Box"):
         jax.eval_shape(lambda: TOY.init(envs.make("jax:Pendulum-v1", num_envs=2), jax.random.key(0)))
 
 

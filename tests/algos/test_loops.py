@@ -15,7 +15,7 @@ def right_then_zero(params, obs, key):
     return jnp.where(obs[0] == 1, 1, 0).astype(jnp.int32), {"seen": obs[0]}
 
 
-def test_rollout_records_what_happened():
+def test_a_rollout_records_every_step_and_every_episode():
     env = batch(TwoStep(), 3)
     env_state, obs = env.reset(env.keys(jax.random.key(0)))
     start = loops.Position(env_state, obs)
@@ -28,14 +28,14 @@ def test_rollout_records_what_happened():
     assert column.extras["seen"] == [1, 0, 1, 0, 1]
     first, right = [1, 0, 0], [0, 0, 1]
     assert column.obs == [first, right, first, right, first]
-    assert column.next_obs == [right] * 5  # the second step stays where it is
+    assert column.next_obs == [right] * 5  # the second step of an episode does not change the place
     assert end.obs.tolist() == [right] * 3 and end.memory is None
     assert {name: float(x) for name, x in metrics.items()} == {
         "episode_return": 1, "episode_length": 2, "episodes": 6
     }  # fmt: skip
 
 
-def test_no_episode_ended():
+def test_if_no_episode_ended_its_metrics_are_nan():
     env = batch(Income(), 2)
     env_state, obs = env.reset(env.keys(jax.random.key(0)))
     start = loops.Position(env_state, obs)
@@ -45,7 +45,7 @@ def test_no_episode_ended():
 
 
 def test_memory_begins_afresh_with_each_episode():
-    """A memory that counts steps: 1, 2 in each episode of two steps, from its own beginning of 0."""
+    """The memory counts the steps of an episode: 1, 2 in each episode of two steps."""
 
     def act(params, obs, key, memory):
         memory = {"steps": memory["steps"] + 1}
@@ -65,7 +65,7 @@ def test_a_permutation_has_every_number_once(num):
     assert sorted(order.tolist()) == list(range(num))
 
 
-def test_every_order_is_as_likely():
+def test_every_order_is_equally_likely():
     orders = jax.vmap(functools.partial(loops.permutation, num=3))(jax.random.split(jax.random.key(0), 6_000))
     _, counts = np.unique(np.asarray(orders), axis=0, return_counts=True)
     np.testing.assert_allclose(counts, 1_000, rtol=0.12)  # four standard deviations

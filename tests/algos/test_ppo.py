@@ -13,17 +13,26 @@ import numpy as np
 import optax
 import pytest
 
-from algos.one_gradient import first_value, learn, learn_task
+from algos.one_gradient import (
+    MEMORY,
+    SMALL,
+    assert_shards_equal,
+    first_value,
+    float_types,
+    gae_by_hand,
+    iterate_on_two_shards,
+    learn,
+    learn_task,
+    trajectory_of,
+)
 from algos.toys import Aim, Match, Recall, batch
 from choreo import envs, networks, ops
 from choreo._compat import inner_jaxprs
 from choreo.algos.ppo import PPO
 from choreo.errors import AlgorithmError
 from choreo.loops import rollout
-from choreo.roles import SHARD_AXIS
 from choreo.testing import check_algorithm
 
-SMALL = functools.partial(networks.mlp, hidden=(16,))
 TOY = PPO(unroll=8, minibatch_size=64, learning_rate=1e-2, entropy_coef=0.0, network=SMALL)
 
 
@@ -46,8 +55,8 @@ def test_finds_the_best_of_continuous_actions():
     assert metrics["episode_return"][-5:].mean() >= -0.01
 
 
-def test_remembers():
-    algo = dataclasses.replace(TOY, network=functools.partial(networks.lstm, hidden=(16,), width=16))
+def test_finds_the_best_return_with_memory():
+    algo = dataclasses.replace(TOY, network=MEMORY)
     _, metrics = learn(algo, batch(Recall(), 16), 60, 0)
     assert metrics["episode_return"][-5:].mean() >= 0.99
 
@@ -79,10 +88,8 @@ def test_keeps_the_protocol(network, env):
 def test_every_number_has_the_precision_asked_for(network, x64):
     with jax.enable_x64(x64):
         algo = PPO(unroll=8, minibatch_size=16, network=NETWORKS[network], normalise_obs=True, total_steps=10_000)
-        env = envs.make("jax:Pendulum-v1", num_envs=4)
-        out = jax.eval_shape(functools.partial(learn, algo, env, 2), 0)
-        leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
-        assert {x.dtype.name for x in leaves} == {"float64" if x64 else "float32"}
+        out = jax.eval_shape(functools.partial(learn, algo, envs.make("jax:Pendulum-v1", num_envs=4), 2), 0)
+        assert float_types(out) == {"float64" if x64 else "float32"}
 
 
 def test_the_learner_recomputes_what_the_actor_did():
@@ -100,21 +107,18 @@ def test_the_learner_recomputes_what_the_actor_did():
     pi = again(sequences.obs, sequences.last, start.memory)
     acted = sequences.extras.log_prob(sequences.action)
     np.testing.assert_allclose(pi.log_prob(sequences.action), acted, rtol=1e-4, atol=1e-5)
-    assert np.asarray(acted).std() > 0.1  # nor is it the same everywhere
+    assert np.asarray(acted).std() > 0.1  # the log-probabilities differ from step to step
 
 
 def test_one_step_of_gradient_descent_by_hand():
     """One epoch, one minibatch, plain SGD: new parameters are old ones less the gradient of the textbook loss."""
     with jax.enable_x64(True):
         algo = PPO(unroll=16, minibatch_size=64, epochs=1, learning_rate=0.1, network=SMALL, optimizer=optax.sgd)
-        env = envs.make("jax:CartPole-v1", num_envs=4)
-        carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
-        _, trajectory, _ = rollout(env, algo.act, carry.train.params, carry.position, jax.random.key(1), 16)
+        carry, trajectory = trajectory_of(algo, envs.make("jax:CartPole-v1", num_envs=4))
         train, _ = algo.learn(carry.train, trajectory, None, jax.random.key(2))
         old = carry.train.params.network
-        network = jax.vmap(jax.vmap(old))
-        advantage = _gae_by_hand(algo, trajectory, network(trajectory.obs)[1], network(trajectory.next_obs)[1])
-        target = advantage + np.asarray(network(trajectory.obs)[1])
+        advantage, old_value = gae_by_hand(carry, trajectory, algo.gamma, algo.gae_lambda)
+        target = old_value + advantage
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
         def textbook(module):
@@ -131,32 +135,18 @@ def test_one_step_of_gradient_descent_by_hand():
             np.testing.assert_allclose(new, want, rtol=1e-9, atol=1e-12)
 
 
-def _gae_by_hand(algo, trajectory, value_tm1, value_t):
-    reward, discount, last, value_tm1, value_t = map(
-        np.asarray, (trajectory.reward, trajectory.discount, trajectory.last, value_tm1, value_t)
-    )
-    advantage = np.zeros_like(reward)
-    for e in range(reward.shape[1]):
-        running = 0.0
-        for t in reversed(range(len(reward))):
-            delta = reward[t, e] + algo.gamma * discount[t, e] * value_t[t, e] - value_tm1[t, e]
-            running = delta + (0.0 if last[t, e] else algo.gamma * algo.gae_lambda * running)
-            advantage[t, e] = running
-    return advantage
-
-
 def test_the_learning_rate_falls_to_zero():
     _, metrics = learn(AIM, batch(Aim(), 16), ITERATIONS, 0)
     expected = 1e-2 * np.maximum(1 - np.arange(ITERATIONS) / 70, 0)
     np.testing.assert_allclose(metrics["learning_rate"], expected, rtol=1e-5, atol=1e-8)
 
 
-def test_and_stays_where_the_horizon_is_unknown():
+def test_without_total_steps_the_learning_rate_is_constant():
     _, metrics = learn_task(HASTY, "match", ITERATIONS)
     np.testing.assert_allclose(metrics["learning_rate"], 1e-2)
 
 
-def test_statistics_of_observations_are_those_of_all_of_them():
+def test_the_statistics_are_those_of_all_observations_so_far():
     algo = dataclasses.replace(TOY, normalise_obs=True)
     env = batch(Aim(), 16)
     carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
@@ -186,9 +176,9 @@ def test_greedy_takes_the_likeliest_action():
         assert action == sign
 
 
-def test_a_network_with_functions_among_its_leaves():
+def test_a_network_may_have_functions_among_its_leaves():
     class Plain(eqx.Module):
-        """As Equinox's own networks are written: the activation is a leaf."""
+        """Like Equinox's own networks, which have the activation function as a leaf."""
 
         body: eqx.nn.MLP
 
@@ -203,7 +193,7 @@ def test_a_network_with_functions_among_its_leaves():
     check_algorithm(dataclasses.replace(TOY, network=plain), batch(Match(), 16))
 
 
-def test_images():
+def test_the_network_for_images_has_the_shapes_of_the_paper():
     space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
     build = functools.partial(networks.atari_cnn, space, gymnasium.spaces.Discrete(6), width=32)
     module = jax.eval_shape(build, jax.random.key(0))
@@ -229,21 +219,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("algo", "what", "fix"), REFUSED, ids=range(len(REFUSED)))
-def test_is_refused_before_anything_runs(algo, what, fix):
+def test_sizes_and_networks_that_do_not_fit_are_refused_before_anything_runs(algo, what, fix):
     env = envs.make("jax:CartPole-v1", num_envs=8)
     with pytest.raises(AlgorithmError, match=what) as error:
         jax.eval_shape(functools.partial(algo.init, env), jax.random.key(0))
     assert fix in error.value.fix
 
 
-def test_impossible_counts():
+def test_an_unroll_of_no_steps_is_refused():
     with pytest.raises(AlgorithmError, match=r"PPO\(unroll=0\) must be at least 1"):
         PPO(unroll=0)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_program_is_the_same_for_any_number_of_environments(network):
-    """The graph is cut by comparing traces at two counts; 2,048 steps is where `jax.random.permutation` sorts twice."""
+    """The compiler compares traces at two sizes. With 16 environments, 2,048 steps, `jax.random.permutation` would sort twice."""
     algo = PPO(unroll=128, minibatch_size=256, network=NETWORKS[network], normalise_obs=True, total_steps=10_000)
     assert _primitives(algo, num_envs=8) == _primitives(algo, num_envs=16)
 
@@ -263,23 +253,15 @@ def _equations(jaxpr):
 
 
 def test_shards_stay_equal_and_average_their_gradients():
-    """Two learner shards, by the reference meaning: a vmap with a named axis and a key for each."""
     algo = dataclasses.replace(TOY, unroll=4, minibatch_size=32, normalise_obs=True, epochs=2)
-    env = batch(Aim(), 8)
-    carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
-    both = carry._replace(position=jax.tree.map(lambda x: jnp.stack([x, x]), carry.position))
-    keys = jax.random.split(jax.random.key(1), 2)
-    axes = carry._replace(train=None, position=0)
-    iterate = functools.partial(algo.iterate, env)
-    after, metrics = jax.jit(jax.vmap(iterate, in_axes=(axes, 0), axis_name=SHARD_AXIS))(both, keys)
-    for leaf in jax.tree.leaves(after.train):
-        np.testing.assert_array_equal(leaf[0], leaf[1])
+    train, metrics = iterate_on_two_shards(algo, batch(Aim(), 8))
+    assert_shards_equal(train)
     assert metrics["value_loss"][0] != metrics["value_loss"][1]  # each saw its own data
-    assert after.train.params.moments.num[0] == 2 * 4 * 8
+    assert train.params.moments.num[0] == 2 * 4 * 8
 
 
-def test_a_flax_network():
-    """examples/flax_network.py, on a task that takes seconds."""
+def test_learns_with_a_flax_network():
+    """The network of examples/flax_network.py, on a task that takes seconds."""
     path = Path(__file__).parents[2] / "examples" / "flax_network.py"
     pytest.importorskip("flax", reason="the extra choreo[flax] is not installed")
     flax_network = runpy.run_path(str(path))["flax_network"]

@@ -1,4 +1,4 @@
-"""SAC on tasks whose values are known, its losses by hand, and its temperature."""
+"""SAC's losses by hand, and its temperature. What the family shares is in test_replayed_control.py."""
 
 import dataclasses
 import functools
@@ -9,58 +9,30 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from algos import continuous
-from algos.continuous import GAMMA, learn, lines, window
+from algos.continuous import lines, on_two_shards, shoot, toy, window
+from algos.one_gradient import assert_shards_equal, learn
 from choreo.algos.sac import SAC, Learned
 from choreo.errors import AlgorithmError
 from choreo.networks import Bounds, Squashed, bounds_of, squashed
-from choreo.testing import check_algorithm
 
 SMALL = functools.partial(squashed, hidden=(32, 32))
-TOY = SAC(
-    learning_rate=3e-3, updates_per_step=1 / 8, tau=0.05, gamma=GAMMA, temperature=0.005,
-    batch_size=64, min_size=256, capacity=20_000, network=SMALL,
-)  # fmt: skip
 
 
-def test_finds_the_best_action_and_its_value():
-    continuous.check_one_step(TOY, 1200)
-
-
-def test_values_reach_back_over_a_step():
-    continuous.check_two_steps(TOY, 1200)
-
-
-def test_values_go_on_behind_a_time_limit():
-    continuous.check_discounting(TOY, 1200)
-
-
-def test_begins_with_any_action():
-    continuous.check_first_actions(TOY)
-
-
-@pytest.mark.long
-def test_learns_nothing_before_there_is_enough():
-    """In CI: DDPG, with the same `learn`."""
-    continuous.check_beginning(TOY)
-
-
-def test_the_temperature_holds_the_entropy():
-    algo = dataclasses.replace(TOY, temperature=None, target_entropy=-0.5)
-    _, metrics = learn(algo, continuous.shoot(), 900, 0)
+def test_a_learned_temperature_holds_the_entropy_at_its_target():
+    algo = toy(SAC, network=SMALL, target_entropy=-0.5)
+    _, metrics = learn(algo, shoot(), 900, 0)
     np.testing.assert_allclose(metrics["entropy"][-200:].mean(), -0.5, atol=0.2)
     assert 0 < metrics["temperature"][-1] < 0.7 and metrics["temperature"][0] == 1
 
 
-def test_a_temperature_that_is_given_stays():
-    algo = dataclasses.replace(TOY, temperature=0.3)
-    losses = algo.item_losses(by_hand(), by_hand().critics, window(), jax.random.key(0))
+def test_a_given_temperature_stays():
+    losses = SAC(temperature=0.3).item_losses(by_hand(), by_hand().critics, window(), jax.random.key(0))
     np.testing.assert_allclose(losses["temperature"], 0.3)
 
 
 @dataclasses.dataclass(frozen=True)
 class SamePi:
-    """A policy: the same distribution always."""
+    """A policy that always returns the same distribution."""
 
     pi: Squashed
     bounds: Bounds
@@ -96,13 +68,13 @@ def test_losses_by_hand(steps, discount):
     np.testing.assert_allclose(losses["temperature_loss"], np.log(0.5) * (-float(log_prob) + 0.2), rtol=1e-5)
 
 
-def test_a_step_that_a_time_limit_cut_is_left_out():
+def test_a_step_that_a_time_limit_cut_has_no_critic_loss():
     losses = SAC().item_losses(by_hand(), lines(3.0, 4.0), window(last=True), jax.random.key(0))
     assert losses["critic_loss"] == 0
 
 
 def test_each_loss_changes_its_own_part():
-    """Critics: only by their errors; the policy: only by what the critics say of it; the temperature: by the entropy."""
+    """Critics change only by their errors, the policy by the values of its actions, the temperature by the entropy."""
     algo, learned, target = SAC(gamma=0.9), by_hand(), lines(3.0, 4.0)
 
     def gradient(*names):
@@ -126,24 +98,11 @@ def test_each_loss_changes_its_own_part():
             assert np.any(x != 0)
 
 
-@pytest.mark.long  # in CI in the matrix, under multi_learner
+@pytest.mark.long  # in CI: the law matrix, under the layout multi_learner
 def test_shards_stay_equal():
-    algo = SAC(network=SMALL)
-    for leaf in jax.tree.leaves(continuous.on_two_shards(algo)):
-        np.testing.assert_array_equal(leaf[0], leaf[1])
+    assert_shards_equal(on_two_shards(SAC(network=SMALL)))
 
 
-@pytest.mark.long
-def test_keeps_the_protocol():
-    """In CI: DDPG; all of SAC runs in the law matrix."""
-    check_algorithm(dataclasses.replace(TOY, temperature=None), continuous.parts())
-
-
-@pytest.mark.parametrize("x64", [False, True])
-def test_every_number_has_the_precision_asked_for(x64):
-    continuous.check_precision(dataclasses.replace(TOY, temperature=None), x64)
-
-
-def test_impossible_options():
+def test_a_negative_temperature_is_refused():
     with pytest.raises(AlgorithmError, match=r"SAC\(temperature=-1.0\) must not be negative"):
         SAC(temperature=-1.0)

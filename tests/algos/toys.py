@@ -1,4 +1,4 @@
-"""Environments small enough to know the best return by thought. All are `JaxEnv`s: one environment."""
+"""Tasks so small that their best return can be computed by hand. Each is a `JaxEnv`: one environment."""
 
 import functools
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Match:
 
 @dataclass(frozen=True)
 class TwoStep:
-    """The first action leads left (0) or right (1); only then does the second pay. Best: 1, right then 0; left: 0.5."""
+    """The first action leads left (0) or right (1); the second pays 0.5 on the left, and on the right 1 for action 0. Best: 1."""
 
     name: str = "toy:TwoStep"
     time_limit: int | None = None
@@ -62,7 +62,7 @@ class TwoStep:
 
 @dataclass(frozen=True)
 class Aim:
-    """One step, continuous: hit half of what you see. Best: 0."""
+    """One step, continuous: the best action is half of the observation. Best: 0."""
 
     name: str = "toy:Aim"
     time_limit: int | None = None
@@ -98,7 +98,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Income:
-    """Reward 1 in every step, whatever one does; never ends but by its time limit. The value is 1 / (1 - gamma)."""
+    """Every step pays 1 for any action; only the time limit ends an episode. The value is 1 / (1 - gamma)."""
 
     name: str = "toy:Income"
     time_limit: int | None = 5
@@ -119,9 +119,9 @@ class Income:
 )
 @dataclass(frozen=True)
 class OneOf:
-    """One of several tasks, by a number that a program is given: it is compiled once for all of them.
+    """One of several tasks, chosen by the array `which`, so that one compiled program serves all of them.
 
-    Observations are filled up with zeros to the longest; all take the actions of the first.
+    Observations are padded with zeros to the longest; all tasks have the action space of the first.
     """
 
     which: jax.Array

@@ -92,7 +92,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("network", [networks.mlp, networks.lstm], ids=["mlp", "lstm"])
 @pytest.mark.parametrize(("observed", "acted", "what", "fix"), REFUSED, ids=range(len(REFUSED)))
-def test_refused(network, observed, acted, what, fix):
+def test_spaces_and_masks_that_do_not_fit_are_refused(network, observed, acted, what, fix):
     with pytest.raises(AlgorithmError, match=what) as error:
         jax.eval_shape(functools.partial(network, observed, acted), jax.random.key(0))
     assert fix in error.value.fix
@@ -107,7 +107,7 @@ def test_images_may_come_with_a_mask():
     assert pi.mode() == 1 and pi.entropy() == 0
 
 
-def test_images_too_small_for_convolutions():
+def test_images_too_small_for_the_convolutions_are_refused():
     small = spaces.Box(0, 255, (20, 20, 4), np.uint8)
     with pytest.raises(AlgorithmError, match="at least 36 x 36"):
         jax.eval_shape(functools.partial(networks.atari_cnn, small, TWO), jax.random.key(0))

@@ -34,7 +34,7 @@ def window(ends):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_every_kind_of_end_at_every_step(n):
+def test_equals_the_loop_with_every_kind_of_end_at_every_step(n):
     windows = [window(ends) for ends in itertools.product(ENDS, repeat=n + 1)]
     reward, discount, last = (np.array(x) for x in zip(*windows, strict=True))
     got = jax.jit(jax.vmap(lambda *args: ops.n_step(*args, GAMMA)))(

@@ -1,10 +1,26 @@
-"""Running statistics in two steps, `look` (in `gradient`) and `merge_moments` (in `update`), against those of all data."""
+"""Running statistics in one step (`update_moments`) and in two (`look`, `merge_moments`), against the statistics of all data."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from choreo import ops
+
+
+def test_moments_of_a_stream_are_those_of_all_data():
+    data = np.random.default_rng(0).normal(3.0, 2.0, (5, 7, 4, 3)).astype(np.float32)
+    moments = ops.Moments.of_nothing((3,))
+    unchanged = ops.normalise(moments, jnp.asarray(data[0, 0, 0]))
+    np.testing.assert_allclose(unchanged, data[0, 0, 0], rtol=1e-6)
+    for batch in data:
+        moments = ops.update_moments(moments, jnp.asarray(batch))
+    everything = data.reshape(-1, 3)
+    np.testing.assert_allclose(moments.mean, everything.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(moments.var, everything.var(0), rtol=1e-4)
+    scaled = jax.vmap(lambda x: ops.normalise(moments, x))(jnp.asarray(everything))
+    np.testing.assert_allclose(scaled.mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(scaled.std(0), 1, rtol=1e-4)
+    assert ops.normalise(moments, jnp.full(3, 1e6)).tolist() == [10.0] * 3
 
 
 def test_statistics_of_shards_may_be_averaged():
@@ -30,8 +46,8 @@ def test_with_one_shard_two_steps_equal_one_update():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), halves, whole)
 
 
-def test_batches_looked_at_with_older_statistics_count_as_much():
-    """Asynchronous workers take differences from a mean that has changed since."""
+def test_batches_seen_with_older_statistics_count_equally():
+    """Asynchronous workers call `look` with a mean that has changed by the time of `merge_moments`."""
     data = jnp.asarray(np.random.default_rng(2).normal(3.0, 2.0, (4, 50, 3)).astype(np.float32))
     old = now = ops.Moments.of_nothing((3,))
     for batch in data:

@@ -5,19 +5,14 @@ import numpy as np
 import pytest
 
 from choreo import ops
+from ops.trajectories import random_steps
 
 TIME, ENV, GAMMA = 40, 6, 0.97
 
 
 @pytest.fixture
 def steps():
-    """reward, discount, last, value_tm1, value_t; a third of the ends are time limits."""
-    rng = np.random.default_rng(0)
-    last = rng.random((TIME, ENV)) < 0.15
-    terminated = last & (rng.random((TIME, ENV)) < 0.66)
-    assert (last & ~terminated).any() and terminated.any()
-    reward, value_tm1, value_t = rng.normal(size=(3, TIME, ENV)).astype(np.float32)
-    return reward, (GAMMA * ~terminated).astype(np.float32), last, value_tm1, value_t
+    return random_steps(TIME, ENV, GAMMA)
 
 
 def by_hand(steps, lambda_):
@@ -47,7 +42,7 @@ def test_lambda_return_is_the_weighted_sum_of_n_step_returns(steps, lambda_):
 
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.5, 0.95, 1.0])
-def test_gae_by_its_recursion(steps, lambda_):
+def test_gae_equals_its_recursion(steps, lambda_):
     reward, discount, last, value_tm1, value_t = steps
     expected, running = np.zeros((TIME, ENV)), np.zeros(ENV)
     for t in reversed(range(TIME)):

@@ -6,20 +6,17 @@ import numpy as np
 import pytest
 
 from choreo import ops
+from ops.trajectories import random_steps
 
 TIME, ENV, GAMMA = 30, 5, 0.97
 
 
 @pytest.fixture
 def steps():
-    """reward, discount, last, value_tm1, value_t; a third of the ends are time limits. Values agree within episodes."""
-    rng = np.random.default_rng(0)
-    last = rng.random((TIME, ENV)) < 0.15
-    terminated = last & (rng.random((TIME, ENV)) < 0.66)
-    assert (last & ~terminated).any() and terminated.any()
-    reward, value_tm1, value_t = rng.normal(size=(3, TIME, ENV)).astype(np.float32)
+    """Within an episode, the value after a step equals the value before the next step."""
+    reward, discount, last, value_tm1, value_t = random_steps(TIME, ENV, GAMMA)
     value_t[:-1] = np.where(last[:-1], value_t[:-1], value_tm1[1:])
-    return reward, (GAMMA * ~terminated).astype(np.float32), last, value_tm1, value_t
+    return reward, discount, last, value_tm1, value_t
 
 
 @pytest.fixture
@@ -45,7 +42,7 @@ def by_definition(ratio, steps, rho_bar, c_bar, lambda_):
 
 
 @pytest.mark.parametrize(("rho_bar", "c_bar", "lambda_"), [(1.0, 1.0, 1.0), (2.0, 1.0, 0.9), (1.5, 0.5, 0.0)])
-def test_by_its_definition(ratio, steps, rho_bar, c_bar, lambda_):
+def test_equals_the_sum_of_the_definition(ratio, steps, rho_bar, c_bar, lambda_):
     got = ops.vtrace(*map(jnp.asarray, (ratio, *steps)), lambda_, rho_bar=rho_bar, c_bar=c_bar)
     target = by_definition(ratio, steps, rho_bar, c_bar, lambda_)
     np.testing.assert_allclose(got.target_tm1, target, rtol=1e-4, atol=1e-5)
@@ -57,7 +54,7 @@ def test_by_its_definition(ratio, steps, rho_bar, c_bar, lambda_):
 
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.9, 1.0])
-def test_on_policy_it_is_the_lambda_return_and_gae(steps, lambda_):
+def test_on_policy_it_equals_the_lambda_return_and_gae(steps, lambda_):
     reward, discount, last, value_tm1, value_t = map(jnp.asarray, steps)
     got = ops.vtrace(jnp.ones((TIME, ENV)), *map(jnp.asarray, steps), lambda_)
     target = ops.lambda_return(reward, discount, last, value_t, lambda_)

@@ -23,7 +23,7 @@ ALGOS: dict[str, type] = {
 
 
 def find(name: str) -> type:
-    """The class of that name.
+    """The class of the algorithm with this name.
 
     >>> find("ppo")().unroll
     128

@@ -1,7 +1,7 @@
 """Advantage actor-critic (Mnih et al. 2016), for any space of numbers, with or without memory.
 
     policy:   log pi(a | s) * A         A: the generalised advantage of action a, by the critic's values
-    critic:   (V(s) + A) - V(s)         the error, where the bracket is constant
+    critic:   (V(s) + A) - V(s)         the error; no gradient flows through the target V(s) + A
 
 In lockstep this is A2C. Under a layout that computes gradients beside the environments and applies each gradient when it
 arrives (`a3c`), it is A3C.
@@ -19,7 +19,7 @@ from choreo.loops import Transition
 
 @dataclass(frozen=True, kw_only=True)
 class A2C(OneGradient):
-    """Advantage actor-critic; asynchronous, it is A3C."""
+    """Advantage actor-critic; under the layout `a3c`, which is asynchronous, it is A3C."""
 
     learning_rate: float = 2e-3
     unroll: int = 8
@@ -27,7 +27,7 @@ class A2C(OneGradient):
     """Between one-step (0) and Monte Carlo (1) advantages; 1 is the n-step return of the paper, n = `unroll`."""
 
     def targets(self, trajectory: Transition, predicted: Predictions) -> Targets:
-        """Section 4 of the paper, "Asynchronous advantage actor-critic"; generalised advantages where it has n-step ones."""
+        """Section 4 of the paper, "Asynchronous advantage actor-critic", with generalised advantages instead of n-step ones."""
         _, value_tm1, value_t = predicted
         discount_t = self.gamma * trajectory.discount
         advantage = ops.gae(trajectory.reward, discount_t, trajectory.last, value_tm1, value_t, self.gae_lambda)

@@ -1,8 +1,8 @@
 """Deep deterministic policy gradient (Lillicrap et al. 2016), for actions within bounds.
 
-Deviations from the paper: the noise of exploration is independent from step to step, where the paper has a process with
-inertia, which was found to make no difference (Fujimoto et al. 2018, section 6.1). There is no weight decay, and no batch
-normalisation. The policy ascends the critic as it was before the update.
+Deviations from the paper: the noise of exploration is independent from step to step. The paper has an Ornstein-Uhlenbeck
+process instead, which was found to make no difference (Fujimoto et al. 2018, section 6.1). There is no weight decay, and no
+batch normalisation. The policy ascends the critic as it was before the update.
 """
 
 import functools

@@ -62,7 +62,7 @@ class Train(NamedTuple):
     updates: jax.Array
     """Number of updates done."""
     iterations: jax.Array
-    """Number of iterations done, with those in which too little was stored to learn from."""
+    """Number of iterations done, including those in which too little was stored to learn from."""
 
 
 class Carry(NamedTuple):
@@ -86,7 +86,7 @@ class Values(NamedTuple):
 
 
 class Item(NamedTuple):
-    """The first of some stored steps, and its return."""
+    """The first step of a stored window, and its n-step return."""
 
     obs: PyTree
     action: jax.Array
@@ -123,7 +123,7 @@ class DQN:
     double: bool = True
     """Choose the action with the network, value it with the target network."""
     dueling: bool = True
-    """Use a network that computes the value of the state and the advantages of actions apart."""
+    """Use a network that computes the value of the state and the advantages of actions separately."""
     head: str = "mean"
     """What the network learns of an action's return: "mean", "c51" (probabilities of fixed values) or "qr" (quantiles)."""
     atoms: int = 51
@@ -137,13 +137,13 @@ class DQN:
     min_size: int = 1_000
     """Steps that are stored before learning begins."""
     prioritized: bool = False
-    """Draw items by priority: the last temporal-difference error of an item. Actors give the first priority."""
+    """Draw items by priority: the last temporal-difference error of an item. The first priority comes from the actor's values."""
     priority_exponent: float = 0.6
     """Power of the priority with which items are drawn; 0 draws all items alike."""
     importance_exponent: float = 0.4
     """How far the loss corrects for drawing by priority: 1 is fully, 0 is not at all."""
     buffer_shards: int = 1
-    """Replays, each over its own environments. Part of the meaning: every batch takes as many items from each."""
+    """Number of replays, each over its own environments. Part of the results: every batch takes equally many items from each."""
     frame_stack: int = 1
     """Frames in an observation, along its last axis; with several, each frame is stored once."""
     epsilon: tuple[float, float] = (1.0, 0.05)
@@ -170,7 +170,7 @@ class DQN:
             raise AlgorithmError(f"DQN(head={self.head!r}) is not known.", fix='Use "mean", "c51" or "qr".')
         if self.head == "c51" and self.value_range[0] >= self.value_range[1]:
             raise AlgorithmError(f"DQN(value_range={self.value_range}) is empty.", fix="Give the lowest return first.")
-        self.replay(updates=1)  # refuses sizes that do not fit together
+        self.replay(updates=1)  # raises if sizes do not fit together
 
     def replay(self, updates: int) -> Replay:
         """The replay of one buffer shard, with `updates` batches per draw."""
@@ -207,7 +207,7 @@ class DQN:
             allowed = (q > FORBIDDEN).astype(epsilon.dtype)
             chosen = jax.nn.one_hot(best, len(q), dtype=epsilon.dtype)
             action = jax.random.categorical(key, jnp.log((1 - epsilon) * chosen + epsilon * allowed / jnp.sum(allowed)))
-        # Whatever `act` returns beside the action is stored with the step, and costs memory there: only if it is needed.
+        # Everything that `act` returns is stored with the step and costs memory there, so `Played` is left out if it is not needed.
         played = Played(q[action], q[best]) if self.prioritized else None
         return action.astype(jnp.int32) + params.start, played
 
@@ -249,7 +249,7 @@ class DQN:
         weights = self.importance(batches.probability)
         steps = batches.steps._replace(action=batches.steps.action - train.params.start)
         items = jax.vmap(jax.vmap(self.item))(steps)
-        # The target network is constant through all updates, so it values the successors of all items at once.
+        # The target network is constant through all updates, so one call computes its values for the successors of all items.
         beyond = jax.vmap(jax.vmap(self.values, (None, 0)), (None, 0))(train.target, items.next_obs)
 
         def update(learned: tuple[PyTree, optax.OptState], batch: tuple[Item, Values, jax.Array]):
@@ -319,14 +319,14 @@ class DQN:
         return Values(q if mask is None else jnp.where(mask, q, FORBIDDEN), atoms)
 
     def importance(self, probability: jax.Array) -> jax.Array:
-        """Importance weights [update, item] (Schaul et al. 2016, section 3.4); the largest of each update is 1."""
+        """Importance weights [update, item] (Schaul et al. 2016, section 3.4); the largest weight of each update is 1."""
         if not self.prioritized:
             return jnp.ones_like(probability)
         rarest = -all_reduce(-jnp.min(probability, axis=-1, keepdims=True), "max")
         return (jnp.maximum(probability, 1e-30) / jnp.maximum(rarest, 1e-30)) ** -self.importance_exponent
 
     def first_priority(self, steps: StoredStep) -> jax.Array:
-        """The priority of a new item: its error by the values of its actor (Horgan et al. 2018, section 3)."""
+        """The priority of a new item: its error, computed from the actor's values (Horgan et al. 2018, section 3)."""
         ret, played = ops.n_step(steps.reward, steps.discount, steps.last, self.gamma), steps.extras
         return ret.reward + ret.discount * played.best[ret.steps] - played.chosen[0]
 
@@ -337,6 +337,6 @@ class DQN:
 
 
 def _of(action: jax.Array, values: jax.Array) -> jax.Array:
-    """`values[action]`, as a product with a one-hot vector: the gradient is a product too, and no scatter."""
+    """`values[action]`, as a product with a one-hot vector, whose gradient is a product too and not a scatter."""
     chosen = jax.nn.one_hot(action, len(values), dtype=values.dtype)
     return jnp.sum(values * chosen.reshape(-1, *(1,) * (values.ndim - 1)), axis=0)

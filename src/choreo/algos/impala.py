@@ -3,8 +3,9 @@
     policy:   log pi(a | s) * rho * (r + gamma v' - V(s))       rho: the clipped importance weight of action a
     critic:   v - V(s)                                          v: the V-trace target of state s, v' that of its successor
 
-Actors may use parameters that are some iterations old. `act` returns the distribution it drew from, and V-trace corrects for
-the difference to the learner's policy. With up-to-date parameters there is nothing to correct: an n-step actor-critic.
+Actors may use parameters that are some iterations old. `act` returns the distribution from which it drew the action, and
+V-trace corrects for the difference to the learner's policy. With up-to-date parameters there is nothing to correct, and
+IMPALA is an n-step actor-critic.
 """
 
 from dataclasses import dataclass
@@ -21,14 +22,14 @@ from choreo.loops import Transition
 
 @dataclass(frozen=True, kw_only=True)
 class IMPALA(OneGradient):
-    """Importance-weighted actor-learners: an actor-critic that corrects for actors behind the learner."""
+    """Importance-weighted actor-learners: an actor-critic that corrects for actors with older parameters."""
 
     trace_lambda: float = 0.95
     """Between one-step (0) and n-step (1) targets, n = `unroll`; the paper has 1."""
     rho_bar: float = 1.0
-    """Largest importance weight of a temporal difference; larger is nearer to the learner's own policy."""
+    """Largest importance weight of a temporal difference. With a larger one the critic judges a policy nearer to the learner's."""
     c_bar: float = 1.0
-    """Largest importance weight of a trace; smaller has less variance."""
+    """Largest importance weight of a trace. A smaller one gives targets with less variance."""
 
     def __post_init__(self):
         super().__post_init__()

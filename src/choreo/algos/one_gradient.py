@@ -1,9 +1,9 @@
-"""The loop of actor-critics that make one gradient of each trajectory: A2C, IMPALA and REINFORCE.
+"""The loop of actor-critics that compute one gradient from each trajectory: A2C, IMPALA and REINFORCE.
 
     iterate:   act, step, act, step, ...  ->  trajectory [time, env]  ->  gradient  ->  all_reduce  ->  update
 
-A member of the family says what critic and policy learn from: `targets`. Networks with memory are unfolded along the whole
-trajectory, from the memory they had before its first step.
+Each algorithm of the family defines `targets`: from a trajectory to the target values of the critic and the advantages of the
+actions. Networks with memory are unfolded along the whole trajectory, from the memory they had before its first step.
 """
 
 import abc
@@ -54,7 +54,7 @@ class Carry(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """The network along a trajectory [time, env]."""
+    """The outputs of the network along a trajectory [time, env]."""
 
     pi: ops.Distribution
     """Distribution of actions."""
@@ -65,7 +65,7 @@ class Predictions(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What a trajectory [time, env] teaches; constants of the loss."""
+    """What critic and policy learn from a trajectory [time, env]; constants in the loss."""
 
     value: jax.Array
     """Target of the critic."""
@@ -76,7 +76,7 @@ class Targets(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """How one trajectory wants to change the parameters; averaged over learner shards before it is applied."""
+    """The result of `gradient` for one trajectory; averaged over learner shards before `update` applies it."""
 
     network: PyTree
     """The gradient of the loss."""
@@ -91,7 +91,7 @@ class OneGradient(abc.ABC):
     learning_rate: float = 1e-3
     """Step size of the optimiser; falls to 0 over `total_steps`."""
     unroll: int = 16
-    """Steps per environment and iteration, which makes one gradient."""
+    """Steps per environment and iteration; each iteration computes one gradient."""
     gamma: float = 0.99
     """Discount factor."""
     entropy_coef: float = 0.01
@@ -115,7 +115,7 @@ class OneGradient(abc.ABC):
 
     @abc.abstractmethod
     def usual_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
-        """The optimiser if none is given."""
+        """The optimiser that is used if `optimizer` is None."""
 
     def __post_init__(self):
         if self.unroll < 1:

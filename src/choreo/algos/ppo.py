@@ -208,7 +208,8 @@ class PPO:
         discount_t = self.gamma * trajectory.discount
         advantage = ops.gae(trajectory.reward, discount_t, trajectory.last, value_tm1.T, value_t.T, self.gae_lambda).T
         s = sequences
-        log_prob = s.extras.log_prob(s.action)  # not in `act`, where it would be a small computation at every step
+        # Here and not in `act`: one large computation instead of a small one at every step.
+        log_prob = s.extras.log_prob(s.action)
         batch = Batch(s.obs, s.action, log_prob, s.last, advantage, advantage + value_tm1, memory)
         return batch if memory is not None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 

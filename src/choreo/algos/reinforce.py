@@ -26,9 +26,9 @@ class REINFORCE(OneGradient):
     unroll: int = 128
 
     def targets(self, trajectory: Transition, predicted: Predictions) -> Targets:
-        """Sutton & Barto 2018, section 13.4; as is common, without the factor gamma^t, which would neglect late steps."""
-        # An episode that goes on after the unroll (or after a time limit) is worth, from there on, what the baseline says.
-        # Learning from whole episodes only would leave out the long ones, which differ from the rest.
+        """Sutton & Barto 2018, section 13.4; as is common, without the factor gamma^t, with which late steps would hardly count."""
+        # Where the end of the unroll or a time limit cuts an episode, the return bootstraps from the baseline. Learning from
+        # whole episodes only would leave out the long ones, which differ from the rest.
         value = ops.discounted_return(
             trajectory.reward, self.gamma * trajectory.discount, trajectory.last, predicted.value_t
         )

@@ -3,9 +3,9 @@
     iterate:   draw -> learn: update, update, ...      from stored steps
                act, step, act, step, ... -> add        at the same time, with the parameters the iteration began with
 
-A member of the family says how a policy acts (`choose`), what is learned (`start`) and how a batch changes it (`update`).
-Its network has a `policy`, which is all that acting needs, and `critics` of actions (`choreo.networks.deterministic`,
-`squashed`). Until the first update, actions are drawn uniformly from the action space.
+Each algorithm of the family defines how a policy acts (`choose`), what is learned (`start`) and how a batch changes that
+(`update`). Its network has a `policy`, which is all that acting needs, and `critics` of actions
+(`choreo.networks.deterministic`, `squashed`). Until the first update, actions are drawn uniformly from the action space.
 """
 
 import abc
@@ -54,13 +54,13 @@ class Train(NamedTuple):
     learned: Any
     """Everything that gradients change; `learned.policy` is the policy."""
     target: PyTree
-    """The targets, which follow the learned parameters slowly."""
+    """The target networks, which follow the learned parameters slowly."""
     optimizer: Any
     """State of the optimiser, or of several."""
     updates: jax.Array
     """Number of updates done."""
     iterations: jax.Array
-    """Number of iterations done, with those in which too little was stored to learn from."""
+    """Number of iterations done, including those in which too little was stored to learn from."""
 
 
 class Carry(NamedTuple):
@@ -84,7 +84,7 @@ class Item(NamedTuple):
     """Discount of the value of `next_obs`: 0 where the episode terminated."""
     next_obs: PyTree
     weight: jax.Array
-    """Weight in the loss: 1; but 0 where a time limit cut the episode, because the successor was not stored."""
+    """Weight in the loss of the critics: 1; but 0 where a time limit cut the episode, because the successor was not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +102,13 @@ class ReplayedControl(abc.ABC):
     gamma: float = 0.99
     """Discount factor."""
     tau: float = 0.005
-    """How far the targets follow in each update: 1 is all the way."""
+    """Fraction of the way to the learned parameters that the target networks move in each update; 1 copies them."""
     capacity: int = 1_000_000
     """Steps that the replay holds."""
     min_size: int = 1_000
     """Steps that are stored before learning begins; until then actions are uniform."""
     buffer_shards: int = 1
-    """Replays, each over its own environments. Part of the meaning: every batch takes as many items from each."""
+    """Number of replays, each over its own environments. Part of the results: every batch takes equally many items from each."""
     network: networks.Factory = networks.deterministic
     """Builds the network: (observation_space, action_space, key) -> module with `policy` and `critics`."""
     optimizer: Callable[[Any], optax.GradientTransformation] | None = None
@@ -135,7 +135,7 @@ class ReplayedControl(abc.ABC):
             raise AlgorithmError(f"{name}(updates_per_step={self.updates_per_step}) must be above 0, and finite.")
         if not 0 < self.tau <= 1:
             raise AlgorithmError(f"{name}(tau={self.tau}) must be above 0, and at most 1.", fix="Use tau=0.005.")
-        self.replay(updates=1)  # refuses sizes that do not fit together
+        self.replay(updates=1)  # raises if sizes do not fit together
 
     def replay(self, updates: int) -> Replay:
         """The replay of one buffer shard, with `updates` batches per draw; its items are windows of two steps."""
@@ -159,7 +159,7 @@ class ReplayedControl(abc.ABC):
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, *, greedy: bool = False):
-        """One environment: -> action, and nothing else."""
+        """One environment: -> action, and None, because nothing else is stored with the step."""
         policy = networks.thaw(params.policy)
         if greedy:
             return self.choose(policy, obs, None), None
@@ -197,7 +197,7 @@ class ReplayedControl(abc.ABC):
         """The transition in a window of two stored steps."""
         obs, next_obs = (jax.tree.map(lambda x, i=i: x[i], steps.obs) for i in (0, 1))
         action, reward, discount, last = steps.action[0], steps.reward[0], steps.discount[0], steps.last[0]
-        cut = last & (discount > 0)  # by a time limit: then `next_obs` belongs to the next episode
+        cut = last & (discount > 0)  # by a time limit: `next_obs` belongs to the next episode
         return Item(obs, action, reward, self.gamma * discount, next_obs, jnp.where(cut, 0.0, 1.0).astype(reward.dtype))
 
     def make_optimizer(self) -> optax.GradientTransformation:
@@ -209,7 +209,7 @@ class ReplayedControl(abc.ABC):
         return optax.apply_updates(params, changes), state
 
     def follow(self, target: PyTree, params: PyTree) -> PyTree:
-        """Targets, moved by the fraction `tau` of the way to the parameters (Lillicrap et al. 2016, section 3)."""
+        """The target networks, moved by the fraction `tau` of the way to the parameters (Lillicrap et al. 2016, section 3)."""
         return jax.tree.map(lambda old, new: old + self.tau * (new - old), target, params)
 
 

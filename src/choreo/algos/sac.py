@@ -82,7 +82,7 @@ class SAC(ReplayedControl):
         action, log_prob = network.policy(item.obs).sample_and_log_prob(key_now)
         policy_loss = temperature * log_prob - jnp.min(values(fixed.critics, item.obs, action))
 
-        # Equation 18, with the logarithm in place of the temperature, which rises while the entropy is too small.
+        # Equation 18, for the logarithm of the temperature. The temperature rises while the entropy is too small.
         surplus = jax.lax.stop_gradient(-log_prob - self.target_entropy * action.size)
         return {
             "critic_loss": critic_loss,

@@ -45,12 +45,12 @@ class TD3(ReplayedControl):
         return network, jax.tree.map(jnp.copy, network), optimizers
 
     def update(self, train: Train, steps: StoredStep, key: Key) -> tuple[Train, Metrics]:
-        """Algorithm 1 of the paper, from a batch on."""
+        """The part of the paper's algorithm 1 that follows the drawing of a batch."""
         network, (policy_state, critics_state) = train.learned, train.optimizer
         gradient, metrics = jax.grad(self.critic_loss, has_aux=True)(network.critics, train.target, steps, key)
         critics, critics_state = self.descend(gradient, network.critics, critics_state)
         due = (train.updates + 1) % self.policy_delay == 0
-        # Only the gradient is conditional: it is what costs time, and no collective runs within it.
+        # Only the gradient is inside of `cond`: it takes most of the time. The collective, in `descend`, must run on every update.
         gradient = jax.lax.cond(
             due, jax.grad(self.policy_loss), lambda policy, *_: optax.tree.zeros_like(policy),
             network.policy, critics, steps.obs,

@@ -35,7 +35,7 @@ LOG_STD = (-20.0, 2.0)
 def mlp(
     observation_space: gymnasium.Space, action_space: gymnasium.Space, key: Key, *, hidden: Sequence[int] = (64, 64)
 ) -> "ActorCritic":
-    """Actor and critic without shared weights, tanh layers, orthogonal weights: the usual network of PPO for vectors."""
+    """Actor and critic without shared weights; tanh layers, orthogonal weights: the usual network of PPO for vectors."""
     check_action_mask(observation_space, action_space)
     key_actor, key_critic, key_policy, key_value = jax.random.split(key, 4)
     encode = encoder(observation_space)
@@ -218,11 +218,11 @@ class Squashed(NamedTuple):
         return self.sample_and_log_prob(key)[0]
 
     def mode(self) -> Float[Array, "*action"]:
-        """The median of each dimension. (The density itself may be largest at the bounds.)"""
+        """The median of each dimension, not the maximum of the density, which may be at the bounds."""
         return self.bounds.scale(jnp.tanh(self.mean))
 
     def sample_and_log_prob(self, key: Key) -> tuple[Float[Array, "*action"], Float[Array, ""]]:
-        """An action and its log-density. Both come from the variable before tanh, which an action at the bounds has lost."""
+        """An action and its log-density, both from the variable before tanh: an action at the bounds does not determine it."""
         x = self.mean + jnp.exp(self.log_std) * jax.random.normal(key, self.mean.shape, self.mean.dtype)
         # log(1 - tanh(x)^2), written so that it does not round to log(0).
         log_slope = 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))

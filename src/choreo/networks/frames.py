@@ -93,7 +93,7 @@ class Frames(eqx.Module):
 def frame_features(convolutions: Sequence[eqx.nn.Conv2d], torso: eqx.nn.Linear, obs: PyTree) -> jax.Array:
     """Convolutions and one layer on an image [height, width, channel]."""
     (image,) = jax.tree.leaves(without_mask(obs))
-    # By the type of the array, not of the space: pixels that were normalised are floats, and in scale already.
+    # The scale depends on the type of the array, not of the space: pixels that were normalised are floats, and scaled already.
     pixel_scale = 255.0 if jnp.issubdtype(image.dtype, jnp.integer) else 1.0
     x = jnp.moveaxis(image, -1, 0).astype(torso.weight.dtype) / pixel_scale
     for conv in convolutions:

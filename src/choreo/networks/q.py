@@ -3,7 +3,7 @@
 A *factory* `(observation_space, action_space, key, *, atoms, dueling) -> module` builds one; the module is any pytree of
 arrays with
 
-    module(obs) -> [action, atom]         one environment; one atom is a value, several are a distribution of it
+    module(obs) -> [action, atom]         one environment; one atom is the value, several are a distribution of the return
 
 The algorithm decides what several atoms mean (logits of fixed values, or quantiles).
 """
@@ -92,7 +92,7 @@ def q_head(
     check_action_mask(observation_space, action_space)
     if not isinstance(action_space, spaces.Discrete):
         raise AlgorithmError(
-            f"Values of actions need a Discrete space of them, not {action_space}.",
+            f"Action values need a Discrete action space, not {action_space}.",
             fix="Use ddpg, td3 or sac for a Box; ppo, a2c or impala for others.",
         )
     key_advantage, key_value = jax.random.split(key)

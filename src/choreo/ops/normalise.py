@@ -33,17 +33,17 @@ class Moments(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A batch of observations in numbers that may be averaged over shards: unlike a variance, each is a mean over the batch."""
+    """Means over a batch of observations, which can be averaged over shards. (Variances cannot.)"""
 
     mean: Float[Array, "*obs"]
     square: Float[Array, "*obs"]
-    """Squared distance from `around`."""
+    """Mean squared distance from `around`."""
     around: Float[Array, "*obs"]
-    """Equal on all shards, and near the mean: squares of large numbers would leave no digits for the variance."""
+    """A point near the mean, equal on all shards. With 0 instead, squares of large numbers would leave the variance no digits."""
 
 
 def initial_moments(space: gymnasium.Space) -> PyTree:
-    """Statistics of nothing for an observation space; a space without a Box is refused."""
+    """The statistics of an observation space before the first observation; `AlgorithmError` if the space has no Box."""
     moments = _moments_of_nothing(space)
     if not jax.tree.leaves(moments):
         raise AlgorithmError(
@@ -71,7 +71,7 @@ def normalise(moments: PyTree, obs: PyTree, *, limit: float = 10.0) -> PyTree:
 
 
 def update_moments(moments: PyTree, obs: PyTree) -> PyTree:
-    """The statistics with a batch of observations, which may have any number of leading axes; equal on all shards."""
+    """The statistics after a batch of observations [..., *obs] of every shard; the result is equal on all shards."""
 
     def update(moments: Moments, batch: jax.Array) -> Moments:
         batch = batch.reshape(-1, *moments.mean.shape).astype(moments.mean.dtype)
@@ -84,7 +84,7 @@ def update_moments(moments: PyTree, obs: PyTree) -> PyTree:
 
 
 def look(moments: PyTree, obs: PyTree) -> PyTree:
-    """The `Seen` of a batch of observations, which may have any number of leading axes, for `merge_moments`."""
+    """The `Seen` of a batch of observations [..., *obs], for `merge_moments`."""
 
     def see(moments: Moments, batch: jax.Array) -> Seen:
         around = moments.mean
@@ -95,7 +95,7 @@ def look(moments: PyTree, obs: PyTree) -> PyTree:
 
 
 def merge_moments(moments: PyTree, seen: PyTree, count: Float[Array, ""]) -> PyTree:
-    """The statistics with `count` more observations; `seen` is the average of `look` over the shards that saw them."""
+    """The statistics after `count` more observations; `seen` is the average of `look` over the shards that saw them."""
 
     def merge(moments: Moments, seen: Seen) -> Moments:
         var = jnp.maximum(seen.square - (seen.mean - seen.around) ** 2, 0)

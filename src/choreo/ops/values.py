@@ -1,4 +1,4 @@
-"""What learning of action values is made of, a paper equation each: n-step returns, and distributions of a return."""
+"""The parts of learning action values, each after an equation of a paper: n-step returns, and distributions of a return."""
 
 from typing import NamedTuple
 
@@ -17,9 +17,9 @@ class NStep(NamedTuple):
     discount: jax.Array
     """Discount of the value to bootstrap from; 0 where the episode terminated."""
     steps: jax.Array
-    """Number of steps that count: the observation to bootstrap from comes that many steps after the first."""
+    """Number of steps that count; in the window, this is the index of the observation to bootstrap from."""
     weight: jax.Array
-    """1; but 0 where no step counts, because a time limit cut the first one, and its successor was not stored."""
+    """1; but 0 if no step counts, because a time limit cut the first step and its successor was not stored."""
 
 
 def n_step(

@@ -1,0 +1,13 @@
+"""Random trajectories for the tests of returns."""
+
+import numpy as np
+
+
+def random_steps(time: int, env: int, gamma: float) -> tuple[np.ndarray, ...]:
+    """reward, discount, last, value_tm1, value_t: [time, env]; a third of the ends are time limits."""
+    rng = np.random.default_rng(0)
+    last = rng.random((time, env)) < 0.15
+    terminated = last & (rng.random((time, env)) < 0.66)
+    assert (last & ~terminated).any() and terminated.any()
+    reward, value_tm1, value_t = rng.normal(size=(3, time, env)).astype(np.float32)
+    return reward, (gamma * ~terminated).astype(np.float32), last, value_tm1, value_t
