@@ -75,7 +75,7 @@ def test_the_command_says_once_who_was_killed(tmp_path, mark):
     said = log.read_text().splitlines()
     assert [line.split(":")[0] for line in said if "SIGKILL" in line] == [
         "WorkerError",
-        "SIGKILL without a cause is often the kernel, out of memory",
+        "The kernel sends SIGKILL when the machine is out of memory",
     ]
     assert f"(process {worker.pid}) was killed by SIGKILL." in log.read_text()
 

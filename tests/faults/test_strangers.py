@@ -102,7 +102,7 @@ class TestStrangers:
         with pytest.raises(RunError) as caught:
             Local(cartpole("fine x1"), cluster=cluster)
         assert str(caught.value).startswith(
-            f"The process at 127.0.0.1:{agent.port} is no agent with the token of this cluster.\n"
+            f"The process at 127.0.0.1:{agent.port} is not an agent with the token of this cluster.\n"
             "Use the same token file on every host. Run there: choreo agent"
         )
 
@@ -223,7 +223,7 @@ def test_a_header_with_impossible_arrays_is_refused(arrays):
     with here, there:
         text = json.dumps({"kind": "ran", "arrays": arrays}).encode()
         there.sendall(len(text).to_bytes(8, "big") + text)
-        with pytest.raises(WireError, match="header makes no sense"):
+        with pytest.raises(WireError, match="header of a frame is not valid"):
             receive_frame(here)
         send_frame(there, {"kind": "ran"}, [np.ones(3)])
         assert receive_frame(here)[1][0].tolist() == [1, 1, 1]
@@ -254,7 +254,7 @@ class TestManInTheMiddle:
             impostor.set(zmq.CURVE_SECRETKEY, KeyPair.new().secret)
             host = Host(address="127.0.0.1", port=impostor.bind_to_random_port("tcp://127.0.0.1"))
             cluster = Cluster(hosts=(host,), token_file=make_token(tmp_path))
-            with pytest.raises(RunError, match="is no agent with the token of this cluster"):
+            with pytest.raises(RunError, match="is not an agent with the token of this cluster"):
                 Local(cartpole("fine x1"), cluster=cluster)
             assert not impostor.poll(100)
 
@@ -482,7 +482,7 @@ class TestWhatWentWrongElsewhere:
         assert not left
 
     def test_a_cluster_with_agents_and_no_token(self, agent):
-        with pytest.raises(ClusterError, match="hosts with an agent, which asks for a token, and no token_file"):
+        with pytest.raises(ClusterError, match="hosts with an agent, which asks for a token, but no token_file"):
             Local(cartpole("fine x1"), cluster=Cluster(hosts=agent.cluster.hosts))
 
     def test_a_worker_that_is_killed(self, agent):

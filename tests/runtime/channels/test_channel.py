@@ -534,7 +534,7 @@ def test_a_man_in_the_middle_who_changes_a_frame_is_noticed(monkeypatch, size):
         receiver.receive([np.ones(size, np.uint8)])
         changing.set()
         sender.send([np.zeros(size, np.uint8)])
-        with pytest.raises(FrameForged, match="`worker-0` was not sealed by it") as caught:
+        with pytest.raises(FrameForged, match="`worker-0` was not sealed by `worker-0`") as caught:
             receiver.receive([np.ones(size, np.uint8)])
         assert caught.value.peer == "worker-0"
 
