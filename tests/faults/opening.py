@@ -1,10 +1,10 @@
-"""Opens changed copies of run folders, and reports whatever happened that opening data must not do.
+"""Opens changed copies of run folders, and reports every event that opening data must not cause.
 
-    python opening.py SCRATCH load:1 replay:60        every change by `load`, every 60th by `replay`
+    python opening.py SCRATCH load:1 replay:60        `load` every changed copy, `replay` every 60th
 
-A process of its own, because an audit hook cannot be removed. SCRATCH holds the folders `ppo` and `gym` as `make_folders`
+This is a process of its own, because an audit hook cannot be removed. SCRATCH holds the folders `ppo` and `gym` as `make_folders`
 made them. Each is changed in turn: every string and every table of its run.toml becomes each of `payloads`, and every file
-becomes a link. Prints one JSON object: how many cases were opened, and what was wrong.
+becomes a link. Prints one JSON object: the number of opened cases, and the findings.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from typing import Any
 import tomli_w
 
 COMMANDS = ("load", "compare", "graph", "evaluate", "resume", "replay", "train")
-"""From the cheapest to the dearest."""
+"""From the fastest to the slowest."""
 IGNORED = ("versions", "layout.fields.name")
-"""Entries that may be any text: a changed folder is accepted, which takes seconds for some commands."""
+"""Entries that may be any text. With a change there the command succeeds, which takes seconds for some commands."""
 FILES = (
     "run.toml",
     "metrics.jsonl",
@@ -85,7 +85,7 @@ def make_folders(scratch: Path) -> None:
 
 
 def payloads(scratch: Path) -> list[Any]:
-    """What a stranger might write in the place of a string or a table."""
+    """Values that an attacker might write in place of a string or a table."""
     touch = f"touch {scratch}/CANARY"
     popen = {"class": "subprocess:Popen", "fields": {"args": touch, "shell": True}}
     env = {"name": "CartPole-v1", "num_envs": 2}
@@ -115,7 +115,7 @@ def payloads(scratch: Path) -> list[Any]:
         {"class": "sac", "fields": "unroll"}, {"partial": {"name": "mlp"}, "args": [], "kwargs": {"hidden": "wide"}},
         {"partial": {"name": "squashed"}, "args": [], "kwargs": {}}, {"name": ["CartPole-v1"], "num_envs": "2"},
         env | {"num_envs": "x"}, env | {"num_envs": 0}, env | {"kwargs": "x"}, {"tuple": [1]}, {"none": True}, {},
-        # What a terminal would obey.
+        # Control characters for a terminal.
         "\x1b]0;title\x07", "\u202egnp.exe", {"\x1b[2J": "x"},
     ]  # fmt: skip
 
@@ -138,13 +138,13 @@ def replaced(data: Any, path: tuple[Any, ...], payload: Any) -> Any:
 
 
 def changes(scratch: Path) -> list[tuple[str, str, Any]]:
-    """A folder, in words what is changed in it, and the function that changes it."""
+    """For each case: the folder, a description of the change, and the function that makes it."""
     found = []
     for folder in ("ppo", "gym"):
         data = tomllib.loads((scratch / folder / "run.toml").read_text())
         tables = (
             ("run", "algorithm", "environment", "layout") if folder == "ppo" else ("environment",)
-        )  # the rest is as in ppo
+        )  # the other tables are as in ppo
         places = [path for path in positions(data) if path[0] in tables or path == ("versions", "jax")]
         for path, payload in itertools.product(places, payloads(scratch)):
             text = tomli_w.dumps(replaced(data, path, payload))
@@ -182,7 +182,7 @@ def _plant(folder: Path, *, name: str, kind: str, scratch: Path) -> None:
 
 
 class Watch:
-    """The audit hook: what the code under test does while `case` is set and it may not."""
+    """The audit hook: records forbidden events while `case` is set."""
 
     def __init__(self):
         self.case: str | None = None
@@ -195,7 +195,7 @@ class Watch:
     def __call__(self, event: str, args: tuple[Any, ...]) -> None:
         if self.case is None:
             return
-        case, self.case = self.case, None  # what happens in here is not looked at
+        case, self.case = self.case, None  # events inside of this hook are not recorded
         try:
             if (what := self._wrong(event, args)) is not None:
                 self.seen.append(what)
@@ -221,7 +221,7 @@ class Watch:
 
     def _may_write(self, path: Any, nofollow: bool) -> bool:
         if not isinstance(path, str | bytes | os.PathLike):
-            return True  # a descriptor: opening it was looked at
+            return True  # a descriptor: its opening was checked
         path = os.path.abspath(os.fsdecode(path))
         real = (
             os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
@@ -232,7 +232,7 @@ class Watch:
 
 
 def open_folder(command: str, folder: Path) -> str:
-    """Run one command; what it printed."""
+    """Run one command; returns its output."""
     import choreo
     from choreo.cli.main import main
 
@@ -260,9 +260,9 @@ def open_folder(command: str, folder: Path) -> str:
 def main() -> None:
     scratch, commands = Path(sys.argv[1]), {name: int(step) for name, step in (arg.split(":") for arg in sys.argv[2:])}
     os.chdir(scratch)
-    sys.path.insert(0, str(scratch))  # as `python -m choreo` has it: what is imported by name is found
+    sys.path.insert(0, str(scratch))  # as with `python -m choreo`: modules in the current folder can be imported
     os.environ["CANARY"] = str(scratch / "CANARY")
-    for command in commands:  # what they import anyhow
+    for command in commands:  # imports the modules that the commands need in any case
         for folder in ("ppo", "gym"):
             _open_copy(scratch, folder, command, lambda folder: None, None)
     watch, wrong, count = Watch(), [], 0
@@ -287,7 +287,7 @@ def main() -> None:
 
 
 def _open_copy(scratch: Path, folder: str, command: str, change: Any, watch: Watch | None) -> list[str]:
-    """Open a changed copy of a folder; what was wrong about how it ended."""
+    """Open a changed copy of a folder; returns the findings: an unexpected exception, or control characters in the output."""
     case, where = watch and watch.case, scratch / "case"
     if watch is not None:
         watch.case = None
@@ -301,7 +301,7 @@ def _open_copy(scratch: Path, folder: str, command: str, change: Any, watch: Wat
         watch.allowed, watch.case = where, case
     try:
         said = open_folder(command, copy)
-    except Exception as error:  # noqa: BLE001 - any other than a ChoreoError is a finding
+    except Exception as error:  # noqa: BLE001 - any exception except ChoreoError is a finding
         if watch is not None:
             watch.case = None
         last = traceback.extract_tb(error.__traceback__)[-1]

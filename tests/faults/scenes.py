@@ -1,8 +1,9 @@
-"""What the tests of faults share: small plans, an environment that does whatever the test says, and traces of a run.
+"""Shared by the tests of faults: small plans, an environment that fails as a test asks, and a check for what a run leaves behind.
 
-The environment reads what to do from the environment variables of its process, so that one plan serves every deed:
+The environment reads its fault from environment variables of its process, so that one plan serves all faults:
 
-    MISDEED=segfault   UNLUCKY=<seed of the one that does it>   at its SEVENTH step
+    MISDEED=segfault              the fault
+    UNLUCKY=<seed>                the seed of the environment that has it, at step FAULT_STEP
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from tiny import Tiny
 
 KEY = jax.random.key(3)
 NUM_ENVS = 4
-SEVENTH = 7
+FAULT_STEP = 7
 LAYOUTS = {
     "fused": choreo.fused(),
     "coarse x2": choreo.coarse(2),
@@ -52,7 +53,7 @@ def naughty(layout: str) -> Plan:
 
 
 def naughty_factory():
-    """Defined within a function, so that it goes to workers by value: they cannot import the tests."""
+    """A class defined within a function, so that it is pickled by value: workers cannot import the tests."""
 
     class Naughty(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -66,7 +67,7 @@ def naughty_factory():
         def step(self, action):
             self.steps += 1
             obs = np.full(3, 0.5, np.float32)
-            if self.unlucky and self.steps == SEVENTH:
+            if self.unlucky and self.steps == FAULT_STEP:
                 obs = self.misbehave(obs)
             return obs, 1.0, False, False, {}
 
@@ -78,7 +79,7 @@ def naughty_factory():
                     while True:
                         time.sleep(0.01)
                 case "hang, alone":
-                    ctypes.PyDLL(None).sleep(600)  # keeps the interpreter to itself
+                    ctypes.PyDLL(None).sleep(600)  # without releasing the interpreter lock
                 case "wrong shape":
                     return np.zeros(5, np.float32)
                 case "nan":
@@ -101,13 +102,13 @@ def naughty_factory():
 
 
 def unlucky(index: int) -> dict[str, str]:
-    """The environment variables that make one environment the one."""
+    """The environment variables that choose the environment that misbehaves."""
     init_key = jax.random.wrap_key_data(jnp.asarray(split_key(KEY)[0]))
     return {"UNLUCKY": str(seeds(jax.random.split(init_key, NUM_ENVS))[index])}
 
 
 def play(runtime, *, halfway: Callable[[], None] = lambda: None):
-    """All that a run of 40 iterations gives; `halfway` is called when everything has been compiled."""
+    """The metrics and the carry of a run of 40 iterations; `halfway` is called after 10, when everything has been compiled."""
     with contextlib.closing(runtime):
         runtime.start(KEY)
         first = runtime.run(0, 10)
@@ -117,7 +118,7 @@ def play(runtime, *, halfway: Callable[[], None] = lambda: None):
 
 @functools.cache
 def alone(layout: str):
-    """The same run, in this process and undisturbed."""
+    """The same run in this process, without faults: the reference."""
     return play(InProcess(cartpole(layout)))
 
 
@@ -126,7 +127,7 @@ def assert_same_bits(run, reference) -> None:
 
 
 def traces(mark: str) -> set[str]:
-    """What a run may leave behind: processes, however distant; open files; named shared memory; ports we listen at."""
+    """All that a run might leave behind: processes with the mark, open files, named shared memory, listening ports."""
     gc.collect()
     files = {f"open file {fd}" for fd in os.listdir("/proc/self/fd")}
     memory = {f"shared memory {name}" for name in os.listdir("/dev/shm")}
@@ -142,5 +143,5 @@ def marked(mark: str) -> list[str]:
             if process.environ().get("FAULTS_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {' '.join(process.cmdline())}")
         except psutil.Error:
-            continue  # it ended while we looked, or is none of ours
+            continue  # the process has just ended, or belongs to another user
     return found

@@ -1,4 +1,4 @@
-"""An environment that misbehaves: one error that names it, its worker, and shows its own traceback."""
+"""If an environment misbehaves, one error names the environment and its worker, and shows the traceback of the worker."""
 
 import contextlib
 import itertools
@@ -38,7 +38,7 @@ ENDED = {
 }
 WORKER_OF_3 = {"coarse x2": "env+actor-1", "fine x2": "env-1"}
 IN_ONE_PROCESS = ("wrong shape", "wrong type")
-"""Raised by the same function as `nan`, and so named by a worker in the same way: in CI in one process only."""
+"""The same function raises these errors and `nan`, so workers report them in the same way; CI tests them in one process only."""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ IN_ONE_PROCESS = ("wrong shape", "wrong type")
         pytest.param("raise", "coarse x2", marks=pytest.mark.long),
     ],
 )
-def test_what_it_did_is_said_once(deed, layout, misbehave):
+def test_the_error_names_the_environment_and_its_worker(deed, layout, misbehave):
     error = misbehave(deed, lambda: Local(naughty(layout), env_timeout_s=1.0))
     assert isinstance(error, EnvError)
     assert re.match(SAID[deed], str(error)), str(error)
@@ -62,17 +62,17 @@ def test_what_it_did_is_said_once(deed, layout, misbehave):
     ("deed", "layout"),
     [*itertools.product(ENDED, ["fine x2"]), pytest.param("segfault", "coarse x2", marks=pytest.mark.long)],
 )
-def test_who_ended_its_process_is_found(deed, layout, misbehave):
+def test_a_worker_ended_by_its_environment_is_named(deed, layout, misbehave):
     error = misbehave(deed, lambda: Local(naughty(layout), env_timeout_s=1.0))
     assert isinstance(error, WorkerError)
     assert re.match(ENDED[deed].format(re.escape(WORKER_OF_3[layout])), str(error)), str(error)
     assert "It was running environments 2 to 3." in str(error)
-    if deed != "exit at once":  # which leaves no trace
+    if deed != "exit at once":  # `os._exit` leaves no traceback
         assert "in misbehave" in str(error)
 
 
 @pytest.mark.parametrize("deed", ["raise", *RETURNED])
-def test_in_this_process_no_worker_is_named(deed, misbehave):
+def test_in_one_process_the_error_names_no_worker(deed, misbehave):
     error = misbehave(deed, lambda: InProcess(naughty("fused")))
     assert isinstance(error, EnvError)
     assert re.match(SAID[deed], str(error)), str(error)
@@ -93,7 +93,7 @@ def misbehave(monkeypatch):
     return play
 
 
-def test_what_workers_print_is_passed_on(monkeypatch, capsys):
+def test_the_output_of_workers_is_passed_on(monkeypatch, capsys):
     for name, value in (unlucky(2) | {"MISDEED": "speak"}).items():
         monkeypatch.setenv(name, value)
     with contextlib.closing(Local(naughty("fine x2"))) as local:
@@ -107,7 +107,7 @@ def test_what_workers_print_is_passed_on(monkeypatch, capsys):
     assert megabytes < 60
 
 
-def test_what_cannot_travel_is_refused_before_any_process_starts(monkeypatch):
+def test_a_factory_that_cannot_be_pickled_is_refused_before_any_process_starts(monkeypatch):
     lock = threading.Lock()
     make = naughty_factory()
 
@@ -121,7 +121,7 @@ def test_what_cannot_travel_is_refused_before_any_process_starts(monkeypatch):
         Local(plan)
 
 
-def test_a_worker_says_what_it_cannot_import(monkeypatch):
+def test_a_worker_names_the_module_that_it_cannot_import(monkeypatch):
     ghost = types.ModuleType("ghost_of_a_module")
     monkeypatch.setitem(sys.modules, "ghost_of_a_module", ghost)
     ghost.__dict__["Env"] = type("Env", (naughty_factory(),), {"__module__": "ghost_of_a_module"})
@@ -142,7 +142,7 @@ def closing_factory():
     return BadEnd
 
 
-def test_what_an_environment_says_when_it_is_closed_is_not_lost(monkeypatch, capsys):
+def test_an_error_while_closing_an_environment_is_printed(monkeypatch, capsys):
     plan = choreo.plan(Tiny(unroll=4), envs.from_factory(closing_factory(), 1), LAYOUTS["fine x1"])
     monkeypatch.setenv("STUCK", "yes")
     with contextlib.closing(Local(plan)) as local:

@@ -1,4 +1,4 @@
-"""A long run needs no more at its end than at its beginning."""
+"""The memory and the open files of a long run do not grow."""
 
 import contextlib
 import os
@@ -17,12 +17,12 @@ def test_memory_and_files_do_not_grow_over_10000_iterations():
     with contextlib.closing(Local(cartpole("fine x1", unroll=1, num_envs=1))) as local:
         local.start(KEY)
         run(local, 0, FIRST)
-        early = needs(local)
+        early = usage(local)
         run(local, FIRST, LAST)
-        late = needs(local)
+        late = usage(local)
     for name, (files, kilobytes) in early.items():
         assert late[name][0] == files, name
-        # Eight bytes per iteration, kept by anyone, would be 64 kB; a leaked array of a message 1 MB and more.
+        # A leak of eight bytes per iteration would be 64 kB, and a leak of an array per message more than 1 MB.
         assert late[name][1] - kilobytes < 1024, f"{name}: {kilobytes} kB, then {late[name][1]} kB"
 
 
@@ -31,7 +31,7 @@ def run(local, first, stop):
         local.run(i, i + 200)
 
 
-def needs(local) -> dict[str, tuple[int, int]]:
+def usage(local) -> dict[str, tuple[int, int]]:
     """Open files and resident kilobytes of every process."""
     pids = {name: handle.process.pid for name, handle in local.pool.handles.items()} | {"coordinator": os.getpid()}
     processes = {name: psutil.Process(pid) for name, pid in pids.items()}

@@ -1,4 +1,4 @@
-"""`kill -9` of any worker at any moment: the run ends within seconds, says who it was, and leaves nothing behind."""
+"""After `kill -9` of any worker at any moment, the run ends within seconds, names the worker, and leaves nothing behind."""
 
 import contextlib
 import itertools
@@ -31,7 +31,7 @@ NAMES = {
 
 
 CI = range(5, 10)
-"""Each scene once, three while it starts. Learners with JAX are killed in `test_learners.py`."""
+"""These seeds have each scene once, three of them during the start. `test_learners.py` kills learners that use collectives."""
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ CI = range(5, 10)
 def test_a_killed_worker_ends_the_run(seed):
     (layout, carrier), chance = SCENES[seed % len(SCENES)], random.Random(seed)
     plan, who = cartpole(layout), chance.randrange(len(NAMES[layout]))
-    starting = seed % 2  # which takes a second or two; iterations take milliseconds
+    starting = seed % 2  # starting takes a second or two, an iteration takes milliseconds
     with Killer(workers=len(NAMES[layout]), who=who, after_s=chance.uniform(0.0, 1.5 if starting else 0.2)) as killer:
         if starting:
             killer.allowed.set()
@@ -65,7 +65,7 @@ def run_for_ever(local, running: threading.Event):
 
 
 class Killer:
-    """Kills one of our workers, counted in the order they were started, some time after it is allowed to."""
+    """Kills worker number `who`, in the order of process ids, `after_s` after `allowed` is set."""
 
     def __init__(self, *, workers: int, who: int, after_s: float):
         self.workers, self.who, self.after_s = workers, who, after_s
@@ -103,13 +103,15 @@ def our_workers() -> list[int]:
 
 def parents_factory():
     class Parent(gymnasium.Env):
-        """Has children: a program, and a copy of the worker itself with all its sockets."""
+        """Starts two processes: a program, and a fork of the worker, which inherits all its sockets."""
 
         observation_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
         action_space = gymnasium.spaces.Discrete(2)
 
         def reset(self, *, seed=None, options=None):
-            if "CHILDREN" in os.environ:  # in a worker, not where one environment is looked at
+            if (
+                "CHILDREN" in os.environ
+            ):  # in a worker, not in the coordinator, which makes one environment to read its spaces
                 self.program = subprocess.Popen(["sleep", "600"])
                 if os.fork() == 0:
                     time.sleep(600)
@@ -122,7 +124,7 @@ def parents_factory():
     return Parent
 
 
-def test_what_an_environment_started_ends_with_its_worker(monkeypatch):
+def test_processes_that_an_environment_started_end_with_its_worker(monkeypatch):
     said = []
     plan = choreo.plan(Tiny(unroll=4), envs.from_factory(parents_factory(), 1), LAYOUTS["fine x1"])
     monkeypatch.setenv("CHILDREN", "yes")

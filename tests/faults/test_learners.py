@@ -1,4 +1,4 @@
-"""Learners that combine gradients: one that is killed ends the run, and is named; the others do not wait for ever."""
+"""If one of several learners that combine gradients is killed, the run ends with an error that names it, and no learner hangs."""
 
 import functools
 import re
@@ -26,7 +26,7 @@ LAYOUTS = {
 @functools.cache
 def planned(layout: str):
     a2c = A2C(unroll=4, network=functools.partial(networks.mlp, hidden=(8,)))
-    algo = a2c if layout == "central" else Tiny(unroll=4)  # which has no gradient by itself
+    algo = a2c if layout == "central" else Tiny(unroll=4)  # `Tiny` has no separate `gradient` role
     return plan(algo, envs.make("jax:CartPole-v1", 4), LAYOUTS[layout][0])
 
 

@@ -1,4 +1,4 @@
-"""Opening a run folder runs nothing that its author chose, and writes nowhere else. `opening.py` has the cases."""
+"""Opening a run folder runs no code that its author chose, and writes to no other place. `opening.py` has the cases."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def scratch(tmp_path_factory):
 
 
 def opened(scratch: Any, *commands: str) -> dict[str, Any]:
-    """What opening changed copies of the folders did, in a process of its own."""
+    """Open changed copies of the folders, in a process of its own; returns the number of cases and the findings."""
     environ = os.environ | {"CHOREO_CACHE": "off", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, opening.__file__, str(scratch), *commands]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
@@ -27,8 +27,8 @@ def opened(scratch: Any, *commands: str) -> dict[str, Any]:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def test_every_string_and_every_table(scratch):
-    """Each of them becomes each payload for `load`, which all commands but `compare` begin with; some for every command."""
+def test_load_is_safe_for_every_payload_and_other_commands_for_a_sample(scratch):
+    """All commands except `compare` begin with `load`, so `load` gets every case and the others a sample."""
     rest = ["graph:61", "evaluate:83", "resume:89", "replay:97", "train:101"]
     found = opened(scratch, "load:1", "compare:17", *rest)
     assert found["wrong"] == []
@@ -37,7 +37,7 @@ def test_every_string_and_every_table(scratch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", opening.COMMANDS)
-def test_every_string_and_every_table_for_every_command(scratch, command):
+def test_every_command_is_safe_for_every_payload(scratch, command):
     found = opened(scratch, f"{command}:1")
     assert found["wrong"] == []
     assert found["count"] > 1800

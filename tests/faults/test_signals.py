@@ -1,4 +1,4 @@
-"""Signals: a worker that is stopped for a while, a coordinator that is interrupted, terminated or killed."""
+"""Signals to a worker (stopped for a while, killed) and to a coordinator (interrupted, terminated, killed)."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ TINY = Path(__file__).parents[1] / "tiny.py"
     ("layout", "carrier", "who"),
     [("fine x2", "shm", "env-1"), pytest.param("coarse x2", "tcp", "env+actor-0", marks=pytest.mark.long)],
 )
-def test_a_worker_that_is_stopped_for_a_while_spoils_nothing(layout, carrier, who):
+def test_a_worker_that_is_stopped_for_a_while_does_not_change_the_results(layout, carrier, who):
     local = Local(cartpole(layout), carrier=carrier)
     worker = psutil.Process(local.pool.handles[who].process.pid)
     wake = threading.Timer(STOPPED_S, worker.resume)
@@ -41,7 +41,7 @@ def test_a_worker_that_is_stopped_for_a_while_spoils_nothing(layout, carrier, wh
     ("layouts", "carrier"),
     [(["fine x1", "fine x2"], "shm"), pytest.param(["fine x2", "coarse x2"], "tcp", marks=pytest.mark.long)],
 )
-def test_two_runs_at_once_do_not_meet(layouts, carrier):
+def test_two_runs_at_once_do_not_disturb_each_other(layouts, carrier):
     with ThreadPoolExecutor() as pool:
         runs = pool.map(lambda layout: play(Local(cartpole(layout), carrier=carrier)), layouts)
         for layout, run in zip(layouts, runs, strict=True):
@@ -67,7 +67,7 @@ def test_no_worker_outlives_the_command(number, code, layout, tmp_path, mark):
         assert "Traceback" not in log.read_text()
 
 
-def test_the_command_says_once_who_was_killed(tmp_path, mark):
+def test_the_command_names_the_killed_worker_once(tmp_path, mark):
     with command(tmp_path, "fine") as (process, log):
         worker = psutil.Process(process.pid).children()[0]
         worker.kill()
@@ -75,14 +75,14 @@ def test_the_command_says_once_who_was_killed(tmp_path, mark):
     said = log.read_text().splitlines()
     assert [line.split(":")[0] for line in said if "SIGKILL" in line] == [
         "WorkerError",
-        "SIGKILL without a cause is often the kernel, out of memory",
+        "The kernel sends SIGKILL when the machine is out of memory",
     ]
     assert f"(process {worker.pid}) was killed by SIGKILL." in log.read_text()
 
 
 @contextlib.contextmanager
 def command(folder: Path, layout: str):
-    """`choreo train` that has begun to train, and what it prints."""
+    """The process of a `choreo train` that has begun to train, and the file with its output."""
     out, log = folder / "run", folder / "log"
     words = f"train {TINY}:Tiny CartPole-v1 --num-envs 4 --layout {layout} --workers 2 --steps 1e9 --unroll 4 --quiet"
     with open(log, "wb") as file:

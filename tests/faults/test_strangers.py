@@ -1,4 +1,4 @@
-"""What may knock at the ports of a run and of an agent: strangers, peers with the key and nonsense, men in the middle."""
+"""Attacks on the ports of a run and of an agent: strangers, peers with the key that send nonsense, men in the middle."""
 
 import contextlib
 import itertools
@@ -41,14 +41,14 @@ from hosts import Agent, Namespace, make_token
 from tiny import Carry, Tiny, Train
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""How ZeroMQ's clients begin."""
+"""The first bytes of a ZeroMQ client."""
 TOO_MUCH = GREETING + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
-"""Then a command that announces to be of 2^63 bytes."""
+"""The greeting, then a command that announces a size of 2^63 bytes."""
 
 
 context_of_process().socket(zmq.PAIR).close()
 authenticator()
-# Both open files that stay open: before a test looks for what it left.
+# Both open files that stay open, so they are called before the first check for leaks.
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def agent(tmp_path):
 
 def knock(stack: ExitStack, address: str, port: int, said: bytes) -> socket.socket:
     stranger = stack.enter_context(socket.create_connection((address, port)))
-    with contextlib.suppress(OSError):  # it may have hung up already
+    with contextlib.suppress(OSError):  # the server may have closed the connection already
         stranger.sendall(said)
     return stranger
 
@@ -70,9 +70,9 @@ def run_there(agent: Agent, **options):
 
 
 class TestStrangers:
-    """They do not know the token."""
+    """Clients that do not know the token."""
 
-    def test_a_thousand_at_once_keep_nobody_out(self, agent):
+    def test_a_thousand_at_once_do_not_keep_a_coordinator_out(self, agent):
         with ExitStack() as stack:
             chance = random.Random(0)
             for i in range(1000):
@@ -80,8 +80,8 @@ class TestStrangers:
             assert_same_bits(run_there(agent), alone("fine x1"))
         assert agent.process.poll() is None
 
-    def test_they_do_not_disturb_a_run(self, agent):
-        """At all ports of all its processes, while it goes on."""
+    def test_strangers_do_not_disturb_a_run(self, agent):
+        """They connect to all ports of all workers while the run goes on."""
         with ExitStack() as stack:
 
             def bother():
@@ -96,24 +96,24 @@ class TestStrangers:
         assert_same_bits(run, alone("fine x1"))
         assert len(ports) >= 2, "each of the two workers has a port for its coordinator"
 
-    def test_one_with_another_token_is_refused_and_told(self, agent, tmp_path):
+    def test_a_coordinator_with_another_token_is_refused_with_a_reason(self, agent, tmp_path):
         (tmp_path / "other").mkdir()
         cluster = Cluster(hosts=agent.cluster.hosts, token_file=make_token(tmp_path / "other"))
         with pytest.raises(RunError) as caught:
             Local(cartpole("fine x1"), cluster=cluster)
         assert str(caught.value).startswith(
-            f"The process at 127.0.0.1:{agent.port} is no agent with the token of this cluster.\n"
+            f"The process at 127.0.0.1:{agent.port} is not an agent with the token of this cluster.\n"
             "Use the same token file on every host. Run there: choreo agent"
         )
 
-    def test_an_address_without_an_agent(self, tmp_path):
+    def test_an_address_without_an_agent_is_named(self, tmp_path):
         agent = Agent(make_token(tmp_path))
         agent.end()
         with pytest.raises(RunError, match=rf"There is no agent at 127.0.0.1:{agent.port}: .*refused"):
             Local(cartpole("fine x1"), cluster=agent.cluster)
 
-    def test_something_else_than_an_agent(self, tmp_path):
-        """It takes connections, and says nothing."""
+    def test_a_server_that_is_not_an_agent_is_named(self, tmp_path):
+        """The server accepts connections, but sends nothing."""
         with socket.create_server(("127.0.0.1", 0)) as silent:
             host = Host(address="127.0.0.1", port=silent.getsockname()[1])
             cluster = Cluster(hosts=(host,), token_file=make_token(tmp_path))
@@ -122,7 +122,7 @@ class TestStrangers:
 
 
 class TestPeersWithTheKey:
-    """They know the token, and talk nonsense: to the agent and to workers of their own run."""
+    """Clients that know the token, and send nonsense to the agent and to workers of their own run."""
 
     def test_nonsense_does_not_end_an_agent(self, agent):
         chance = random.Random(1)
@@ -147,7 +147,7 @@ class TestPeersWithTheKey:
         assert "Refused 127.0.0.1: ValueError('a request with other fields')" in logged
         assert "Traceback" not in logged
 
-    def test_nonsense_to_its_own_worker_ends_that_one_only(self, agent):
+    def test_nonsense_to_a_worker_of_its_own_ends_only_that_worker(self, agent):
         """Another run of the same agent goes on."""
         local = Local(cartpole("fine x1"), cluster=agent.cluster)
 
@@ -165,7 +165,7 @@ class TestPeersWithTheKey:
         assert_same_bits(play(local, halfway=halfway), alone("fine x1"))
         assert agent.process.poll() is None
 
-    def test_nonsense_from_a_worker_ends_its_run_with_its_name(self):
+    def test_nonsense_from_a_worker_ends_the_run_and_the_error_names_the_worker(self):
         local = Local(cartpole("fine x1"))
         with contextlib.closing(local):
             local.start(KEY)
@@ -189,12 +189,12 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
         SpawnRequest.from_bytes(bytes(changed))
     except ValueError:
         return bytes(changed)
-    return b""  # still an order; workers for nobody would be started
+    return b""  # still a valid request: the agent would start a worker
 
 
 @contextlib.contextmanager
 def friend(agent: Agent):
-    """A connection of somebody who knows the token."""
+    """A connection from a client that knows the token."""
     token = agent.token.read_bytes()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.set(zmq.LINGER, 1000)
@@ -207,7 +207,7 @@ def friend(agent: Agent):
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, b"\0" * 7 + b"\2{]", b"\0" * 7 + b"\2{}", b"\0" * 7 + b"\1" + b"7"])
-def test_what_is_no_frame_is_refused(data):
+def test_bytes_that_are_not_a_frame_are_refused(data):
     here, there = socket.socketpair()
     with here, there:
         there.sendall(data)
@@ -223,68 +223,68 @@ def test_a_header_with_impossible_arrays_is_refused(arrays):
     with here, there:
         text = json.dumps({"kind": "ran", "arrays": arrays}).encode()
         there.sendall(len(text).to_bytes(8, "big") + text)
-        with pytest.raises(WireError, match="header makes no sense"):
+        with pytest.raises(WireError, match="header of a frame is not valid"):
             receive_frame(here)
         send_frame(there, {"kind": "ran"}, [np.ones(3)])
         assert receive_frame(here)[1][0].tolist() == [1, 1, 1]
 
 
 class TestManInTheMiddle:
-    """Relays what passes between a coordinator and an agent, and adds to it."""
+    """A man in the middle relays the bytes between a coordinator and an agent, and adds to them."""
 
-    def test_who_injects_is_refused(self, agent):
-        """His bytes end the connection: before the handshake the run is refused, later it is lost. They are never read."""
+    def test_injected_bytes_end_the_run(self, agent):
+        """Injected bytes end the connection, and are never used as data."""
         with Relay(agent.port) as relay:
             host = Host(address="127.0.0.1", port=relay.port)
             local = Local(cartpole("fine x1"), cluster=Cluster(hosts=(host,), token_file=agent.token))
             with contextlib.closing(local):
                 local.start(KEY)
-                relay.inject(b"\x04\x20" + b"\x07MESSAGE" + bytes(24))  # a frame as CURVE has it, with a seal of zeros
-                relay.inject(b"\x00\x05spawn")  # one that is not encrypted
+                relay.inject(b"\x04\x20" + b"\x07MESSAGE" + bytes(24))  # a frame of CURVE, with zeros as its tag
+                relay.inject(b"\x00\x05spawn")  # a frame that is not encrypted
                 with pytest.raises(WorkerError):
                     for i in itertools.count():
                         local.run(i, i + 1)
         assert_same_bits(run_there(agent), alone("fine x1"))
         assert "started" in agent.end()
 
-    def test_who_pretends_to_be_the_agent_gets_nothing(self, tmp_path):
-        """He lets everybody in, and has a key; but not the agent's."""
+    def test_an_impostor_of_the_agent_receives_nothing(self, tmp_path):
+        """The impostor admits every client and has a key pair, but not that of the agent."""
         with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
             impostor.set(zmq.CURVE_SERVER, 1)
             impostor.set(zmq.CURVE_SECRETKEY, KeyPair.new().secret)
             host = Host(address="127.0.0.1", port=impostor.bind_to_random_port("tcp://127.0.0.1"))
             cluster = Cluster(hosts=(host,), token_file=make_token(tmp_path))
-            with pytest.raises(RunError, match="is no agent with the token of this cluster"):
+            with pytest.raises(RunError, match="is not an agent with the token of this cluster"):
                 Local(cartpole("fine x1"), cluster=cluster)
             assert not impostor.poll(100)
 
 
-def test_a_message_that_is_left_out_on_the_way_is_noticed():
-    """CURVE does not notice it; a tunnel numbers its messages."""
+def test_a_dropped_message_is_noticed():
+    """CURVE does not detect it, but a tunnel numbers its messages."""
     here, there = KeyPair.new(), KeyPair.new()
-    dug, port = Tunnel.listen("127.0.0.1", there, here.public)
-    with Relay(port) as relay, contextlib.closing(dug):
+    listener, port = Tunnel.listen("127.0.0.1", there, here.public)
+    with Relay(port) as relay, contextlib.closing(listener):
         with contextlib.closing(
             Tunnel.connect("127.0.0.1", relay.port, here, there.public, time.monotonic() + 10)
-        ) as reached:
-            reached.sendall(b"first")
-            assert dug.await_peer(time.monotonic() + 10)
-            assert dug.recv_into(memoryview(bytearray(100))) == 5
+        ) as connector:
+            connector.sendall(b"first")
+            assert listener.await_peer(time.monotonic() + 10)
+            assert listener.recv_into(memoryview(bytearray(100))) == 5
             relay.drops = True
-            reached.sendall(b"x" * 1000)
+            connector.sendall(b"x" * 1000)
             time.sleep(0.3)
             relay.drops = False
-            reached.sendall(b"third")
-            dug.settimeout(10.0)
+            connector.sendall(b"third")
+            listener.settimeout(10.0)
             with pytest.raises(ConnectionResetError, match="a message was left out"):
-                dug.recv_into(memoryview(bytearray(100)))
+                listener.recv_into(memoryview(bytearray(100)))
 
 
 class Relay:
-    """All connections to a port, passed on to another one."""
+    """Accepts connections at a port of its own, and relays their bytes to the port `to`."""
 
     drops = False
-    """Leave out what is longer than a heartbeat."""
+    """Drop data that is longer than a heartbeat?"""
 
     def __init__(self, to: int):
         self.to, self.listener = to, socket.create_server(("127.0.0.1", 0))
@@ -294,7 +294,7 @@ class Relay:
         self.threads[0].start()
 
     def inject(self, data: bytes) -> None:
-        """Into every connection, both ways."""
+        """Send these bytes into every connection, in both directions."""
         for each in itertools.chain(*self.pairs):
             with contextlib.suppress(OSError):
                 each.sendall(data)
@@ -354,12 +354,12 @@ def secretive(canary: str, seen: np.ndarray):
 
 
 def pattern(canary: bytes) -> np.ndarray:
-    """Its bytes as numbers; all are finite."""
+    """The bytes of a canary as float32; all of these are finite."""
     return np.frombuffer(canary, np.float32)
 
 
 class Marked(Tiny):
-    """Its weights are a canary, and stay it."""
+    """`Tiny` with a canary as its weights, which learning does not change."""
 
     def init(self, env, key):
         carry = super().init(env, key)
@@ -367,8 +367,8 @@ class Marked(Tiny):
         return Carry(Train(weights, carry.train.iterations), carry.position)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="to record what crosses a network needs root")
-def test_nothing_readable_crosses_between_hosts(tmp_path, monkeypatch):
+@pytest.mark.skipif(os.geteuid() != 0, reason="recording a network device needs root")
+def test_no_secret_is_readable_on_the_network(tmp_path, monkeypatch):
     """A run between two hosts is recorded, and searched for canaries: token, variables, closure, observations, weights."""
     variables = launching.environment_variables
     monkeypatch.setattr(
@@ -393,9 +393,9 @@ def test_nothing_readable_crosses_between_hosts(tmp_path, monkeypatch):
             send_in_clear(there)
             key_there = KeyPair.from_token(token.read_bytes(), AGENT)
         recorded = recorder.stop()
-    assert weights.tobytes() == 2 * CANARIES["parameters"], "the canary was a weight all the time"
+    assert weights.tobytes() == 2 * CANARIES["parameters"], "the weights were the canary during the whole run"
     assert len(recorded) > 20_000
-    assert IN_CLEAR in recorded, "the recorder hears what crosses"
+    assert IN_CLEAR in recorded, "the recorder sees the bytes on the network"
     secrets = CANARIES | {
         "token": token.read_bytes(),
         "half a token": token.read_bytes()[8:24],
@@ -413,7 +413,7 @@ def send_in_clear(there: Namespace) -> None:
 
 
 class Recorder:
-    """Everything that passes through a network device, as one run of bytes for each direction of each connection."""
+    """Records the TCP data that passes through a network device, as one byte string per direction of each connection."""
 
     def __init__(self, device: str):
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -447,11 +447,11 @@ class Recorder:
                     self.streams.setdefault(ip[12:20] + tcp[:4], bytearray()).extend(tcp[4 * (tcp[12] >> 4) :])
 
 
-class TestWhatWentWrongElsewhere:
-    """is said here."""
+class TestFailuresOnOtherHosts:
+    """The coordinator reports them."""
 
-    def test_a_worker_that_cannot_start(self, tmp_path):
-        """Its traceback comes here, not to a console over there."""
+    def test_a_worker_that_cannot_start_shows_its_output(self, tmp_path):
+        """The output is part of the error at the coordinator."""
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(
             "import sys\nif 'choreo.runtime.worker' in sys.orig_argv: raise SystemExit('this installation is broken')"
@@ -464,8 +464,7 @@ class TestWhatWentWrongElsewhere:
         )
         assert "this installation is broken" in str(caught.value)
 
-    def test_one_of_two_workers_cannot_be_reached(self, agent, monkeypatch):
-        """The other one, which was reached, does not stay behind."""
+    def test_if_one_worker_cannot_be_reached_the_other_is_ended(self, agent, monkeypatch):
         reach = RemoteProcess.reach_worker
 
         def reach_one(process, name, keys, deadline):
@@ -481,11 +480,11 @@ class TestWhatWentWrongElsewhere:
             time.sleep(0.05)
         assert not left
 
-    def test_a_cluster_with_agents_and_no_token(self, agent):
-        with pytest.raises(ClusterError, match="hosts with an agent, which asks for a token, and no token_file"):
+    def test_a_cluster_with_agents_but_no_token_is_refused(self, agent):
+        with pytest.raises(ClusterError, match="hosts with an agent, which asks for a token, but no token_file"):
             Local(cartpole("fine x1"), cluster=Cluster(hosts=agent.cluster.hosts))
 
-    def test_a_worker_that_is_killed(self, agent):
+    def test_a_killed_worker_is_named(self, agent):
         said = []
         local = Local(cartpole("fine x1"), cluster=agent.cluster, on_output=lambda *line: said.append(line))
         with contextlib.closing(local):
@@ -497,7 +496,7 @@ class TestWhatWentWrongElsewhere:
                 local.run(0, 100)
 
     @pytest.mark.parametrize("who", ["env-0", "actor+buffer+learner"])
-    def test_a_worker_that_is_frozen(self, agent, who):
+    def test_a_frozen_worker_is_named(self, agent, who):
         local = Local(cartpole("fine x1"), cluster=agent.cluster)
         with contextlib.closing(local):
             local.start(KEY)
@@ -509,7 +508,7 @@ class TestWhatWentWrongElsewhere:
             caught.value
         )
 
-    def test_a_frozen_worker_of_this_machine_over_tcp(self):
+    def test_a_frozen_worker_on_this_machine_is_named(self):
         local = Local(cartpole("fine x1"), carrier="tcp")
         with contextlib.closing(local):
             local.start(KEY)
@@ -517,8 +516,8 @@ class TestWhatWentWrongElsewhere:
             with pytest.raises(WorkerError, match="Nothing heard from `env-0` .* for 5 s; `actor.* waited for it"):
                 local.run(0, 100)
 
-    def test_a_coordinator_that_is_killed_takes_its_workers_with_it(self, agent, mark, tmp_path):
-        """Also one that is stopped, and cannot hear of it."""
+    def test_workers_end_when_their_coordinator_is_killed(self, agent, mark, tmp_path):
+        """A worker that is stopped (SIGSTOP), and cannot notice it, ends as well."""
         file = tmp_path / "cluster.toml"
         file.write_text(f'token_file = "token"\n[[hosts]]\naddress = "127.0.0.1"\nport = {agent.port}\ncpus = 2\n')
         coordinator = subprocess.Popen(
@@ -547,7 +546,7 @@ class TestWhatWentWrongElsewhere:
         assert [line for line in marked(mark) if "choreo.runtime.worker" in line] == []
 
 
-def test_an_agent_that_is_killed_takes_its_workers_with_it(agent):
+def test_workers_end_when_their_agent_is_killed(agent):
     with contextlib.closing(Local(cartpole("fine x1"), cluster=agent.cluster)) as local:
         local.start(KEY)
         workers = psutil.Process(agent.process.pid).children()
@@ -562,7 +561,7 @@ def test_an_agent_that_is_killed_takes_its_workers_with_it(agent):
     assert not alive
 
 
-def test_an_agent_that_is_stopped_says_so_here_and_logs_the_end_of_its_workers(agent):
+def test_a_stopped_agent_tells_the_coordinator_and_logs_the_end_of_its_workers(agent):
     with contextlib.closing(Local(cartpole("fine x1"), cluster=agent.cluster)) as local:
         local.start(KEY)
         agent.process.send_signal(signal.SIGINT)
@@ -573,8 +572,8 @@ def test_an_agent_that_is_stopped_says_so_here_and_logs_the_end_of_its_workers(a
 
 
 @pytest.mark.parametrize("layout", ["fine x1", "coarse x2"])
-def test_a_run_that_succeeds_ends_without_a_word(agent, layout):
-    """On stderr, and in the agent's log, where each worker ends with exit code 0."""
+def test_a_successful_run_prints_nothing(agent, layout):
+    """In the log of the agent, each worker ends with exit code 0."""
     said = []
     run = play(Local(cartpole(layout), cluster=agent.cluster, on_output=lambda *line: said.append(line)))
     assert_same_bits(run, alone(layout))
@@ -597,8 +596,8 @@ def test_an_agent_listens_on_loopback_unless_told_otherwise(tmp_path):
 
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
-def test_a_worker_imports_nothing_installed_from_the_current_folder(tmp_path, monkeypatch, carrier):
-    """A file that happens to lie there, in an unpacked run folder say, does not stand in for what is installed."""
+def test_files_in_the_current_folder_do_not_replace_installed_packages(tmp_path, monkeypatch, carrier):
+    """The current folder may be an unpacked run folder from somebody else, for example."""
     for module in ("numpy", "json", "zmq", "cloudpickle", "choreo"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
@@ -606,7 +605,7 @@ def test_a_worker_imports_nothing_installed_from_the_current_folder(tmp_path, mo
 
 
 def test_the_coordinator_unpickles_nothing(monkeypatch):
-    """Workers do: what they are to run. Nothing that they answer is opened so, not even an error."""
+    """Workers unpickle their programs. Their replies are not pickled, not even errors."""
 
     def refuse(*_):
         raise AssertionError("the coordinator unpickles")

@@ -1,4 +1,4 @@
-"""Collectives are neither encrypted nor authenticated: no other machine can reach them, or the user trusts the network."""
+"""Collectives are neither encrypted nor authenticated: other machines must not reach them, unless the user trusts the network."""
 
 import functools
 import ipaddress
@@ -47,23 +47,23 @@ def listening(pid: int) -> set[str]:
 
 
 def address_of(row: str) -> str:
-    """Of "0100007F:1F90", say: words of four bytes in the order of this machine, and a port."""
+    """The address in a text such as "0100007F:1F90": words of four bytes in this machine's byte order, and a port."""
     words = row.partition(":")[0]
     packed = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
     address = ipaddress.ip_address(packed)
-    return str(getattr(address, "ipv4_mapped", None) or address)  # gRPC binds sockets of IPv6 to addresses of IPv4
+    return str(getattr(address, "ipv4_mapped", None) or address)  # gRPC binds IPv6 sockets to IPv4 addresses
 
 
 class TestListening:
-    """What JAX's coordination service and Gloo listen at, while learners combine gradients."""
+    """The addresses at which JAX's coordination service and Gloo listen while learners combine gradients."""
 
     @pytest.mark.parametrize(
         ("address", "expected"),
         [
             pytest.param(None, "127.0.0.1", id="a local run"),
-            # No name of this machine stands for it: whoever listens here was told to.
+            # No default leads to this address, so a process that listens here got it from the cluster.
             pytest.param("127.0.0.2", "127.0.0.2", id="another loopback address"),
-            # A documentation address, which this machine does not have: nobody can listen there.
+            # An address for documentation, which this machine does not have, so no process can listen there.
             pytest.param("192.0.2.77", "127.0.0.1", id="one host of a cluster"),
         ],
     )
@@ -79,7 +79,7 @@ class TestListening:
         assert found == [{expected}, {expected}]
 
     def test_workers_on_two_hosts(self, two_hosts):
-        """Each at the address of its own host. Where there are no network namespaces, both hosts are this machine."""
+        """Each worker listens at the address of its own host. Without network namespaces, both hosts are this machine."""
         runtime = Local(planned(choreo.multi_learner(2)), cluster=two_hosts, trust_network=True)
         try:
             runtime.start(jax.random.key(0))
@@ -93,7 +93,7 @@ class TestListening:
 
 class TestRefused:
     def test_learners_on_two_hosts(self, monkeypatch):
-        """Before a process is started, or a host asked for one."""
+        """They are refused before any process is started, here or by an agent."""
         monkeypatch.setattr("choreo.runtime.local.launch", stop)
         cluster = Cluster(hosts=(HERE, Host(address="10.0.0.2", port=7000)))
         with pytest.raises(RunError) as refused:
@@ -102,14 +102,14 @@ class TestRefused:
         with pytest.raises(RunError, match="Launched"):
             Local(planned(choreo.multi_learner(2)), cluster=cluster, trust_network=True)
 
-    def test_of_several_learners_only_the_last_is_elsewhere(self):
+    def test_learners_of_which_only_the_last_is_on_another_host(self):
         the_plan = planned(choreo.multi_learner(4))
         cluster = Cluster(hosts=(Host(address="10.0.0.1", cpus=3), Host(address="10.0.0.2", port=7000)))
         with pytest.raises(RunError, match=r"`.*-0` on 10\.0\.0\.1 and `.*-3` on 10\.0\.0\.2 combine gradients"):
             check_collectives(the_plan, hosts_of(the_plan, cluster), trust_network=False)
 
-    def test_not_workers_that_only_exchange_messages(self):
-        """Those are encrypted."""
+    def test_workers_that_only_exchange_messages_are_accepted(self):
+        """Channels between hosts are encrypted."""
         the_plan = planned(choreo.coarse(2))
         cluster = Cluster(hosts=(HERE, Host(address="10.0.0.2", port=7000)))
         hosts = hosts_of(the_plan, cluster)
@@ -153,8 +153,8 @@ AGENT = Host(address="10.0.0.2", port=7000)
         pytest.param([Host(address="node-1", port=7000), Host(address="node-2", port=7000)], None, id="two names"),
     ],
 )
-def test_where_a_worker_listens(hosts, addresses):
-    """At a loopback address if all are on one machine, whatever they are called; else at its own."""
+def test_the_address_of_a_collective_is_loopback_on_one_machine(hosts, addresses):
+    """If the hosts are different machines, each worker listens at the address of its own host."""
     the_plan = planned(choreo.multi_learner(2))
     workers = dict(zip(hosts_of(the_plan, Cluster.local()), hosts, strict=True))
     if addresses is None:
@@ -172,9 +172,9 @@ def test_where_a_worker_listens(hosts, addresses):
     [("127.0.0.1", None, "=lo"), ("127.0.0.1", "eth1", "eth1"), ("10.0.0.1", None, None)],
     ids=["one machine", "the user chose another", "several machines"],
 )
-def test_nccl_uses_the_loopback_interface(address, given, interface, monkeypatch):
-    """Only where nobody else can be meant; there is no accelerator here to try it."""
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")  # so that it is put back
+def test_nccl_uses_the_loopback_interface_on_one_machine(address, given, interface, monkeypatch):
+    """Checks only the environment variable: NCCL itself needs an accelerator."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")  # so that monkeypatch restores it
     if given is None:
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     for part in ("jax.distributed.initialize", "jax.config.update", "choreo._compat.use_gloo_at"):

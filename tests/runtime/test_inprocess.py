@@ -1,4 +1,4 @@
-"""The serial runtime: what it is told to run it runs, boundary by boundary, and what it gives away is the caller's."""
+"""The serial runtime: results do not depend on calls or restarts, and the carries that it returns or takes are copies."""
 
 import pickle
 from collections.abc import Callable
@@ -29,18 +29,8 @@ def plans():
     return {layout: plan(WALK, Pond(), layout) for layout in LAYOUTS.values()}
 
 
-_compiled: dict[int, tuple[Plan, dict]] = {}
-
-
-def fresh(planned: Plan) -> InProcess:
-    """A runtime without memory, except that what was compiled for this very plan before is not compiled again."""
-    runtime = InProcess(planned)
-    runtime.compiled = _compiled.setdefault(id(planned), (planned, {}))[1]
-    return runtime
-
-
 def started(planned: Plan) -> InProcess:
-    runtime = fresh(planned)
+    runtime = InProcess(planned)
     runtime.start(KEY)
     return runtime
 
@@ -54,21 +44,21 @@ def joined(*chunks):
 
 
 @every_layout
-def test_stopped_and_restored_it_goes_on_bit_for_bit(plans, layout):
+def test_a_restored_run_continues_bit_for_bit(plans, layout):
     whole, before = started(plans[layout]), started(plans[layout])
     metrics = whole.run(0, 5)
     first = before.run(0, 2)
     carry = jax.tree.map(np.asarray, before.carry())  # as from a file
-    after = fresh(plans[layout])
+    after = InProcess(plans[layout])
     after.restore(jax.tree.map(jnp.asarray, carry), KEY)
     assert_same_bits(leaves(after.carry()), leaves(carry))
     assert_same_bits(joined(first, after.run(2, 5)), metrics)
     assert_same_bits(leaves(after.carry()), leaves(whole.carry()))
 
 
-def test_restored_into_another_layout_it_goes_on(plans):
-    """Between boundaries the whole carry is layout-free: from two workers to one program."""
-    two, one = started(plans[LAYOUTS["coarse x2"]]), fresh(plans[LAYOUTS["fused"]])
+def test_a_carry_can_be_restored_into_another_layout(plans):
+    """The whole carry does not depend on the layout: from two workers to one program."""
+    two, one = started(plans[LAYOUTS["coarse x2"]]), InProcess(plans[LAYOUTS["fused"]])
     two.run(0, 2)
     one.restore(two.carry(), KEY)
     for name, value in leaves(two.carry()).items():
@@ -77,7 +67,7 @@ def test_restored_into_another_layout_it_goes_on(plans):
 
 
 @every_layout
-def test_how_a_run_is_divided_into_calls_changes_nothing(plans, layout):
+def test_dividing_a_run_into_calls_does_not_change_its_results(plans, layout):
     at_once, divided = started(plans[layout]), started(plans[layout])
     metrics = at_once.run(0, 7)
     assert_same_bits(joined(divided.run(0, 3), divided.run(3, 7)), metrics)
@@ -95,7 +85,7 @@ def test_a_shorter_chunk_after_a_longer_one_is_not_compiled_again(plans):
 
 
 @every_layout
-def test_the_key_of_an_iteration_is_its_number_not_its_turn(plans, layout):
+def test_the_key_of_an_iteration_depends_on_its_number_only(plans, layout):
     runtime, other = started(plans[layout]), started(plans[layout])
     carry = runtime.carry()
     assert not np.array_equal(runtime.run(5, 6)["loss"], other.run(0, 1)["loss"])
@@ -129,7 +119,7 @@ def test_metrics_have_one_entry_per_iteration(layout):
 
 
 @every_layout
-def test_no_iterations_change_nothing(plans, layout):
+def test_running_no_iterations_changes_nothing(plans, layout):
     runtime = started(plans[layout])
     before = leaves(runtime.carry())
     assert not runtime.run(0, 0).keys() - {"loss"}
@@ -148,11 +138,11 @@ def test_a_carry_is_a_copy(plans, layout):
 
 
 @every_layout
-def test_what_is_restored_stays_the_callers(plans, layout):
+def test_a_restored_carry_is_copied_not_donated(plans, layout):
     source = started(plans[layout])
     carry = source.carry()
     then = leaves(jax.tree.map(jnp.copy, carry))
-    runtime = fresh(plans[layout])
+    runtime = InProcess(plans[layout])
     runtime.restore(carry, KEY)
     runtime.run(0, 2)
     assert_same_bits(leaves(carry), then)
@@ -167,7 +157,7 @@ class Network(eqx.Module):
 
 
 @every_layout
-def test_static_leaves_of_the_carry_come_back(layout):
+def test_the_carry_keeps_its_static_leaves(layout):
     def start(env, key):
         return still(env, key) | {"net": Network(jnp.eye(3), jnp.tanh)}
 
@@ -182,7 +172,7 @@ def test_static_leaves_of_the_carry_come_back(layout):
     assert net.activation is jnp.tanh and net(jnp.ones(3)).shape == (3,)
 
 
-def test_it_is_a_runtime_and_closes(plans):
+def test_it_implements_runtime_and_closes(plans):
     runtime = InProcess(plans[LAYOUTS["fused"]])
     assert isinstance(runtime, Runtime)
     runtime.start(KEY)
@@ -190,7 +180,7 @@ def test_it_is_a_runtime_and_closes(plans):
     assert not runtime.execution.leaves
 
 
-def test_a_device_that_is_not_there():
+def test_a_missing_platform_is_refused():
     layout = Layout(Group("env", "actor"), Group("learner", device="quantum"))
     with pytest.raises(LayoutError) as refusal:
         InProcess(plan(WALK, Pond(), layout))
@@ -224,7 +214,7 @@ PRINTING = Functions(still, printing)
 
 
 @pytest.mark.parametrize("layout", [fused(), coarse(1), fine(1)], ids=["fused", "coarse x1", "fine x1"])
-def test_debug_print_prints(layout, capfd):
+def test_debug_print_works(layout, capfd):
     runtime = started(plan(PRINTING, Pond(), layout))
     losses = runtime.run(0, 2)["loss"]
     jax.effects_barrier()
@@ -235,8 +225,7 @@ def test_debug_print_prints(layout, capfd):
     assert out.count("pushing") == 2 * 6
 
 
-def test_debug_print_under_replication(capfd):
-    """Either refused in our words, or printed once for every environment."""
+def test_debug_print_with_replicas_is_refused_or_prints_once_per_environment(capfd):
     try:
         planned = plan(PRINTING, Pond(), coarse(2))
     except ChoreoError as refusal:
@@ -249,16 +238,16 @@ def test_debug_print_under_replication(capfd):
 
 
 @pytest.mark.parametrize("layout", [fused(), coarse(1)], ids=["fused", "coarse x1"])
-def test_a_plan_that_prints_cannot_be_sent_and_says_so(layout):
-    """A callback lives in this process: it cannot travel as StableHLO."""
+def test_a_plan_with_debug_print_cannot_be_pickled_and_the_error_says_so(layout):
+    """A callback is a Python function of this process, which StableHLO cannot hold."""
     planned = plan(PRINTING, Pond(), layout)
     with pytest.raises(ChoreoError) as refusal:
         pickle.dumps(planned)
     assert "jax.debug.print" in str(refusal.value)
 
 
-def test_a_segment_is_compiled_for_the_types_of_the_plan_only():
-    """JAX compiles for what it is given: a leaf of another shape would be computed with in silence."""
+def test_a_leaf_with_a_shape_other_than_in_the_plan_is_refused():
+    """JAX compiles for the shapes that it is given, and would compute with a leaf of another shape without an error."""
     running = InProcess(plan(WALK, Pond(), fused()))
     running.start(jax.random.key(0))
     (row,) = running.execution.leaves.values()

@@ -1,4 +1,4 @@
-"""What a runtime is: it executes a plan. All runtimes give the same bits for the same plan."""
+"""`Runtime`: executes a plan. All runtimes give the same bits for the same plan."""
 
 from typing import Protocol, runtime_checkable
 
@@ -10,7 +10,7 @@ from choreo.types import Key, PyTree
 
 @runtime_checkable
 class Runtime(Protocol):
-    """Executes a plan. Between calls everything stands at a boundary: a consistent cut."""
+    """Executes a plan. Between calls all sites are at a boundary: a consistent cut."""
 
     @property
     def compile_seconds(self) -> float:
@@ -19,12 +19,12 @@ class Runtime(Protocol):
 
     @property
     def log(self) -> list[VersionRead]:
-        """What was read, where that may be out of date, since somebody cleared it."""
+        """In a relaxed layout, the versions that were read since the caller last cleared this list; otherwise empty."""
         ...
 
     @property
     def differences(self) -> dict[str, dict[str, str]]:
-        """What hosts had that this machine has not, by host."""
+        """For each host whose versions or CPU differ from this machine: its version of each."""
         ...
 
     def start(self, key: Key) -> None:
@@ -40,7 +40,7 @@ class Runtime(Protocol):
         ...
 
     def restore(self, carry: PyTree, key: Key) -> None:
-        """Take a carry in place of running `init`."""
+        """Continue from this carry, instead of running `init`."""
         ...
 
     def close(self) -> None:

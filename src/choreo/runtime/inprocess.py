@@ -1,4 +1,4 @@
-"""The serial twin: executes a plan in this process, one step after the other, without threads.
+"""The serial runtime: executes a plan in this process, one step after the other, without threads.
 
 This is the specification of what a plan means; every other runtime must give the same bits. Breakpoints and
 `jax.debug.print` in the user's code work, since segments are traced and run here.
@@ -28,7 +28,7 @@ class InProcess:
     """Executes a plan serially."""
 
     def __init__(self, plan: Plan, *, profile: bool = False, replay: list[VersionRead] | None = None):
-        """`replay`: the log of another run of this plan, if what it read may have been out of date."""
+        """`replay`: the log of another run of this plan, in a relaxed layout; this run then reads the same versions."""
         self.plan, self.recorder = plan, Recorder() if profile else None
         self.replayed, self.log = replay, []
         timed = self.recorder and self.recorder.timed
@@ -57,12 +57,12 @@ class InProcess:
             self.execution.replay(self.replayed)
 
     def run(self, first: int, stop: int) -> dict[str, np.ndarray]:
-        pieces = self.execution.run(first, stop)
+        metrics = self.execution.run(first, stop)
         self.log += self.execution.log
-        return join_metrics(self.plan, pieces, self.execution.log, range(first, stop))
+        return join_metrics(self.plan, metrics, self.execution.log, range(first, stop))
 
     def carry(self) -> PyTree:
-        # Copies: what runs next may take over the memory of the carry.
+        # Copies, because the next iteration may donate the memory of the carry.
         return self.plan.combine([jnp.copy(leaf) for leaf in join_carry(self.plan, self.execution.leaves)])
 
     def restore(self, carry: PyTree, key: Key) -> None:

@@ -61,15 +61,15 @@ class Local:
         """`carrier`: "shm" or "tcp", for channels between workers on this machine. `on_output` gets each line that a
         worker prints, `on_states` the states of all workers when one changes. `allow_versions`: accept hosts with other
         versions; `same_bits`: refuse hosts that may round differently; `trust_network`: let workers on different
-        machines combine values by collectives, although nothing protects these."""
+        machines combine values by collectives, which are neither encrypted nor authenticated."""
         cluster_of_run = cluster or Cluster.local()
         self.plan, self.deployment = plan, Deployment.of(plan, cluster_of_run, over_tcp=carrier == "tcp")
         check_collectives(plan, self.deployment.hosts, trust_network=trust_network)
         token = cluster_of_run.token()
-        # Before anything is started: this refuses what cannot be pickled.
+        # Before any worker is started: this refuses environments that cannot be pickled.
         programs = {worker: pickled_programs(self.deployment, worker) for worker in self.deployment.workers}
         self.log: list[VersionRead] = []
-        """Which version each worker read, where it may be out of date."""
+        """In a relaxed layout, the version that each worker read for each update."""
         self.pool = WorkerPool(on_output or _print_line, on_states)
         self.conversation = Conversation(self.pool, self.deployment)
         try:
@@ -117,12 +117,12 @@ class Local:
                     for i, leaf in enumerate(leaves) if leaf is not None]  # fmt: skip
             header = {"kind": "restore", "num_carry": self.plan.num_carry, "names": [where for where, _ in held]}
             self.conversation.tell(worker, header, [run_key, *(leaf for _, leaf in held)])
-        self.conversation.await_replies("done", doing="taking the carry")
+        self.conversation.await_replies("done", doing="restoring the carry")
 
     def profile(self) -> Profile:
         """What each worker has spent its time on so far."""
         self.conversation.tell_all({"kind": "profile"})
-        replies = self.conversation.await_replies("profile", doing="telling what they did")
+        replies = self.conversation.await_replies("profile", doing="sending their profiles")
         return Profile({worker: header["recorded"] for worker, (header, _) in replies.items()})
 
     def close(self) -> None:

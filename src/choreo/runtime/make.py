@@ -11,7 +11,7 @@ def make_runtime(name: str | None, plan: Any, **options: Any) -> Any:
     return RUNTIMES[name or ("local" if plan.num_processes > 1 else "inprocess")](plan, **options)
 
 
-# Imported when they are called: a run configuration needs the names alone, and a run needs one of the two.
+# The runtimes are imported only when they are made: a run configuration needs just their names, and a run just one of them.
 
 
 def _inprocess(plan: Any, **options: Any) -> Any:
@@ -23,7 +23,7 @@ def _inprocess(plan: Any, **options: Any) -> Any:
 def _local(plan: Any, **options: Any) -> Any:
     from choreo.runtime.local import Local
 
-    options.pop("replay", None)  # only the serial runtime can replay a log
+    options.pop("replay", None)  # only `InProcess` can replay a log
     return Local(plan, **options)
 
 

@@ -1,9 +1,10 @@
-"""One worker: a process that runs the sites it is told to, until its coordinator says stop or is gone.
+"""A worker: a process that runs sites for a coordinator, until the coordinator sends `stop` or is gone.
 
-Started as `python -m choreo.runtime.worker FD`, where FD is a socket to the coordinator, or by the agent of another host as
-`python -m choreo.runtime.worker --remote HOST KEY FD`: then it listens at HOST for the coordinator with that public key, writes its
-own port and public key to FD, a socket to the agent, and ends when that is closed. It never traces and never imports the
-user's main: what it runs arrives as compiled programs, and host environments by value.
+The coordinator starts it as `python -m choreo.runtime.worker FD`, where FD is a socket to the coordinator. On another host, the
+agent starts it as `python -m choreo.runtime.worker --remote HOST KEY FD`. Then the worker listens at HOST for the coordinator
+with the public key KEY, writes its own port and public key to FD, a socket to the agent, and ends when FD is closed.
+
+A worker never traces, and never imports the user's main module: it gets exported programs and pickled environments.
 
     command    with                                                              reply
     versions   names of packages                                                 versions: of packages, CPU, XLA_FLAGS
@@ -11,15 +12,16 @@ user's main: what it runs arrives as compiled programs, and host environments by
     start      the keys of `init` and of the iterations                          done
     run        first and stop                                                    ran: metrics, log of versions read
     carry                                                                        carry: the leaves that its sites hold
-    restore    the leaves that its sites shall hold, the key of the iterations   done
-    profile                                                                      profile: what it spent its time on
-    stop                                                                         closes the environments, and ends
+    restore    the leaves for its sites, the key of the iterations               done
+    profile                                                                      profile: the times of its steps
+    stop                                                                         none: closes its environments, and ends
 
-With channels over TCP, or with collectives, `set_up` has more steps, so that nobody connects to a closed door:
+With channels over TCP, or with collectives, `set_up` has more steps, so that no worker connects before its peer admits it:
 
-    set_up ─▶   ◀─ listening: address, key   contacts: those of all workers ─▶   ◀─ admitted   connect ─▶   ◀─ ready
+    set_up ─▶   ◀─ listening: address, key   contacts: of all workers ─▶   ◀─ admitted   connect ─▶   ◀─ ready
 
-A second thread listens: it hears at once when the coordinator is gone, and notices when an environment hangs.
+The main thread executes commands. A second thread receives them, and ends the process at once when the coordinator is gone. A
+third thread watches for an environment that hangs.
 """
 
 import faulthandler
@@ -41,16 +43,16 @@ from choreo.runtime.channels.links import Links
 from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, receive_frame, send_frame
 
 POLL_S = 0.5
-"""How often the listening thread looks for an environment that hangs."""
-COME_S = 60.0
+"""How often the watching thread looks for an environment that hangs."""
+CONNECT_S = 60.0
 """How long a worker on another host waits for its coordinator."""
-TELL_S = 0.5
-"""How often a worker says, at most, at which iteration it is."""
+PROGRESS_S = 0.5
+"""A worker reports its iteration at most once in this time."""
 
 
 def main() -> int:
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to hear
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles Ctrl-C
     if sys.argv[1] == "--remote":
         control, relay, keys = _await_coordinator(sys.argv[2], sys.argv[3].encode(), int(sys.argv[4]))
     else:
@@ -59,14 +61,14 @@ def main() -> int:
     worker, code = Worker(control, keys), 0
     try:
         worker.serve()
-    except BaseException as error:  # noqa: BLE001  whatever it is, the coordinator must hear of it
+    except BaseException as error:  # noqa: BLE001  the coordinator must learn of every error
         worker.report(error)
         code = 1
     worker.ending = True
     if relay is not None:
-        control.shutdown(socket.SHUT_WR)  # all is said; what was said must still leave this process
+        control.shutdown(socket.SHUT_WR)  # then the relay sends the last bytes to the coordinator, and ends
         relay.join()
-    if worker.in_collective:  # JAX would wait for them at exit, and abort if one is gone
+    if worker.in_collective:  # at a normal exit, JAX would wait for the other workers, and abort if one is gone
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -74,7 +76,7 @@ def main() -> int:
 
 
 def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socket.socket, threading.Thread, Any]:
-    """The control socket of a worker on another host, the thread behind it, and the pair of keys that it has made."""
+    """The control socket of a worker on another host, the thread that relays its bytes, and the new key pair of the worker."""
     from choreo.runtime.channels.keys import KeyPair
     from choreo.runtime.coordinator.tunnel import Tunnel, start_relay
 
@@ -82,16 +84,16 @@ def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socke
     tunnel, port = Tunnel.listen(host, keys, coordinator)
     os.write(agent, json.dumps({"port": port, "key": keys.public.decode()}).encode())
     os.set_inheritable(agent, False)
-    if not tunnel.await_peer(time.monotonic() + COME_S):
-        sys.exit(f"No coordinator came within {COME_S:g} s.")
+    if not tunnel.await_peer(time.monotonic() + CONNECT_S):
+        sys.exit(f"No coordinator connected within {CONNECT_S:g} s.")
     return *start_relay(tunnel, agent), keys
 
 
 class Worker:
-    """The main thread's side."""
+    """Executes the commands of the coordinator, in the main thread."""
 
     def __init__(self, control: socket.socket, keys: Any = None):
-        """`keys` is the pair of a worker on another host."""
+        """`keys` is the key pair of a worker on another host; None on the coordinator's machine."""
         self.control, self.keys, self.name = control, keys, "worker"
         self.commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self.sending = threading.Lock()
@@ -101,7 +103,7 @@ class Worker:
         self.env_timeout_s = 0.0
         self.in_collective = False
         self.ending = False
-        self.told = 0.0
+        self.progress_sent_at = 0.0
         threading.Thread(target=self._listen, name="choreo-control", daemon=True).start()
 
     def serve(self) -> None:
@@ -116,7 +118,7 @@ class Worker:
         try:
             if self.execution is not None:
                 self.execution.close()
-        except Exception:  # noqa: BLE001  the run is over: what an environment says now is for people
+        except Exception:  # noqa: BLE001  the run is over, so an error of an environment is only printed
             traceback.print_exc()
         if self.links is not None:
             self.links.close()
@@ -124,8 +126,8 @@ class Worker:
     def _versions(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         from choreo.runtime.coordinator.versions import this_machine
 
-        # Modules that the coordinator finds beside the user's script are needed here, too. After all others, those in the
-        # current folder: what is installed comes first, so that no file that happens to lie there stands in for it.
+        # Modules beside the user's script must be found here, too. These folders and the current folder come last, so that
+        # a file in them does not replace an installed package of the same name.
         sys.path.extend(folder for folder in [*header["path"], os.getcwd()] if folder not in sys.path)
         self._send({"kind": "versions", "versions": this_machine(header["packages"]).to_json()})
 
@@ -167,13 +169,13 @@ class Worker:
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
 
     def _next(self, kind: str) -> dict[str, Any]:
-        """The next command, which must be this one."""
+        """The header of the next command, which must be of this kind."""
         header, _ = self.commands.get()
         assert header["kind"] == kind, header
         return header
 
     def _start(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        self._expect_a_sign_of_life()
+        self._restart_deadline()
         self.execution.start(*arrays)
         self._done()
 
@@ -184,9 +186,9 @@ class Worker:
         self._send({"kind": "ran", "names": names, "log": self.execution.log, **self._state()}, values)
 
     def _begins(self, iteration: int) -> None:
-        """Tell the coordinator how far this worker is, now and then."""
-        if time.monotonic() - self.told > TELL_S:
-            self.told = time.monotonic()
+        """Report the progress of this worker to the coordinator, at most once in PROGRESS_S."""
+        if time.monotonic() - self.progress_sent_at > PROGRESS_S:
+            self.progress_sent_at = time.monotonic()
             self._send({"kind": PROGRESS, "iteration": iteration})
 
     def _carry(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
@@ -200,7 +202,7 @@ class Worker:
         leaves: dict[Any, list[Any]] = {site: [None] * num_carry for site in self.execution.topology.sites}
         for (group, r, i), array in zip(header["names"], arrays[1:], strict=True):
             leaves[group, r][i] = backend.from_host(array, program.ins[i].aval, (group, r))
-        self._expect_a_sign_of_life()
+        self._restart_deadline()
         self.execution.restore(leaves, arrays[0])
         self._done()
 
@@ -214,7 +216,7 @@ class Worker:
         return {"compile_seconds": getattr(self.execution.backend, "compile_seconds", 0.0)}
 
     def report(self, error: BaseException) -> None:
-        """Tell the coordinator why this worker ends."""
+        """Send the coordinator the error that ends this worker."""
         error = self._blame(error)
         text = "".join(traceback.format_exception(error))
         known = isinstance(error, ChoreoError)
@@ -229,7 +231,7 @@ class Worker:
         })  # fmt: skip
 
     def _blame(self, error: BaseException) -> BaseException:
-        """The error with the number of the environment it came out of, if it does not tell: `sys.exit` does not."""
+        """An error that names the environment that raised `error`, if `error` itself does not (`sys.exit` does not)."""
         index = None if self.execution is None or isinstance(error, ChoreoError) else self.execution.current_env()
         if index is None:
             return error
@@ -242,7 +244,7 @@ class Worker:
             try:
                 send_frame(self.control, header, arrays)
             except OSError:
-                _end_now()  # nobody is there to hear
+                _end_now()  # the coordinator is gone
 
     def _listen(self) -> None:
         try:
@@ -255,26 +257,27 @@ class Worker:
                 _end_now()
 
     def _watch(self) -> None:
-        """Report an environment that hangs: the main thread cannot.
+        """Report an environment that hangs, and end the process.
 
-        Looks are counted, not seconds: a worker that was stopped for a while does not hang. An environment that hangs and
-        holds the interpreter stops this thread too; then a timer that needs no interpreter ends the process.
+        Counts its own polls, not seconds: while a worker is stopped (SIGSTOP), an environment does not hang. An environment that
+        hangs and holds the interpreter lock stops this thread too; then the timer of `faulthandler`, which does not need the
+        lock, ends the process.
         """
-        busy_with, looks = 0, 0
+        last_calls, polls = 0, 0
         while True:
             time.sleep(POLL_S)
             calls = 0 if self.execution is None else self.execution.host_calls()
             if not calls:
                 continue
-            looks = looks + 1 if calls == busy_with and calls % 2 else 0  # else another call, or none
-            busy_with = calls
-            if self.env_timeout_s and looks * POLL_S > self.env_timeout_s:
+            polls = polls + 1 if calls == last_calls and calls % 2 else 0  # odd and unchanged: still in the same call
+            last_calls = calls
+            if self.env_timeout_s and polls * POLL_S > self.env_timeout_s:
                 self.report(self._hanging())
                 _end_now()
-            self._expect_a_sign_of_life()
+            self._restart_deadline()
 
-    def _expect_a_sign_of_life(self) -> None:
-        """End this process if the watching thread does not come back here in time."""
+    def _restart_deadline(self) -> None:
+        """Start the timer of `faulthandler` anew: it ends this process unless this is called again in time."""
         if self.env_timeout_s and self.execution.runs_python:
             faulthandler.dump_traceback_later(self.env_timeout_s + 4 * POLL_S, exit=True)
 
@@ -285,25 +288,25 @@ class Worker:
         which = "An environment" if index is None else f"Environment {index}"
         return EnvError(
             f"{which} hangs: it has not returned for {self.env_timeout_s:g} s.\n{''.join(lines).rstrip()}",
-            fix="Mend the environment, or allow it more time: --env-timeout SECONDS.",
+            fix="Correct the environment, or allow it more time: --env-timeout SECONDS.",
         )
 
 
 def _load(programs: bytes) -> Any:
-    """What to run."""
+    """The `Programs` from the command `set_up`."""
     import cloudpickle
 
     try:
         return cloudpickle.loads(programs)
     except (ImportError, AttributeError) as error:
         raise RunError(
-            f"What this worker is to run needs something it cannot import: {error}",
-            fix="Install the module, put it beside your script, or define in the script itself what it is needed for.",
+            f"The programs of this worker need something that it cannot import: {error}",
+            fix="Install the module, put it beside your script, or define the missing name in the script itself.",
         ) from error
 
 
 def _free_address(host: str) -> str:
-    """Where the workers of a group can meet."""
+    """An address of this host with a free port: there JAX's coordination service of a group will listen."""
     with socket.socket() as free:
         free.bind((host, 0))
         return f"{host}:{free.getsockname()[1]}"
@@ -312,14 +315,16 @@ def _free_address(host: str) -> str:
 def _join_collective(collective: dict[str, Any], rendezvous: str) -> None:
     """Let JAX know the devices of all workers of this group, so that they can combine values in compiled programs.
 
-    Nothing of this is encrypted or authenticated: every port is opened at this worker's address in the group only.
+    These connections are not encrypted or authenticated, so their ports are opened only at this worker's address in the group.
     """
     import jax
 
     from choreo._compat import use_gloo_at
     from choreo.runtime.coordinator.cluster import is_loopback
 
-    jax.config.update("jax_enable_recoverability", True)  # else a survivor aborts when a peer dies; we want to hear why
+    jax.config.update(
+        "jax_enable_recoverability", True
+    )  # otherwise a worker aborts when a peer dies, and cannot report the error
     jax.distributed.initialize(
         rendezvous,
         num_processes=collective["size"],
@@ -328,7 +333,7 @@ def _join_collective(collective: dict[str, Any], rendezvous: str) -> None:
     )
     use_gloo_at(collective["address"])
     if is_loopback(collective["address"]):
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # NCCL's default is any interface but this one
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # by default NCCL uses every interface except loopback
 
 
 def _jax_backend(header: dict[str, Any], timed: Any) -> Any:
@@ -336,8 +341,8 @@ def _jax_backend(header: dict[str, Any], timed: Any) -> Any:
 
     jax.config.update("jax_enable_x64", header["x64"])
     jax.config.update("jax_default_prng_impl", header["prng"])
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # who acts waits for the action anyway
-    if header["num_devices"]:  # without accelerators, as many as the layout wants; with some, this changes nothing
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # an actor waits for the action anyway
+    if header["num_devices"]:  # the number of CPU devices; on accelerators, this has no effect
         jax.config.update("jax_num_cpu_devices", max(header["num_devices"].values()))
     from choreo.runtime.compilation_cache import use_compilation_cache
     from choreo.runtime.engine.jax_backend import JaxBackend
@@ -347,7 +352,7 @@ def _jax_backend(header: dict[str, Any], timed: Any) -> Any:
 
 
 def _end_now() -> None:
-    """End, with all processes that environments have started: this worker leads a process group of its own."""
+    """Kill this process and all processes that its environments have started: they share a process group."""
     os.killpg(0, signal.SIGKILL)
 
 

@@ -13,7 +13,7 @@ from choreo.runtime.channels.keys import KeyPair
 
 def main(*, carrier, ends, does, count=3, size=1, spin_us=0.0):
     opened = [open_end(carrier, **end, spin_us=spin_us) for end in ends]
-    DEEDS[does](*opened, [np.zeros(size, np.int64)], count)
+    ACTIONS[does](*opened, [np.zeros(size, np.int64)], count)
 
 
 def open_end(carrier, *, end, where, spin_us):
@@ -55,7 +55,7 @@ def send_and_fail(sender, message, count):
 
 
 def fork_send_and_hang(sender, message, count):
-    """An environment that starts a process of its own; it outlives us a little."""
+    """Like an environment that starts a process, which lives a little longer than its parent."""
     if os.fork() == 0:
         time.sleep(5)
         os._exit(0)
@@ -69,7 +69,7 @@ def echo(receiver, sender, message, count):
             sender.send(message)
 
 
-DEEDS = {
+ACTIONS = {
     f.__name__: f for f in (send_and_hang, receive_and_hang, send_and_exit, send_and_fail, fork_send_and_hang, echo)
 }
 

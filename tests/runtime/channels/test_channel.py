@@ -1,4 +1,4 @@
-"""Both carriers keep the laws of channels, and what only processes and networks can show: death, silence, strangers."""
+"""Both carriers keep the laws of channels. Further tests need processes and networks: killed peers, silent peers, strangers."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from choreo.testing import check_channel
 
 PEER = Path(__file__).parent / "channel_peer.py"
 HERE, WORKER = KeyPair.new(), KeyPair.new()
-"""The listening site of these tests, and `worker-0`, which connects to it."""
+"""The keys of the listening site of these tests, and of `worker-0`, which connects to it."""
 CARRIERS = ("shm", "tcp")
 
 
@@ -61,7 +61,7 @@ def call(address, name, *, keys=WORKER, peer_key=HERE.public, **options):
 
 
 def make_tcp(slot_bytes, *, slots=2, timeout_s=None, accepts="receiver"):
-    """Over loopback; `accepts` says which end listens."""
+    """A channel over loopback; `accepts` is the end that listens."""
     connects = "sender" if accepts == "receiver" else "receiver"
     options = {"slot_bytes": slot_bytes, "slots": slots, "timeout_s": timeout_s, "hello_timeout_s": 20.0}
     with TcpListener.open("127.0.0.1", keys=HERE) as listener:
@@ -91,13 +91,13 @@ def at_once(here, there):
     ],
     ids=["shm", "shm-spinning", "tcp", "tcp-sender-listens"],
 )
-def test_the_laws_hold(make):
+def test_channels_keep_the_laws(make):
     check_channel(make)
 
 
 @contextmanager
 def peer_process(carrier, does, ends, **options):
-    """This process's ends of channels, the first of which is the first of the peer's `ends`; and the peer."""
+    """This process's end of each channel, and the peer process, which has the other `ends`, in the same order."""
     with listening() as listener:
         mine, theirs, inherited = [], [], []
         for i, end in enumerate(ends):
@@ -144,11 +144,11 @@ def receive(receiver, size=1):
 def test_a_killed_sender_is_named(carrier):
     with peer_process(carrier, "send_and_hang", ["sender"], count=2) as (receiver, process):
         process.stdout.readline()
-        time.sleep(0.1)  # its messages are under way
+        time.sleep(0.1)  # for its messages to arrive
         process.kill()
         process.wait()
         with receiver:
-            assert [receive(receiver), receive(receiver)] == [0, 1]  # what it had sent is not lost
+            assert [receive(receiver), receive(receiver)] == [0, 1]  # messages sent before the kill are not lost
             for _ in range(2):
                 with pytest.raises(PeerLost, match="`worker-0` was lost after 2 messages") as caught:
                     receive(receiver)
@@ -175,14 +175,14 @@ def test_a_waiting_sender_wakes_when_the_receiver_is_killed(carrier):
             sender.send([np.zeros(1, np.int64)])
 
 
-def test_a_process_that_the_peer_forked_does_not_hide_its_death():
+def test_the_death_of_a_peer_is_noticed_although_its_forked_child_lives():
     with peer_process("shm", "fork_send_and_hang", ["sender"], count=1) as (receiver, process), receiver:
         process.stdout.readline()
         process.kill()
         assert receive(receiver) == 0
         with pytest.raises(PeerLost):
             receive(receiver)
-        process.stdout.close()  # the forked process holds its other end; do not wait for that
+        process.stdout.close()  # the forked process holds the other end of this pipe; do not wait for it
         process.stderr.close()
         process.stdout = process.stderr = None
 
@@ -200,7 +200,7 @@ def test_a_process_that_exits_loses_no_message(carrier):
     size = 1 << 20
     with peer_process(carrier, "send_and_exit", ["sender"], count=4, size=size) as (receiver, _), receiver:
         assert [receive(receiver, size) for _ in range(2)] == [0, 1]
-        time.sleep(0.3)  # the others are sent, the sender is closed, its process is about to end
+        time.sleep(0.3)  # until the other messages are sent, the sender is closed, and its process is about to end
         assert [receive(receiver, size) for _ in range(2)] == [2, 3]
         with pytest.raises(EndOfChannel, match="its 4 messages have all been read"):
             receive(receiver)
@@ -208,7 +208,7 @@ def test_a_process_that_exits_loses_no_message(carrier):
 
 @pytest.mark.parametrize(("carrier", "spin_us"), [("shm", 0.0), ("shm", 50.0), ("tcp", 0.0)])
 def test_no_wake_up_is_lost(carrier, spin_us):
-    """Thousands of times, each end is about to sleep when the other hands over; one lost wake-up would be a time-out."""
+    """Thousands of times, one end is about to sleep when the other hands over a slot; a lost wake-up would time out."""
     count = 3_000 if carrier == "shm" else 500
     rng, message = np.random.default_rng(0), np.zeros(1, np.int64)
     with peer_process(carrier, "echo", ["receiver", "sender"], count=count, spin_us=spin_us) as (sender, receiver, _):
@@ -249,7 +249,7 @@ def open_files():
 
 
 @pytest.mark.parametrize("make", [make_shm, make_tcp], ids=CARRIERS)
-def test_nothing_is_left_behind(make):
+def test_closed_channels_leave_no_files_open(make):
     def use():
         sender, receiver = make(64)
         sender.send([np.zeros(1, np.int64)])
@@ -257,7 +257,7 @@ def test_nothing_is_left_behind(make):
         receiver.close()
         sender.close()
 
-    use()  # opens what is opened once
+    use()  # opens the files that are opened once per process
     files, shared = len(open_files()), os.listdir("/dev/shm")
     for _ in range(200):
         use()
@@ -269,7 +269,7 @@ def test_nothing_is_left_behind(make):
 
 
 @pytest.mark.parametrize("make", [make_shm, make_tcp], ids=CARRIERS)
-def test_types_that_numpy_does_not_know_pass(make):
+def test_types_outside_of_numpy_arrive_unchanged(make):
     array = np.arange(100_000).astype(ml_dtypes.bfloat16)
     sender, receiver = make(message_bytes([array, array[:7]]), timeout_s=20.0)
     into = [np.zeros_like(array), np.zeros_like(array[:7])]
@@ -280,7 +280,7 @@ def test_types_that_numpy_does_not_know_pass(make):
 
 
 @pytest.mark.parametrize("make", [make_shm, make_tcp], ids=CARRIERS)
-def test_python_objects_do_not_pass(make):
+def test_arrays_of_python_objects_are_refused(make):
     sender, receiver = make(64)
     with sender, receiver, pytest.raises(ChannelError, match="references to Python objects"):
         sender.send([np.array([object()])])
@@ -294,7 +294,7 @@ def test_a_message_must_fit_its_slot():
 
 
 @pytest.mark.parametrize("make", [make_shm, make_tcp], ids=CARRIERS)
-def test_the_parts_of_a_message_must_agree_in_number(make):
+def test_a_message_with_another_number_of_arrays_is_refused(make):
     sender, receiver = make(1024, timeout_s=20.0)
     with sender, receiver:
         sender.send([np.zeros(4, np.float32)])
@@ -315,7 +315,7 @@ def test_options_are_checked():
         TcpListener.open("no-such-host.invalid", keys=HERE)
 
 
-def test_ends_open_from_plain_numbers():
+def test_ends_open_from_descriptors_and_sizes():
     sender_end, receiver_end = make_shm_channel(8, 3)
     with (
         ShmSender.open(*sender_end.fds, sender_end.slot_bytes, 3, peer="b") as sender,
@@ -327,14 +327,14 @@ def test_ends_open_from_plain_numbers():
         assert receive(receiver) == 7
 
 
-def test_errors_cross_processes():
+def test_errors_can_be_pickled():
     error = pickle.loads(pickle.dumps(peer_lost("learner-0", 3, "it ended.")))
     assert isinstance(error, PeerLost) and error.peer == "learner-0"
     assert str(error).splitlines()[:2] == ["`learner-0` was lost after 3 messages: it ended.", "  peer  learner-0"]
 
 
 def test_a_site_without_a_key_of_this_run_is_refused():
-    """Both sides say so, no data is read, and a site with a key is accepted afterwards."""
+    """Both sides raise HelloRefused, no data is read, and a site with a key is accepted afterwards."""
     stranger = KeyPair.new()
     with listening() as listener:
 
@@ -361,8 +361,8 @@ def test_a_site_without_a_key_of_this_run_is_refused():
         at_once(accept, call_once)
 
 
-def test_an_impostor_at_the_address_of_a_site_is_not_talked_to():
-    """Whoever has taken the port, and lets everybody in, lacks the key that the connecting site was told."""
+def test_a_process_without_the_peers_key_at_the_peers_address_is_refused():
+    """A process that has taken the port and admits every client still lacks the secret key of the peer."""
     with listening() as listener:
 
         def accept():
@@ -377,7 +377,7 @@ def test_an_impostor_at_the_address_of_a_site_is_not_talked_to():
 
 
 def test_a_site_of_this_run_cannot_take_the_channel_of_another():
-    """Its name is the one that belongs to its key, whatever it says."""
+    """The name of a site follows from its key, not from its hello."""
     other = KeyPair.new()
     with listening() as listener:
         listener.admit({other.public: "worker-1"})
@@ -394,7 +394,7 @@ def test_a_site_of_this_run_cannot_take_the_channel_of_another():
 
 
 def test_strangers_do_no_harm():
-    """They come before the site that is waited for, to both ports; they send nonsense, too much, or nothing at all."""
+    """They connect before the expected site does, and send nonsense, too much, or nothing at all."""
     with listening() as listener, zmq.Context() as context, ExitStack() as stack:
         bother(stack, context, listener.address)
 
@@ -409,7 +409,7 @@ def test_strangers_do_no_harm():
 
 
 def test_strangers_at_the_port_of_a_channel_do_no_harm(monkeypatch):
-    """Between the hello and the moment at which the caller comes, a port of the channel's own is open."""
+    """Between the hello and the connection of the peer, the port of the channel itself is open."""
     late = tcp.show_ticket
 
     with listening() as listener, zmq.Context() as context, ExitStack() as stack:
@@ -431,7 +431,7 @@ def test_strangers_at_the_port_of_a_channel_do_no_harm(monkeypatch):
 
 
 def bother(stack, context, address, ticket=None):
-    """Strangers of all kinds at an address, who stay until the stack is closed."""
+    """Connect strangers of all kinds to an address, until the stack is closed."""
     host, port = address.split(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
     too_much = greeting + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
@@ -494,7 +494,7 @@ class Between:
 
 @contextmanager
 def through_a_man_in_the_middle(monkeypatch, change=lambda number, data: data):
-    """A sender and a receiver whose own connection passes through him; the hello does not."""
+    """A sender and a receiver whose connection passes through a `Between`; the hello does not."""
     with ExitStack() as stack, listening() as listener:
 
         def detour(sock, host, port):
@@ -534,13 +534,13 @@ def test_a_man_in_the_middle_who_changes_a_frame_is_noticed(monkeypatch, size):
         receiver.receive([np.ones(size, np.uint8)])
         changing.set()
         sender.send([np.zeros(size, np.uint8)])
-        with pytest.raises(FrameForged, match="`worker-0` was not sealed by it") as caught:
+        with pytest.raises(FrameForged, match="`worker-0` was not sealed by `worker-0`") as caught:
             receiver.receive([np.ones(size, np.uint8)])
         assert caught.value.peer == "worker-0"
 
 
 def test_a_man_in_the_middle_who_repeats_a_frame_is_noticed(monkeypatch):
-    """The copy is well sealed, but as another frame than the one that is due."""
+    """The copy is sealed with the right key, but its nonce is that of an earlier frame."""
     last, repeating = [], threading.Event()
 
     def repeat(number, data):
@@ -555,7 +555,7 @@ def test_a_man_in_the_middle_who_repeats_a_frame_is_noticed(monkeypatch):
             receiver.receive([np.ones(200, np.uint8)])
 
 
-def test_callers_may_come_in_another_order():
+def test_channels_may_be_accepted_in_another_order_than_they_connect():
     with listening() as listener:
         senders = {}
 
@@ -575,7 +575,7 @@ def test_callers_may_come_in_another_order():
             end.close()
 
 
-def test_two_senders_are_no_channel():
+def test_a_channel_with_two_senders_is_refused():
     with listening() as listener:
 
         def call_once():
@@ -589,7 +589,7 @@ def test_two_senders_are_no_channel():
         at_once(accept, call_once)
 
 
-def test_nobody_waits_for_ever():
+def test_opening_a_channel_times_out():
     with listening() as listener:
         with pytest.raises(ChannelTimeout, match=r"`worker-0` did not connect to channel `a` at .* within 0\.1 s"):
             listener.accept_channel("a", peer="worker-0", hello_timeout_s=0.1)
@@ -598,8 +598,8 @@ def test_nobody_waits_for_ever():
 
 
 @pytest.mark.parametrize("accepts", ["sender", "receiver"])
-def test_what_was_sent_outlives_its_connection(accepts):
-    """Whichever side listened: the news that the connection is gone does not overtake what came before it."""
+def test_messages_sent_before_the_connection_closed_can_still_be_read(accepts):
+    """The end of the connection is not noticed before the messages that were sent earlier, whichever side listened."""
     for _ in range(20):
         sender, receiver = make_tcp(8, slots=3, accepts=accepts, timeout_s=20.0)
         with receiver:

@@ -33,10 +33,10 @@ def placed(placements):
     return {f"{p.group}-{p.replica}": p.host.address for p in placements}
 
 
-# Reading.
+# Reading cluster.toml.
 
 
-def test_a_file_is_read_whole(tmp_path):
+def test_all_settings_of_a_file_are_read(tmp_path):
     cluster = Cluster.from_toml(write(tmp_path, TWO_HOSTS))
     assert cluster == Cluster(
         hosts=(
@@ -60,7 +60,7 @@ def test_one_address_may_be_two_hosts_if_the_ports_differ():
     assert Cluster(hosts=hosts).hosts == hosts
 
 
-def test_reading_a_cluster_needs_no_jax():
+def test_reading_a_cluster_imports_no_jax():
     code = "import sys, choreo.runtime.coordinator.cluster; choreo.runtime.coordinator.cluster.Cluster.local(); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
@@ -71,16 +71,17 @@ def test_reading_a_cluster_needs_no_jax():
     [
         (
             '[[hosts]]\naddress = "a"\n[[hosts]]\naddress = "b"',
-            "a and b have no port, and only this machine needs none.\n  at  cluster.toml\nGive the port of the `choreo agent`",
+            "a and b have no port, but every host except this machine needs one.\n  at  cluster.toml\n"
+            "Give the port of the `choreo agent`",
         ),
         (
             '[[hosts]]\naddress = "a"\nport = 7000',
-            "Hosts with a port have an agent, which asks for a token, and there is no token_file.\n  at  cluster.toml\n",
+            "Hosts with a port have an agent, which asks for a token, but there is no token_file.\n  at  cluster.toml\n",
         ),
         ("", "A cluster needs at least one host.\n  at  cluster.toml\nAdd a table [[hosts]] with its address."),
         ("hosts = []", "A cluster needs at least one host."),
-        ("hosts = 3", "`hosts` in cluster.toml is no list of tables.\nWrite [[hosts]], in two brackets."),
-        ('[hosts]\naddress = "a"', "`hosts` in cluster.toml is no list of tables."),
+        ("hosts = 3", "`hosts` in cluster.toml is not a list of tables.\nWrite [[hosts]], in two brackets."),
+        ('[hosts]\naddress = "a"', "`hosts` in cluster.toml is not a list of tables."),
         ("[[host]]", "There is no setting `host` here.\n  at  cluster.toml\nDid you mean `hosts`?"),
         (
             '[[hosts]]\naddress = "a"\n[[hosts]]\naddres = "b"',
@@ -92,7 +93,7 @@ def test_reading_a_cluster_needs_no_jax():
         ),
         (
             '[[hosts]]\naddress = ""',
-            "'' is no address of a host.\n  at  cluster.toml, hosts[0]\nGive a name or a number",
+            "'' is not the address of a host.\n  at  cluster.toml, hosts[0]\nGive a name or a number",
         ),
         (
             '[[hosts]]\naddress = "a:7000"',
@@ -101,12 +102,12 @@ def test_reading_a_cluster_needs_no_jax():
         ),
         (
             '[[hosts]]\naddress = "a"\nport = "x"',
-            "port = 'x' is no int.\n  at  cluster.toml, hosts[0]\nWrite port = 7000.",
+            "port = 'x' is not of type int.\n  at  cluster.toml, hosts[0]\nWrite port = 7000.",
         ),
         ('[[hosts]]\naddress = "a"\nport = 70000', "a has no port 70000.\n  at  cluster.toml, hosts[0]"),
         ('[[hosts]]\naddress = "a"\ncpus = 0', "a has cpus = 0.\n  at  cluster.toml, hosts[0]\nGive how many it has"),
-        ('[[hosts]]\naddress = "a"\ncpus = true', "cpus = True is no int."),
-        ('[[hosts]]\naddress = "a"\ndevices = "gpu"', "devices = 'gpu' is no list."),
+        ('[[hosts]]\naddress = "a"\ncpus = true', "cpus = True is not of type int."),
+        ('[[hosts]]\naddress = "a"\ndevices = "gpu"', "devices = 'gpu' is not of type list."),
         ('[[hosts]]\naddress = "a"\ndevices = []', "a has no devices."),
         (
             '[[hosts]]\naddress = "a"\ndevices = ["gpus"]',
@@ -117,14 +118,14 @@ def test_reading_a_cluster_needs_no_jax():
             "The host a port 7000 is listed twice.\n  at  cluster.toml\nName each once, with all its cpus.",
         ),
         ("token_file = 3", "cluster.toml says token_file = 3.\n"),
-        ("hosts = = 3", "cluster.toml is no valid TOML: Invalid value (at line 1, column 9).\nMend that line."),
+        ("hosts = = 3", "cluster.toml is not valid TOML: Invalid value (at line 1, column 9).\nCorrect that line."),
         (
             'token_file = "gone"\n[[hosts]]\naddress = "a"',
             "The token file gone cannot be read: No such file or directory.\nMake one, the same on every host",
         ),
     ],
 )
-def test_what_makes_no_cluster_is_refused(tmp_path, monkeypatch, text, message):
+def test_an_invalid_file_is_refused(tmp_path, monkeypatch, text, message):
     write(tmp_path, text)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ClusterError) as error:
@@ -132,19 +133,19 @@ def test_what_makes_no_cluster_is_refused(tmp_path, monkeypatch, text, message):
     assert str(error.value).startswith(message)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ClusterError, match="gone.toml cannot be read: No such file or directory"):
         Cluster.from_toml(tmp_path / "gone.toml")
 
 
-def test_a_token_is_a_secret(tmp_path):
+def test_a_token_that_others_can_read_or_guess_is_refused(tmp_path):
     with pytest.raises(ClusterError, match="Others can read the token file .*\nRun `chmod 600"):
         Cluster.from_toml(write(tmp_path, TWO_HOSTS, mode=0o640))
-    with pytest.raises(ClusterError, match="has 5 bytes; that can be guessed"):
+    with pytest.raises(ClusterError, match="has 5 bytes, so it can be guessed"):
         Cluster.from_toml(write(tmp_path, TWO_HOSTS, token="guess\n"))
 
 
-# Placing.
+# Placing sites on hosts.
 
 BIG, SMALL = Host(address="big", cpus=4, devices=("cpu", "gpu")), Host(address="small", port=7000, cpus=2)
 CLUSTER = Cluster(hosts=(BIG, SMALL))
@@ -167,21 +168,21 @@ def test_no_host_gets_a_worker_while_another_has_more_room(replicas):
         assert where.count(host) / host.cpus <= (where.count(other) + 1) / other.cpus
 
 
-def test_replicas_of_two_groups_meet():
+def test_replica_i_of_two_groups_is_on_the_same_host():
     where = placed(place({"env": 3, "actor": 3, "learner": None}, CLUSTER))
     assert all(where[f"env-{i}"] == where[f"actor-{i}"] for i in range(3))
 
 
-def test_a_group_goes_where_its_device_is():
+def test_a_group_is_placed_on_a_host_with_its_device():
     turned = Cluster(hosts=(SMALL, BIG))
     assert placed(place({"env": 1, "learner": None}, turned)) == {"env-0": "big", "learner-0": "small"}
     where = placed(place({"env": 3, "learner": None}, turned, devices={"learner": "gpu", "env": None}))
     assert where["learner-0"] == "big"
     where = placed(place({"env": 3}, turned, devices={"env": "gpu"}))
     assert set(where.values()) == {"big"}
-    with pytest.raises(ClusterError, match="The layout wants `learner` on 'tpu', and no host has one"):
+    with pytest.raises(ClusterError, match="The layout wants `learner` on 'tpu', but no host has such a device"):
         place({"learner": None}, turned, devices={"learner": "tpu"})
 
 
-def test_on_this_machine_everything_is_here():
+def test_the_local_cluster_places_every_site_on_this_machine():
     assert {p.host.address for p in place({"env": 3, "learner": None}, Cluster.local())} == {"127.0.0.1"}

@@ -1,4 +1,4 @@
-"""A host with other versions is refused by name; one with another CPU or other XLA_FLAGS is warned of, or refused."""
+"""A host with other versions is refused by name. Another CPU or other XLA_FLAGS give a warning, or are refused with `same_bits`."""
 
 import gc
 import importlib.metadata
@@ -33,7 +33,7 @@ def agent(tmp_path, **variables):
 
 @pytest.fixture
 def other_gymnasium(tmp_path):
-    """A folder that lets Python say that another version of Gymnasium is installed."""
+    """A PYTHONPATH with which the installed version of Gymnasium appears to be 0.0.7."""
     folder = tmp_path / "site" / "gymnasium-0.0.7.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gymnasium\nVersion: 0.0.7\n")
@@ -53,18 +53,23 @@ def test_another_version_is_refused_by_name(tmp_path, other_gymnasium):
     host = f"127.0.0.1:{cluster.hosts[0].port}"
     assert str(refused.value) == (
         f"Host {host} has gymnasium 0.0.7, this machine {ours}. Other versions can give other results.\n"
-        f"Install there what is here (pip install gymnasium=={ours}), or insist: --allow-versions (allow_versions=True)."
+        f"Install the same versions there (pip install gymnasium=={ours}), or accept the difference: "
+        "--allow-versions (allow_versions=True)."
     )
     assert not (tmp_path / "run").exists()
-    gc.collect()  # of a worker that is gone, before the next test looks for what was left
+    gc.collect()  # frees the objects of the lost worker before the leak check of the next test
 
 
-def test_whoever_insists_is_warned_and_the_run_records_it(tmp_path, other_gymnasium, capfd):
+def test_allow_versions_warns_and_the_run_records_the_differences(tmp_path, other_gymnasium, capfd):
     with agent(tmp_path, PYTHONPATH=other_gymnasium, XLA_FLAGS=OTHER_FLAGS) as cluster:
         host = f"127.0.0.1:{cluster.hosts[0].port}"
         train(cluster, out=tmp_path / "run", allow_versions=True)
         shown = capfd.readouterr().err
-        assert shown.count(f"[{host}] It has gymnasium 0.0.7, this machine ") == shown.count("is not promised.") == 1
+        assert (
+            shown.count(f"[{host}] It has gymnasium 0.0.7, this machine ")
+            == shown.count("may not be the same bit for bit")
+            == 1
+        )
         assert f"XLA_FLAGS '{OTHER_FLAGS}', this machine '" in shown
         recorded = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["versions"]
         assert recorded["jax"] == importlib.metadata.version("jax")
@@ -80,12 +85,12 @@ def test_whoever_insists_is_warned_and_the_run_records_it(tmp_path, other_gymnas
     assert "Use a host like this machine, or leave out --same-bits (same_bits=True)." in shown
 
 
-def test_an_equal_host_is_welcome():
+def test_an_equal_host_has_no_differences():
     assert compare("b", HERE, HERE) == Differences(host="b", packages={}, bits={})
     assert not compare("b", HERE, HERE).recorded
 
 
-def test_what_differs_is_told_apart():
+def test_versions_and_bits_are_distinguished():
     there = Versions(packages={"jax": "0.9.1", "python": "3.12.1"}, cpu="Xeon", cpu_features="abd", xla_flags="--a")
     found = compare("b", there, HERE)
     assert found.packages == {"jax": ("0.9.1", "0.10.2"), "python": ("3.12.1", "3.11.4")}
@@ -95,17 +100,19 @@ def test_what_differs_is_told_apart():
         found.check(allow_versions=False, same_bits=False)
     assert str(refused.value) == (
         "Host b has jax 0.9.1, this machine 0.10.2; Python 3.12.1, this machine 3.11.4. Other versions can give other "
-        "results.\nInstall there what is here (pip install jax==0.10.2, and Python 3.11.4), or insist: --allow-versions "
-        "(allow_versions=True)."
+        "results.\nInstall the same versions there (pip install jax==0.10.2, and Python 3.11.4), or accept the "
+        "difference: --allow-versions (allow_versions=True)."
     )
     found.check(allow_versions=True, same_bits=False)
-    with pytest.raises(RunError, match="has x 1, this machine none. Other.*\nInstall here what is there, or insist"):
+    with pytest.raises(
+        RunError, match="has x 1, this machine none. Other.*\nInstall the same versions here, or accept"
+    ):
         Differences(host="b", packages={"x": ("1", "none")}, bits={}).check(allow_versions=False, same_bits=False)
     with pytest.raises(RunError, match="Host b has CPU Xeon, features abd, this machine Xeon, features abc; XLA_FLAGS"):
         Differences(host="b", packages={}, bits=found.bits).check(allow_versions=False, same_bits=True)
 
 
-def test_a_package_that_is_not_there_is_no_version():
+def test_a_missing_package_has_the_version_none():
     there = this_machine(["no-such-package"])
     assert there.packages["no-such-package"] == "none"
     assert {"choreo", "jax", "jaxlib", "numpy", "python"} < set(there.packages)
@@ -117,7 +124,7 @@ def test_flags_in_another_order_are_the_same(monkeypatch):
     assert this_machine([]).xla_flags == "--a --b=1"
 
 
-def test_the_cpu_is_known_by_its_features():
+def test_cpus_with_other_features_differ():
     def text(flags, name="Xeon"):
         return f"processor : 0\nmodel name : {name}\nflags : {flags}\n\nprocessor : 1\nmodel name : other\nflags : x\n"
 
@@ -127,7 +134,7 @@ def test_the_cpu_is_known_by_its_features():
     assert cpu_of("")[0], "a system without /proc/cpuinfo has the name of its machine"
 
 
-def test_asking_imports_no_jax():
+def test_reading_versions_imports_no_jax():
     code = (
         "import sys, choreo.runtime.worker, choreo.runtime.coordinator.versions as v; v.this_machine(['gymnasium'])\n"
         "print([m for m in ('jax', 'gymnasium', 'ml_dtypes') if m in sys.modules])"
@@ -137,12 +144,12 @@ def test_asking_imports_no_jax():
 
 
 class Physics(gymnasium.Env):
-    """A user's environment, which leans on a package of somebody else."""
+    """A user's environment that uses other packages."""
 
     observation_space = action_space = gymnasium.spaces.Discrete(2)
 
     def step(self, action):
-        import psutil  # noqa: F401  unseen: within the function
+        import psutil  # noqa: F401  imports inside of a function are not found
 
         return hypothesis.strategies.integers
 

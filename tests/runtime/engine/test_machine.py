@@ -1,5 +1,5 @@
-"""What is sent is what arrives: pieces from any number of senders to any number of receivers, in any blocks. What a loop
-gives is stacked, and who reads what is known."""
+"""Messages from any number of senders to any number of receivers, in any blocks, give each receiver its block. Loops stack the
+results of their rounds. `_read_once` finds the slots that one segment reads."""
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ COUNTS = st.sampled_from([1, 2, 3, 4])
 
 
 @given(senders=COUNTS, receivers=COUNTS, src_axis=AXES, dst_axis=AXES)
-def test_pieces_make_up_what_each_receiver_gets(senders, receivers, src_axis, dst_axis):
+def test_overlaps_add_up_to_the_block_of_each_receiver(senders, receivers, src_axis, dst_axis):
     whole = np.arange(12 * 24 * 2).reshape(12, 24, 2)
     move = Move("x", jax.ShapeDtypeStruct(whole.shape, whole.dtype), 0, src_axis, 1, dst_axis)
     held = [block(whole, src_axis, s, senders) for s in range(senders)]
@@ -30,15 +30,15 @@ def test_pieces_make_up_what_each_receiver_gets(senders, receivers, src_axis, ds
         expected = np.asarray(reshard([jax.numpy.asarray(x) for x in held], move, d, receivers))
         np.testing.assert_array_equal(expected, block(whole, dst_axis, d, receivers))
         got = np.full(expected.shape, -1)
-        for pieces in (p for (_, dst), p in found.items() if dst == f"b-{d}"):
-            for piece in pieces:
-                sent = held[piece.sender][piece.take]
-                assert sent.shape == piece.shape(whole.shape), "what the channel makes room for"
-                got[piece.put] = sent
+        for message in (message for (_, dst), message in found.items() if dst == f"b-{d}"):
+            for overlap in message:
+                sent = held[overlap.sender][overlap.take]
+                assert sent.shape == overlap.shape(whole.shape), "the size of the channel follows from this shape"
+                got[overlap.put] = sent
         np.testing.assert_array_equal(got, expected)
 
 
-def test_a_value_that_everybody_holds_is_sent_once():
+def test_a_value_that_all_senders_hold_is_sent_once():
     move = Move("x", jax.ShapeDtypeStruct((4,), np.dtype(np.float32)), 0, None, 1, None)
     process_of_site = {("a", 0): "a-0", ("a", 1): "a-1", ("b", 0): "b"}
     assert list(messages(Transfer("a", "b", (move,)), Topology(me="b", process_of_site=process_of_site))) == [
@@ -47,22 +47,22 @@ def test_a_value_that_everybody_holds_is_sent_once():
 
 
 @pytest.mark.parametrize(("src", "dst", "count"), [(0, 0, 4), (0, 1, 16), (None, 0, 4), (0, None, 16)])
-def test_only_blocks_that_meet_are_sent(src, dst, count):
+def test_only_blocks_that_overlap_are_sent(src, dst, count):
     move = Move("x", jax.ShapeDtypeStruct((8, 8), np.dtype(np.float32)), 0, src, 1, dst)
     process_of_site = {("a", s): f"a-{s}" for s in range(4)} | {("b", d): f"b-{d}" for d in range(4)}
     found = messages(Transfer("a", "b", (move,)), Topology(me="a-0", process_of_site=process_of_site))
-    assert sum(len(pieces) for pieces in found.values()) == count
+    assert sum(len(message) for message in found.values()) == count
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_loop_stacks_what_its_steps_give(reverse):
-    """Small rows, large ones, which are written where they stay, and one that is always the same."""
-    large = machine.SMALL_BYTES  # in numbers of 4 bytes
-    again = np.empty(1, np.int32)
+def test_a_loop_stacks_the_results_of_its_rounds(reverse):
+    """Small results, large results, which are written into the stack directly, and a constant."""
+    large = machine.SMALL_BYTES  # as many numbers of 4 bytes each: four times too large to be small
+    reused = np.empty(1, np.int32)
 
     def count(x):
-        again[:] = x + 1  # a function may give the same array in every step
-        return again, np.full(large, x[0], np.float32)
+        reused[:] = x + 1  # a function may return the same array in every round
+        return reused, np.full(large, x[0], np.float32)
 
     stacks = [_type((4, 1), np.int32), _type((4, large), np.float32), _type((4, 1), np.int32)]
     part = LoopPart(
@@ -90,8 +90,9 @@ def test_a_loop_stacks_what_its_steps_give(reverse):
         assert (small.dtype, rows.dtype) == (np.int32, np.float32)
 
 
-def test_what_one_compiled_call_reads_and_nobody_else():
-    """Slot 1 by one segment; 2 by two; 3 by a segment and the output; 4 by a segment and a loop; 5 by one, and sent on."""
+def test_read_once_finds_slots_that_one_segment_reads_and_nothing_else():
+    """Read by: slots 1 and 6, one segment; 2, two segments; 3, a segment and the output; 4, a segment and a loop; 5, a segment and
+    a transfer."""
     program = Program(
         "iterate",
         steps=(

@@ -1,4 +1,4 @@
-"""Who waits for whom: the shares add up, the sentence names the right one, and Perfetto's form is kept."""
+"""Profiles: the shares add up, the verdict names the bottleneck, and the trace has the format of Perfetto."""
 
 import json
 import time
@@ -15,14 +15,14 @@ from choreo.runtime.local import Local
 from tiny import Tiny
 
 
-def taken(seconds, *totals):
+def record(seconds, *totals):
     return {"seconds": seconds, "totals": [list(t) for t in totals], "spans": []}
 
 
-def test_shares_and_the_sentence():
+def test_shares_add_up_and_the_verdict_names_the_bottleneck():
     profile = Profile({
-        "actor-0": taken(10.0, ("env", "step", 8.0), ("act", "act", 1.0), ("wait", "learner", 0.5)),
-        "learner": taken(10.0, ("learn", "learn", 2.0), ("wait", "actor-0", 7.0), ("compile", "learner", 1.0)),
+        "actor-0": record(10.0, ("env", "step", 8.0), ("act", "act", 1.0), ("wait", "learner", 0.5)),
+        "learner": record(10.0, ("learn", "learn", 2.0), ("wait", "actor-0", 7.0), ("compile", "learner", 1.0)),
     })  # fmt: skip
     assert profile.kinds == ["env", "act", "learn", "wait", "compile", "other"]
     assert profile.shares("actor-0") == pytest.approx({"env": 0.8, "act": 0.1, "wait": 0.05, "other": 0.05})
@@ -30,11 +30,11 @@ def test_shares_and_the_sentence():
     assert profile.verdict == "`learner` waits 70% of its time for `actor-0`, which spends 80% of its time in env."
 
 
-def test_nobody_waits():
-    assert Profile({"here": taken(1.0, ("env", "step", 1.0))}).verdict == "Nobody waits for anybody."
+def test_the_verdict_without_any_waiting():
+    assert Profile({"here": record(1.0, ("env", "step", 1.0))}).verdict == "Nobody waits for anybody."
 
 
-def test_time_within_a_span_is_counted_once():
+def test_the_time_of_a_nested_span_is_counted_once():
     recorder = Recorder()
     inner = recorder.timed("compile", "x", lambda: time.sleep(0.02))
     recorder.timed("learn", "learn", inner)()
@@ -42,12 +42,12 @@ def test_time_within_a_span_is_counted_once():
     assert [span[0] for span in recorder.spans] == ["compile", "learn"]
 
 
-def test_what_a_segment_does():
+def test_the_kind_of_a_segment_follows_from_its_roles():
     assert [kind_of(roles) for roles in ([], ["env"], ["env", "actor"], ["learner"])] == [
         "other", "env", "env+act", "learn"]  # fmt: skip
 
 
-def test_a_run_in_this_process():
+def test_profile_of_a_run_in_this_process():
     runtime = InProcess(plan(Tiny(unroll=2), make("jax:CartPole-v1", 4), fused()), profile=True)
     runtime.start(jax.random.key(0))
     runtime.run(0, 2)
@@ -57,7 +57,7 @@ def test_a_run_in_this_process():
     assert profile.shares("this process")["compile"] > 0
 
 
-def test_a_run_with_workers():
+def test_profile_of_a_run_with_workers():
     runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), fine(2)), profile=True)
     try:
         runtime.start(jax.random.key(0))
@@ -74,7 +74,7 @@ def test_a_run_with_workers():
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
 
 
-def test_what_workers_are_doing_is_told():
+def test_workers_report_their_iteration():
     heard = []
     runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), fine(1)), on_states=heard.append)
     try:

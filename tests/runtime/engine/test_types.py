@@ -38,14 +38,14 @@ DTYPES = (
 )  # fmt: skip
 WIDE = ("int64", "uint64", "float64", "complex128")
 FEW = ("float32", "bfloat16", "float8_e5m2", "int4", "float4_e2m1fn")
-"""Those that are handled apart, and one that is not."""
+"""The types that need special handling, and float32, which does not."""
 IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 KEY = jax.random.key(5)
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Environments that add their actions up: whole numbers, so that no compiler rounds them."""
+    """Environments that add up their actions. These are whole numbers, so no compiler rounds differently."""
 
     num_envs: int = 6
 
@@ -66,8 +66,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class Zoo:
-    """A carry with a leaf of every type, of the whole and of each environment. What the learner keeps crosses to the
-    actors, and what actors return comes back and becomes part of what the learner keeps."""
+    """A carry with two leaves of every type: one that the learner keeps, and one with a row per environment. The kept leaves cross
+    to the actors; the actors return new rows, and the learner keeps one of these."""
 
     dtypes: tuple[str, ...] = DTYPES
 
@@ -85,14 +85,14 @@ class Zoo:
 
     @choreo.fragment("actor")
     def act(self, kept, keys, row, s):
-        """Each row becomes what was kept, with the first of its own numbers at the end."""
+        """Each row becomes the kept leaf, with the first number of the old row at the end."""
         drawn = [jax.random.bits(key, (), jnp.uint32) & jnp.uint32(1) for key in keys.values()]
         row = {name: kept[name].at[2].set(row[name][0]) for name in kept}
         return s + sum(drawn).astype(s.dtype), row
 
     @choreo.fragment("learner")
     def learn(self, kept, keys, rows):
-        """Keep the second row, turned around."""
+        """Keep the second row, reversed."""
         keys = {impl: jax.random.clone(jax.random.fold_in(key, 3)) for impl, key in keys.items()}
         count = sum(jnp.sum(row == row, dtype=jnp.int32) for row in rows.values())
         return {name: rows[name][1][::-1] for name in kept}, keys, count
@@ -100,8 +100,8 @@ class Zoo:
 
 @dataclass(frozen=True)
 class Relay:
-    """A loop that is split: at every step rows of every type go to the environments' sites and come back, and the learner
-    reads those of all steps."""
+    """A loop that is split: at every step, rows of every type go to the sites of the environments and come back; the learner reads
+    the rows of all steps."""
 
     dtypes: tuple[str, ...] = DTYPES
 
@@ -135,7 +135,7 @@ class Relay:
 
 
 def some(name, shape, *, first):
-    """Numbers of a type: neighbouring bit patterns, so that no two conversions give the same."""
+    """Numbers of a type with neighbouring bit patterns, so that a wrong conversion changes the bytes."""
     dtype = jnp.dtype(getattr(jnp, name))
     count = int(np.prod(shape))
     if name == "bool":
@@ -148,7 +148,7 @@ def some(name, shape, *, first):
 
 
 def reference(algo, env, iterations=3):
-    """The plain functions, called one by one."""
+    """The results of the plain functions, called one after the other without a plan."""
     init_key, run_key = jax.random.split(KEY)
     with unmarked():
         carry, rows = algo.init(env, init_key), []
@@ -163,13 +163,13 @@ def assert_same_bytes(run, expected):
     for name, value in expected.items():
         if isinstance(value, np.ndarray):
             assert (run[name].dtype, run[name].tobytes()) == (value.dtype, value.tobytes()), name
-        else:  # the structure, and leaves that are no arrays
+        else:  # the structure, and leaves that are not arrays
             assert run[name] == value, name
 
 
 @pytest.mark.parametrize("carrier", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
 def test_every_type_in_the_carry_of_workers(carrier):
-    """To workers and between them, back to the coordinator, to the workers again, and once more back."""
+    """The carry goes between workers, to the coordinator, back to the workers, and to the coordinator again."""
     algo, env = Zoo(DTYPES + WIDE), Counters()
     with jax.enable_x64(True):
         workers = Local(plan(algo, env, coarse(2)), carrier=carrier)
@@ -202,7 +202,7 @@ def test_every_type_in_a_loop_that_is_split(dtypes, runtime):
 
 @pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse"])
 def test_a_type_that_cannot_leave_a_program_is_refused_by_the_plan(layout):
-    """JAX exports no two bits, and XLA on CPU would end the process where two blocks of them are joined."""
+    """JAX cannot export 2-bit types, and XLA on CPU would end the process where two blocks of them are joined."""
     with pytest.raises(PartitionError) as refused:
         plan(Zoo(dtypes=("float32", "int2")), Counters(), layout)
     assert str(refused.value).startswith(
@@ -213,7 +213,7 @@ def test_a_type_that_cannot_leave_a_program_is_refused_by_the_plan(layout):
 
 @dataclass(frozen=True, kw_only=True)
 class HalfTiny(Tiny):
-    """`Tiny` with weights of 16 bits, as they are kept for large networks."""
+    """`Tiny` with weights of 16 bits, as large networks have."""
 
     def init(self, env, key):
         carry = super().init(env, key)
@@ -239,7 +239,7 @@ class HalfTiny(Tiny):
 
 @pytest.mark.long
 def test_weights_of_16_bits_go_to_workers_and_back():
-    """bfloat16 died on the way: its `dtype.str` is `<V2`."""
+    """bfloat16 once failed, because its `dtype.str` is `<V2`."""
     algo, env = HalfTiny(unroll=4), make("jax:CartPole-v1", 4)
     planned = plan(algo, env, coarse(2))
     run = run_of(Local(planned), KEY)
@@ -251,16 +251,16 @@ def test_weights_of_16_bits_go_to_workers_and_back():
 
 
 class TestHostSites:
-    """A worker that runs nothing but Python has no JAX to tell it what a type is."""
+    """A worker that runs only Python must know the types without JAX."""
 
     @pytest.mark.parametrize("impl", IMPLS)
-    def test_random_keys_arrive_as_their_numbers(self, impl):
+    def test_random_keys_arrive_as_key_data(self, impl):
         words = jax.random.key_data(jax.random.key(0, impl=impl)).shape
         keys = ArrayType((5,), KeyType(impl, *words))
         assert PythonOnly().host_type(keys) == ((5, *words), np.uint32)
         assert PythonOnly().stack([], keys).shape == (5, *words)
 
-    def test_importing_the_types_is_cheap(self):
+    def test_importing_the_types_imports_neither_jax_nor_ml_dtypes(self):
         code = (
             "import sys, choreo.runtime.coordinator.control_frames, choreo.runtime.engine.machine\n"
             "assert 'jax' not in sys.modules and 'ml_dtypes' not in sys.modules\n"
@@ -281,7 +281,7 @@ def arrays(draw):
     shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple) | st.just((300, 257)))
     whole, dtype = (*shape, 2), dtype_named(name)
     random = np.random.default_rng(draw(st.integers(0, 99)))
-    if name == "bool" or name in FOUR_BITS:  # one to a byte, of which not all bits count
+    if name == "bool" or name in FOUR_BITS:  # one number per byte, in which some bits are unused
         found = random.integers(0, 2 if name == "bool" else 8, whole).astype(np.uint8).astype(dtype)
     else:
         found = random.integers(0, 256, (*whole, dtype.itemsize)).astype(np.uint8).view(dtype)[..., 0]
@@ -291,7 +291,7 @@ def arrays(draw):
 @pytest.mark.parametrize("make_channel", [make_shm, make_tcp, None], ids=["shm", "tcp", "control"])
 @settings(max_examples=30)
 @given(message=st.lists(arrays(), max_size=4))
-def test_any_message_of_any_types(make_channel, message):
+def test_messages_of_any_types_arrive_unchanged(make_channel, message):
     if make_channel is None:
         arrived = through_a_control_socket(message)
     else:
@@ -313,8 +313,7 @@ def through_a_control_socket(message):
     return found
 
 
-def test_the_table_is_what_jax_has():
-    """Every type of JAX is in the table, or is known to be refused."""
+def test_the_table_has_every_type_of_jax_that_is_not_refused():
     have = {name for name in dir(jnp) if re.fullmatch(r"bool|(u?int|b?float|complex)\d\w*", name)}
     assert have - NAMES <= {"int1", "uint1", "int2", "uint2", "float6_e2m3fn", "float6_e3m2fn"}
     assert NAMES <= have

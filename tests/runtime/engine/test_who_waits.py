@@ -21,11 +21,11 @@ from choreo.runtime.local import Local
 from tiny import Tiny
 
 LOCKSTEP, LATE, ANY = coarse(2), coarse(2, max_lag=2), coarse(2, max_lag=4, merge="any")
-"""In CI others, whose workers begin sooner: those that only step environments, or one."""
+"""Only in long runs. CI uses layouts with workers that start faster: workers that only step environments, or a single worker."""
 
 
 def slow_factory(seconds: float, mark: str = ""):
-    """Environments that sleep; with a mark, only those of the worker that comes first to it."""
+    """Environments that sleep in each step; with the path `mark`, only those of the first worker that creates it."""
     coordinator = os.getpid()
 
     class Slow(gymnasium.Env):
@@ -35,7 +35,7 @@ def slow_factory(seconds: float, mark: str = ""):
         def __init__(self):
             self.seconds = seconds
             if mark and os.getpid() != coordinator:
-                with contextlib.suppress(FileExistsError):  # another one was first
+                with contextlib.suppress(FileExistsError):  # another worker was first
                     Path(mark).symlink_to(str(os.getpid()))
                 self.seconds = seconds if os.readlink(mark) == str(os.getpid()) else 0.0
 
@@ -56,7 +56,7 @@ def nap(iterations):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlowTiny(Tiny):
-    """Its learner sleeps."""
+    """`Tiny` with a learner that sleeps."""
 
     def iterate(self, env, carry, key):
         carry, metrics = super().iterate(env, carry, key)
@@ -75,7 +75,7 @@ def profiled(algo, factory, layout: Layout) -> Profile:
 
 
 @pytest.mark.parametrize("layout", [fine(1), pytest.param(ANY, marks=pytest.mark.long)], ids=["fine", "any"])
-def test_slow_environments(layout):
+def test_the_verdict_names_slow_environments(layout):
     verdict = profiled(Tiny(unroll=4), slow_factory(0.01), layout).verdict
     workers, learner = (re.escape(group.name) for group in layout.groups)
     assert re.fullmatch(
@@ -86,28 +86,28 @@ def test_slow_environments(layout):
 @pytest.mark.parametrize(
     "layout", [coarse(1, max_lag=2), pytest.param(LATE, marks=pytest.mark.long)], ids=["one", "two"]
 )
-def test_a_slow_learner(layout):
+def test_the_verdict_names_a_slow_learner(layout):
     verdict = profiled(SlowTiny(unroll=4), slow_factory(0.0), layout).verdict
     assert re.match(r"`env\+actor-\d` waits \d+% of its time for `buffer\+learner`, which spends", verdict), verdict
 
 
 @pytest.mark.parametrize("layout", [fine(2), pytest.param(LOCKSTEP, marks=pytest.mark.long)], ids=["fine", "coarse"])
-def test_a_straggler(layout, tmp_path):
-    """In lockstep the fast worker waits for the learner, who waits for the slow one."""
+def test_the_verdict_names_a_straggler(layout, tmp_path):
+    """In lockstep the fast worker waits for the learner, which waits for the slow worker."""
     profile = profiled(Tiny(unroll=4), slow_factory(0.02, str(tmp_path / "mark")), layout)
     workers = [f"{layout.groups[0].name}-{i}" for i in range(2)]
     slow = max(workers, key=lambda worker: profile.shares(worker)["env"])
     assert profile.verdict.rpartition("for ")[2].startswith(f"`{slow}`, which spends"), profile.verdict
 
 
-def test_whoever_is_waited_for_may_wait_for_another():
-    def taken(*totals):
+def test_the_verdict_follows_a_chain_of_waiting_workers():
+    def record(*totals):
         return {"seconds": 10.0, "totals": [list(t) for t in totals], "spans": []}
 
     profile = Profile({
-        "fast": taken(("env", "step", 1.0), ("wait", "learner", 9.0)),
-        "slow": taken(("env", "step", 9.0), ("wait", "learner", 0.5)),
-        "learner": taken(("learn", "learn", 1.0), ("wait", "slow", 8.0), ("wait", "fast", 0.1)),
+        "fast": record(("env", "step", 1.0), ("wait", "learner", 9.0)),
+        "slow": record(("env", "step", 9.0), ("wait", "learner", 0.5)),
+        "learner": record(("learn", "learn", 1.0), ("wait", "slow", 8.0), ("wait", "fast", 0.1)),
     })  # fmt: skip
     assert profile.verdict == (
         "`fast` waits 90% of its time for `learner`, which waits 80% of its time for `slow`, which spends 90% of its time "

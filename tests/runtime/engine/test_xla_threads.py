@@ -1,4 +1,4 @@
-"""How many threads XLA has in a process of ours: seen in the process."""
+"""How many threads XLA starts, counted in the process itself."""
 
 import os
 import subprocess
@@ -32,10 +32,10 @@ def threads(hidden: int, **variables: str) -> int:
     return int(ran.stdout)
 
 
-def test_small_networks_are_computed_by_one_thread_unless_the_user_says_otherwise():
+def test_small_networks_use_one_thread_unless_the_user_sets_the_number():
     assert threads(64) == 1
     assert threads(64, NPROC="2") == 2
 
 
-def test_large_ones_by_all():
+def test_large_networks_use_one_thread_per_core():
     assert threads(512) == os.cpu_count()

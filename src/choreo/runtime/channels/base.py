@@ -10,8 +10,8 @@ A channel ends in one of three ways, each with an error of its own: this end was
 finished and all its messages were read (`EndOfChannel`); the peer was lost (`PeerLost`, which names it). A sender whose
 receiver closed in good order gets `ReceiverClosed`. Every wait ends when the peer is lost.
 
-This module and the carriers (`shm`, `tcp`) import numpy but not JAX, so that a process with Python environments alone stays
-small.
+This module and the carriers (`shm`, `tcp`) import numpy but not JAX, so that a process that runs only Python environments
+stays small.
 """
 
 import abc
@@ -37,7 +37,7 @@ class ChannelError(ChoreoError):
 
 
 class ChannelClosed(ChannelError):
-    """This end was closed, and then used."""
+    """This end was used after it was closed."""
 
 
 class EndOfChannel(ChannelError):
@@ -61,7 +61,7 @@ class HelloRefused(ChannelError):
 
 
 class FrameForged(ChannelError):
-    """A frame arrived that the peer did not seal: somebody changed it on the way, or sent it."""
+    """A frame arrived that the peer did not seal: somebody else changed it on the way, or sent it."""
 
 
 class MessageMismatch(ChannelError):
@@ -167,12 +167,12 @@ class ChannelEnd(abc.ABC):
 
     @abc.abstractmethod
     def _close(self, *, in_good_order: bool) -> None:
-        """Close this end; if not in good order, the peer must take it for lost."""
+        """Close this end. If not in good order, the peer must get `PeerLost`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where each array of a message lies, when they are written one after the other."""
+    """The position of each array of a message, if the arrays are written one after the other."""
 
     offsets: tuple[int, ...]
     """Where each array begins."""
@@ -183,13 +183,13 @@ class Packing:
 
 
 def pack(arrays: Iterable[Any], *, alignment: int = ALIGNMENT) -> Packing:
-    """The packing of a message of such arrays; each needs a shape and a dtype only."""
+    """The packing of a message of such arrays; of each array, only `shape` and `dtype` are read."""
     offsets, end, payload = [], 0, 0
     for array in arrays:
         dtype = np.dtype(array.dtype)
         if dtype.hasobject:
             raise ChannelError(
-                f"An array of type {dtype} holds references to Python objects; these mean nothing in another process.",
+                f"An array of type {dtype} holds references to Python objects, which mean nothing in another process.",
                 fix="Give the value a numeric type before it leaves its site.",
             )
         size = dtype.itemsize * int(np.prod(array.shape, dtype=np.int64))
@@ -209,7 +209,7 @@ def in_good_order(error: BaseException | None) -> bool:
 
 
 def closed(peer: str) -> ChannelClosed:
-    return ChannelClosed("This end of the channel was closed, and then used.", peer=peer)
+    return ChannelClosed("This end of the channel was used after it was closed.", peer=peer)
 
 
 def end_of_channel(peer: str, messages: int) -> EndOfChannel:
@@ -230,7 +230,7 @@ def peer_lost(peer: str, messages: int, how: str) -> PeerLost:
 
 def timed_out(peer: str, messages: int, timeout_s: float, doing: str) -> ChannelTimeout:
     return ChannelTimeout(
-        f"`{peer}` {doing} for {timeout_s:g} s, though it lives; {messages} messages have passed.",
+        f"`{peer}` {doing} for {timeout_s:g} s, but its process is alive; {messages} messages have passed.",
         peer=peer,
         fix="It is stuck, or slower than `timeout_s` allows.",
     )

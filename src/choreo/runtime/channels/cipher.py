@@ -4,13 +4,13 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 TAG_BYTES = 16
-"""The authentication tag of AES-GCM: a sealed frame is longer by so much."""
+"""The size of the authentication tag of AES-GCM: a sealed frame is longer than its content by this much."""
 
 
 class FrameCipher:
     """Seals (encrypts and authenticates) or opens the frames of one direction with AES-GCM.
 
-    The n-th sealed frame can only be opened as the n-th frame: a frame that is repeated or left out is noticed.
+    The n-th sealed frame can only be opened as the n-th frame, so a frame that is repeated or left out is noticed.
     """
 
     def __init__(self, key: bytes):

@@ -5,10 +5,10 @@
 
 CURVE, ZeroMQ's own protocol, encrypts connections. A client must know the public key of the server. The server asks by
 ZeroMQ's authentication protocol (ZAP) whether it may admit a client's public key; `Authenticator` answers. It admits only
-the clients that it was told of, and every socket that is bound is guarded by it.
+the clients that it was told of. Every bound socket must be guarded by it.
 
-zmq.auth has a ZAP server, too. But it starts an asyncio loop in every worker, and by default it admits some kinds of
-strangers.
+zmq.auth has a ZAP server, too, but that server starts an asyncio loop in every worker, and by default admits clients that
+it was not told of.
 """
 
 import atexit
@@ -60,7 +60,7 @@ class Authenticator:
 
     def __init__(self, context: zmq.Context):
         self._guarded: dict[bytes, _GuardedSocket] = {}
-        # ZeroMQ needs this socket to be polled to close a connection as well, so a thread polls it all the time.
+        # ZeroMQ cannot close a connection either unless this socket is polled, so a thread polls it all the time.
         self._requests = context.socket(zmq.REP)
         self._requests.bind("inproc://zeromq.zap.01")  # ZeroMQ sends its requests there
         self._stop, stopped = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -71,7 +71,7 @@ class Authenticator:
         atexit.register(self.close)
 
     def admit_keys(self, sock: zmq.Socket, mine: KeyPair, names: Mapping[bytes, str]) -> None:
-        """Admit only clients with one of these public keys. `names` may change later; `name_of` tells a message's client."""
+        """Admit only clients with one of these public keys. `names` may change later; `name_of` gives the client of a message."""
         sock.set(zmq.CURVE_SERVER, 1)
         sock.set(zmq.CURVE_SECRETKEY, mine.secret)
         self._guard(sock, lambda mechanism, shown: _name_of_key(mechanism, shown, names))
@@ -112,7 +112,7 @@ class Authenticator:
             name = guarded and guarded.credentials(mechanism, shown)
             if guarded is not None and name is None:
                 guarded.refused.append(address.decode(errors="replace"))
-            status = [b"400", b"No stranger gets in", b""] if name is None else [b"200", b"OK", name.encode()]
+            status = [b"400", b"Unknown client", b""] if name is None else [b"200", b"OK", name.encode()]
             self._requests.send_multipart([version, request, *status, b""])
         self._requests.close(0)
         stopped.close(0)
@@ -147,14 +147,14 @@ def name_of(frame: zmq.Frame) -> str:
 
 
 def show_key(sock: zmq.Socket, mine: KeyPair, server: bytes) -> None:
-    """Call it before the socket connects: it will prove to own `mine`, and accept only the owner of the key `server`."""
+    """Make a socket prove that it owns `mine`, and accept only the owner of the key `server`. Call this before it connects."""
     sock.set(zmq.CURVE_PUBLICKEY, mine.public)
     sock.set(zmq.CURVE_SECRETKEY, mine.secret)
     sock.set(zmq.CURVE_SERVERKEY, server)
 
 
 def show_ticket(sock: zmq.Socket, ticket: bytes) -> None:
-    """Call it before the socket connects: it will show the ticket."""
+    """Make a socket show the ticket to the server. Call this before it connects."""
     sock.set(zmq.PLAIN_USERNAME, b"choreo")
     sock.set(zmq.PLAIN_PASSWORD, ticket)
 

@@ -34,8 +34,8 @@ class Links:
     """All channels of one worker."""
 
     def __init__(self, me: str, descriptions: list[list[Any]], *, host: str = "127.0.0.1", keys: Any = None):
-        """`me` is the worker's name. For channels over TCP, `host` is the address to listen at, and `keys` the worker's key
-        pair, if it has one already."""
+        """`me` is the worker's name. For channels over TCP, `host` is the address to listen at, and `keys` is the
+        worker's key pair, or None to make a new one."""
         self.me = me
         self.by_peer: dict[str, ChannelPair] = {}
         """The channels by the name of the peer and the kind of channel."""

@@ -3,7 +3,7 @@
     memory     │ written │ read │ flags │ slot 0: number, bytes, arrays │ slot 1: ... │
     doorbell   a socket pair: a byte wakes an end that sleeps; the end of the stream means that the peer is gone
 
-Neither has a name, so the system frees both when the last process that holds them ends, in whatever way. The coordinator
+Neither has a name, so the system frees both when the last process that holds them ends, even if it is killed. The coordinator
 makes both ends, passes their file descriptors to two workers, and closes its own copies. From then on the doorbell's stream
 ends exactly when the peer is gone.
 
@@ -53,7 +53,7 @@ WRITTEN, READ, SENDER_SLEEPS, RECEIVER_SLEEPS, SENDER_CLOSED, RECEIVER_CLOSED = 
 CONTROL_BYTES = 512
 SLOT_HEADER_BYTES = ALIGNMENT
 MAX_SPIN_US = 50
-"""An end that waits longer should sleep."""
+"""The longest time that an end may spin (poll memory in a loop) before it sleeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def _anonymous_memory(size: int) -> int:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("choreo")
     else:
-        with tempfile.TemporaryFile() as file:  # without a name in the file system, too
+        with tempfile.TemporaryFile() as file:  # this has no name in the file system either
             fd = os.dup(file.fileno())
     os.ftruncate(fd, size)
     return fd
@@ -138,7 +138,7 @@ class _Ring(ChannelEnd):
     _closed_word: int
     """The word that says that this end was closed in good order."""
     _idle: str
-    """What the peer does if this end waits in vain, for messages."""
+    """What the peer did while this end waited in vain: a part of the error message."""
 
     @classmethod
     def open(
@@ -247,7 +247,7 @@ class _Ring(ChannelEnd):
         return True
 
     def _wait(self, counter: int, above: int, my_flag: int) -> bool:
-        """Wait until the peer's counter is larger than `above`; False if the peer is gone and it is not."""
+        """Wait until the peer's counter is larger than `above`; False if the peer ended before that."""
         words, start = self._words, perf_counter()
         self._waits += 1
         try:
@@ -260,7 +260,7 @@ class _Ring(ChannelEnd):
                 if words[counter] > above:
                     return True
                 if not self._sleep(start):
-                    return words[counter] > above  # the peer may have handed over before it went
+                    return words[counter] > above  # the peer may have handed over a slot before it ended
         finally:
             words[my_flag] = 0
             self._wait_s += perf_counter() - start

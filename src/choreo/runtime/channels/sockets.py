@@ -12,7 +12,7 @@ LINGER_S = 3.0
 """How long the last messages may take to be transmitted when the process exits."""
 
 SILENCE_S = 6
-"""After how long without any sign of the peer a connection counts as cut."""
+"""A connection counts as cut after this many seconds without any sign of the peer."""
 
 _OPENED = (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
 # Without the events of failed handshakes: when ZeroMQ 4.3.5 reports one for a forged frame, it overwrites errno, takes the
@@ -34,7 +34,7 @@ class Connections:
     """Follows the connections of a socket, by the events of its monitor. Make it before the socket is bound or connected.
 
     Strangers may connect to a bound socket and leave, so a connection is identified by its file descriptor (`fd_of` a
-    message). The system reuses descriptors, and events may come late: a connection is open if it is open after all events.
+    message). The system reuses descriptors, and events may come late: a connection counts as open if it is open after all events.
     """
 
     def __init__(self, sock: zmq.Socket):
@@ -64,7 +64,7 @@ class Connections:
         return ended
 
     def follow(self, fd: int) -> None:
-        """Take the connection with this descriptor for the peer's: `peer_gone` says from now on whether it has ended."""
+        """Declare this descriptor the connection of the peer: from now on `peer_gone` says whether that connection has ended."""
         if self._peer is None:
             self.read_events()  # older events may be about other connections with the same descriptor
             self._peer, self._peer_ended = fd, fd not in self.open

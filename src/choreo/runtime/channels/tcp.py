@@ -4,8 +4,8 @@
       ══ CURVE ═════════════════════════      each proves that it owns the public key that the other was told
       ── channel, end ─────────────────▶      hello
       ◀────────── port, ticket, keys ──       two new keys, one for each direction
-      ── ticket ───────────────────────▶      at that port, a socket for this channel alone; it admits one connection,
-      ══ frames, sealed with the keys ══      the one with the ticket
+      ── ticket ───────────────────────▶      at that port, where a socket serves this channel alone, and admits
+      ══ frames, sealed with the keys ══      only the connection with the ticket
 
 The two ends of a channel wait for each other, so processes that open several channels must all use the same order.
 """
@@ -109,7 +109,7 @@ class TcpListener:
         self.close()
 
     def _note(self, frames: list[zmq.Frame]) -> None:
-        """Keep a hello until this process accepts its channel. The caller's name comes from its key, so it cannot lie."""
+        """Keep a hello until this process accepts its channel. The caller's name comes from its key, so it cannot be faked."""
         if len(frames) == 3:
             identity, channel, end = (frame.bytes for frame in frames)
             caller = _Caller(identity, end, str(frames[-1].get("Peer-Address")))
@@ -124,7 +124,7 @@ class TcpListener:
         self._socket.send_multipart([caller.identity, str(port).encode(), ticket, receive_key, send_key])
         try:
             if not connection.socket.poll(milliseconds_to(deadline)) or connection.receive_first() != _HELLO:
-                raise peer_lost(peer, 0, f"it said hello from {caller.address}, and then nothing.")
+                raise peer_lost(peer, 0, f"it said hello from {caller.address}, but did not connect to the channel.")
         except ChannelError:
             connection.close(linger_s=0.0)
             raise

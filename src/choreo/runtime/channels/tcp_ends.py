@@ -46,7 +46,7 @@ Side: TypeAlias = Literal["sender", "receiver"]
 """Which of the two ends of a channel."""
 
 SILENCE_S = 5.0
-"""After how long without a heartbeat a peer counts as lost, unless `silence_s` says otherwise."""
+"""A peer counts as lost after this many seconds without a heartbeat, unless `silence_s` says otherwise."""
 LARGE_BYTES = 64 * 1024
 """Larger arrays are sent in frames of their own, which saves one copy at each end."""
 
@@ -57,13 +57,13 @@ class TcpOptions(TypedDict, total=False):
     slot_bytes: int
     """The size of the largest message; a connection that announces a larger one is closed. Default: any size."""
     slots: int
-    """How many messages may be unread; the sender's number counts. Default: 2."""
+    """How many messages may be unread; only the option of the sending end has an effect. Default: 2."""
     timeout_s: float | None
     """How long to wait for a peer that is alive. Default: for ever."""
     hello_timeout_s: float
     """How long to wait for the peer to connect. Default: 30 s."""
     silence_s: float
-    """After how long without a heartbeat the peer counts as lost. Default: 5 s."""
+    """The peer counts as lost after this time without a heartbeat. Default: 5 s."""
 
 
 _HEADER, _COUNT = struct.Struct("<QQ"), struct.Struct("<Q")
@@ -74,16 +74,16 @@ class TcpConnection:
     """The socket of one channel: sends and receives sealed frames, and notices when the connection ends."""
 
     def __init__(self, peer: str, options: TcpOptions, *, send_key: bytes, receive_key: bytes):
-        """The keys seal the frames to the peer, and open those from it."""
+        """`send_key` seals the frames to the peer; `receive_key` opens the frames from it."""
         silence_s, slot_bytes = options.get("silence_s", SILENCE_S), options.get("slot_bytes")
         self.peer, self._outgoing, self._incoming = peer, FrameCipher(send_key), FrameCipher(receive_key)
         self.lost = False
         _finish_at_exit()
         self.socket = context_of_process().socket(zmq.PAIR)
         for option, value in (
-            (zmq.SNDHWM, 0),  # no bound: `slots` is the bound, and a send must not block inside of ZeroMQ
+            (zmq.SNDHWM, 0),  # unlimited: `slots` is the limit, and a send must not block inside of ZeroMQ
             (zmq.RCVHWM, 0),
-            # Never reconnect: a channel that was cut is lost. (A value of "never" would make ZeroMQ drop unread messages.)
+            # Never reconnect: a channel that was cut is lost. (With -1, its value for "never", ZeroMQ drops unread messages.)
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),
             (zmq.HEARTBEAT_IVL, int(1000 * min(1.0, silence_s / 3))),
             (zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s)),
@@ -139,7 +139,7 @@ class TcpConnection:
 
     def send_small(self, frame: "bytes | bytearray", *, more: bool = False) -> bool:
         """Send a small frame; False if the connection is gone."""
-        # Seals every frame once, even if it cannot be sent: two frames must never share a nonce.
+        # A frame that cannot be sent uses up its nonce, too: two frames must never share a nonce.
         try:
             self.socket.send(self._outgoing.seal(frame), zmq.NOBLOCK | (zmq.SNDMORE if more else 0))
         except zmq.Again:
@@ -160,7 +160,7 @@ class TcpConnection:
 
 def _forged(peer: str) -> FrameForged:
     return FrameForged(
-        f"A frame that came as from `{peer}` was not sealed by it: it was changed on its way, or somebody else sent it.",
+        f"A frame on the connection to `{peer}` was not sealed by `{peer}`: it was changed on its way, or somebody else sent it.",
         peer=peer,
         fix="Its content was not used. Somebody in the network between the two hosts interferes; find out who.",
     )
@@ -170,7 +170,7 @@ class _TcpEnd(ChannelEnd):
     """What sender and receiver share: the connection, and how to wait."""
 
     _idle: str
-    """What the peer does if this end waits in vain, for messages."""
+    """What the peer did while this end waited in vain: a part of the error message."""
 
     def __init__(self, connection: TcpConnection, peer: str, options: TcpOptions):
         slots = options.get("slots", 2)
@@ -234,7 +234,9 @@ class TcpSender(_TcpEnd):
         for i, view in framing.small:
             view[...] = arrays[i]
         if not self._connection.send_small(framing.buffer, more=bool(framing.large)):
-            while True:  # the receiver is gone, perhaps after a goodbye: one of these calls raises
+            while (
+                True
+            ):  # the receiver is gone; read what it sent before: its goodbye or the end of the connection raises
                 self._read_credit(self._await_frame())
         for i in framing.large:
             self._connection.send_large(arrays[i], framing.sealed[i], more=i != framing.large[-1])
@@ -363,12 +365,12 @@ def close_finished(wait_s: float = 0.0) -> None:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    context_of_process()  # registers its own exit handler; the one that is registered last runs first
+    context_of_process()  # registers its exit handler first, so it runs after the one below
     atexit.register(close_finished, LINGER_S)
 
 
 def _is_read(connection: TcpConnection, last: int) -> bool:
-    """Has the receiver read everything, or gone?"""
+    """Has the receiver read everything, or is it gone?"""
     connection.wait(0)
     try:
         while (frame := connection.receive_first()) is not None:

@@ -2,7 +2,7 @@
 
     coordinator ══ CURVE ══ agent           both keys come from the token; a client without the token cannot connect
                 ── SpawnRequest ──▶         name, environment variables, the coordinator's public key for this run
-                                  worker    makes its own key pair, and listens for that coordinator alone (tunnel.py)
+                                  worker    makes its own key pair, and listens for that coordinator only (tunnel.py)
                 ◀── "started" ──            the worker's port and public key
                 ◀── "output", "ended" ──    what the worker prints, and its exit code; "stopped" if the agent ends
 
@@ -83,8 +83,8 @@ class Agent:
         """Serve coordinators for ever."""
         while True:
             ready = dict(self._poller.poll(int(1000 * CHECK_S)))
-            # The order matters, because the system reuses file descriptors that were closed. `ready` holds descriptors of
-            # workers that exist now; and a connection that has ended may have had the descriptor of the next one.
+            # The order matters, because the system reuses the numbers of closed file descriptors. The descriptors in `ready`
+            # belong to the workers of this moment; and a new connection may get the descriptor of one that has ended.
             for worker in list(self._workers.values()):
                 self._serve(worker, ready)
             for fd in self._connections.read_events():
@@ -283,6 +283,6 @@ def log(text: str) -> None:
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit of open files to the most that the system allows: many strangers must not keep a coordinator out."""
+    """Raise the limit of open files to the most that the system allows: many unknown clients must not keep a coordinator out."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -25,14 +25,14 @@ def pickled_programs(deployment: Deployment, worker: str) -> bytes:
     except (TypeError, AttributeError, ValueError, NotImplementedError, OSError) as error:
         python = [step.name for step, _ in walk(iterate.steps) if isinstance(step, HostCall)]
         raise PartitionError(
-            f"What `{worker}` must run cannot leave this process: {error}",
-            fix=f"Make what {', '.join(f'`{n}`' for n in python) or 'it'} holds picklable (open files, locks and "
+            f"The programs of `{worker}` cannot be pickled: {error}",
+            fix=f"Make everything that {', '.join(f'`{n}`' for n in python) or 'it'} holds picklable (open files, locks and "
             "windows inside the factory, not before), or use `--runtime inprocess`.",
         ) from error
 
 
 def environment_variables(deployment: Deployment, worker: str) -> dict[str, str]:
-    """The environment variables of a worker. Among them: no more threads than its share of the cores."""
+    """The environment variables of a worker. Some limit its threads to its share of the cores."""
     plan, host = deployment.plan, deployment.hosts[worker]
     cores = max(1, host.cpus // sum(other == host for other in deployment.hosts.values()))
     limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(cores))

@@ -1,4 +1,4 @@
-"""The machines that a run may use, as a value that `cluster.toml` holds.
+"""The machines that a run may use; `cluster.toml` describes them.
 
     token_file = "token"              the secret that agents ask for; a path relative to this file
 
@@ -44,7 +44,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 class ClusterError(ChoreoError):
-    """A cluster that makes no sense, or that has no host for a group."""
+    """A cluster whose description is not valid, or that has no host for a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Host:
     def __post_init__(self):
         if not self.address or re.search(r"\s", self.address):
             raise ClusterError(
-                f"{self.address!r} is no address of a host.", fix='Give a name or a number: address = "10.0.0.1".'
+                f"{self.address!r} is not the address of a host.", fix='Give a name or a number: address = "10.0.0.1".'
             )
         if glued := re.fullmatch(r"([^:]+):(\d+)", self.address):
             raise ClusterError(
@@ -102,7 +102,7 @@ class Cluster:
         here = [host.address for host in self.hosts if not host.port]
         if len(here) > 1:
             raise ClusterError(
-                f"{' and '.join(here)} have no port, and only this machine needs none.",
+                f"{' and '.join(here)} have no port, but every host except this machine needs one.",
                 fix="Give the port of the `choreo agent` on each of the others: port = 7000.",
             )
 
@@ -119,7 +119,7 @@ class Cluster:
         _check_keys(data, ("hosts", "token_file"), at=f"{file}")
         hosts = data.get("hosts", [])
         if not isinstance(hosts, list) or not all(isinstance(host, dict) for host in hosts):
-            raise ClusterError(f"`hosts` in {file} is no list of tables.", fix="Write [[hosts]], in two brackets.")
+            raise ClusterError(f"`hosts` in {file} is not a list of tables.", fix="Write [[hosts]], in two brackets.")
         token = data.get("token_file")
         if not isinstance(token, str | None):
             raise ClusterError(f"{file} says token_file = {token!r}.", fix='Give a path: token_file = "token".')
@@ -132,7 +132,7 @@ class Cluster:
             raise ClusterError(error.what, fix=error.fix, **({"at": str(file)} | error.places)) from error
         if cluster.token() is None and any(host.port for host in cluster.hosts):
             raise ClusterError(
-                "Hosts with a port have an agent, which asks for a token, and there is no token_file.",
+                "Hosts with a port have an agent, which asks for a token, but there is no token_file.",
                 at=str(file),
                 fix='Add token_file = "token", and give the same file to `choreo agent` there.',
             )
@@ -156,7 +156,7 @@ class Cluster:
             )
         if len(text) < 16:
             raise ClusterError(
-                f"The token in {self.token_file} has {len(text)} bytes; that can be guessed.",
+                f"The token in {self.token_file} has {len(text)} bytes, so it can be guessed.",
                 fix="Make one of 16 or more: `openssl rand -hex 32 > token`.",
             )
         return text
@@ -186,7 +186,7 @@ def place(
         hosts = _hosts_with((devices or {}).get(group), group, cluster)
         workers = dict.fromkeys(hosts, 0)
         for replica in range(replicas or 1):
-            # The host with the most cpus per worker after this one is added; the first among equals.
+            # The host with the most cpus per worker after this worker is added; among equals, the first.
             host = hosts[0] if replicas is None else min(hosts, key=lambda h: (workers[h] + 1) / h.cpus)
             workers[host] += 1
             placements.append(SiteHost(group, replica, host))
@@ -194,7 +194,7 @@ def place(
 
 
 def on_one_machine(hosts: Collection[Host]) -> bool:
-    """Have these hosts one address, or are they all this machine? Two names of another machine count as two machines."""
+    """Do these hosts share one address, or are they all this machine? Two names of another machine count as two machines."""
     here = {host.address for host in hosts if not host.port}
     machines = {LOOPBACK if is_loopback(host.address) or host.address in here else host.address for host in hosts}
     return len(machines) == 1
@@ -212,7 +212,7 @@ def _hosts_with(device: str | None, group: GroupName, cluster: Cluster) -> list[
     hosts = [host for host in cluster.hosts if device is None or device in host.devices]
     if not hosts:
         raise ClusterError(
-            f"The layout wants `{group}` on {device!r}, and no host has one.",
+            f"The layout wants `{group}` on {device!r}, but no host has such a device.",
             fix=f"Add {device!r} to the devices of the hosts that have one, or change the group's `device`.",
         )
     return hosts
@@ -224,7 +224,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ClusterError(f"{file} cannot be read: {error.strerror}.", fix="Name a file with [[hosts]].") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ClusterError(f"{file} is no valid TOML: {error}.", fix="Mend that line.") from error
+        raise ClusterError(f"{file} is not valid TOML: {error}.", fix="Correct that line.") from error
 
 
 def _host(data: dict[str, Any], *, at: str) -> Host:
@@ -234,7 +234,9 @@ def _host(data: dict[str, Any], *, at: str) -> Host:
     for key, kind in HOST_KINDS.items():
         value = data.get(key)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise ClusterError(f"{key} = {value!r} is no {kind.__name__}.", at=at, fix=f"Write {HOST_EXAMPLE[key]}.")
+            raise ClusterError(
+                f"{key} = {value!r} is not of type {kind.__name__}.", at=at, fix=f"Write {HOST_EXAMPLE[key]}."
+            )
     fields: dict[str, Any] = {key: tuple(map(str, value)) if key == "devices" else value for key, value in data.items()}
     try:
         return Host(**fields)

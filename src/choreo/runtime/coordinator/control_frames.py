@@ -71,7 +71,7 @@ def _parse(text: bytearray) -> Frame:
         if not isinstance(header["kind"], str):
             raise TypeError(f"a {type(header['kind']).__name__} as its kind")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
-        raise WireError(f"A frame's header makes no sense: {error!r}.") from error
+        raise WireError(f"The header of a frame is not valid: {error!r}.") from error
     return header, arrays
 
 

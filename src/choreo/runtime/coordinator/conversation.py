@@ -14,12 +14,12 @@ from choreo.runtime.coordinator.supervision import WorkerError, end_run
 
 
 class Conversation:
-    """Talks with all workers of a run. If one ends, all are ended and its error is raised."""
+    """Talks with all workers of a run. If one worker ends, all others are ended and its error is raised."""
 
     def __init__(self, pool: WorkerPool, deployment: Deployment):
         self.pool, self.deployment = pool, deployment
         self.compile_seconds: dict[str, float] = {}
-        """How long each worker has compiled, as it said last."""
+        """How long each worker has compiled, by its last reply."""
 
     def tell_all(self, header: dict[str, Any], arrays: Iterable[np.ndarray] = ()) -> None:
         """Send one command to all workers."""
@@ -37,7 +37,7 @@ class Conversation:
         handle.state = header["kind"]
 
     def await_replies(self, kind: str, *, doing: str, timeout_s: float | None = None) -> dict[str, Frame]:
-        """The reply of each worker. Passes on output meanwhile; `doing` says in an error what the workers were asked."""
+        """The reply of each worker. Passes on output meanwhile; `doing` describes the command in an error message."""
         replies: dict[str, Frame] = {}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         workers = self.deployment.workers

@@ -33,7 +33,7 @@ class Deployment:
     hosts: Mapping[str, Host]
     """The host of each worker."""
     over_tcp: bool
-    """Are the channels between workers TCP? Else they are shared memory."""
+    """Do the channels between workers use TCP? Otherwise they use shared memory."""
 
     @classmethod
     def of(cls, plan: Plan, cluster: Cluster, *, over_tcp: bool) -> "Deployment":
@@ -57,7 +57,7 @@ class Deployment:
         return list(dict.fromkeys(group for (group, _), name in self.process_of_site.items() if name == worker))
 
     def compiles(self, worker: str) -> bool:
-        """Does a worker run compiled programs? Else it runs Python alone, and need not import JAX."""
+        """Does a worker run compiled programs? Otherwise it runs only Python, and need not import JAX."""
         groups, programs = self.groups(worker), (self.plan.init, self.plan.iterate)
         return any(isinstance(step, Segment) and step.group in groups for p in programs for step, _ in walk(p.steps))
 
@@ -87,7 +87,7 @@ class Deployment:
 
 
 def assign_processes(plan: Plan) -> dict[Site, str]:
-    """The worker process of each site: one site each, except that with `exact` several blocks share a process."""
+    """The worker process of each site: one process per site, but with `exact` several blocks may share a process."""
     processes = {}
     for group, r in plan.all_sites:
         blocks = plan.replicas(group)

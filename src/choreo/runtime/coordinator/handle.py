@@ -15,7 +15,7 @@ from choreo.runtime.coordinator.remote import RemoteProcess
 from choreo.runtime.coordinator.tunnel import Tunnel
 
 LAST_LINES = 60
-"""How many lines of a worker's output are kept for the error, if it dies without a report: one traceback of all threads."""
+"""How many lines of a worker's output are kept for the error, if it dies without a report: room for a traceback of all threads."""
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class WorkerHandle:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **variables},
-                # Ctrl-C reaches the coordinator alone, and `kill` ends the processes that environments have started.
+                # Ctrl-C reaches only the coordinator, and `kill` ends the processes that environments have started.
                 start_new_session=True,
             )
         assert process.stdout is not None
@@ -102,7 +102,7 @@ class WorkerHandle:
         return [line.decode(errors="replace") for line in lines], bool(data)
 
     def kill(self) -> None:
-        """Kill a worker on this machine and the processes its environments have started. On another host, `close` does."""
+        """Kill a worker on this machine and the processes its environments have started. On another host, `close` does that."""
         if isinstance(self.process, subprocess.Popen):
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended already
                 os.killpg(self.process.pid, signal.SIGKILL)

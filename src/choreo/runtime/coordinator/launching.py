@@ -48,7 +48,7 @@ def launch(
     links, ends = make_channels(deployment)
     with contextlib.ExitStack() as stack:
         for end in (end for each in ends.values() for end in each):
-            stack.callback(end.close)  # workers alone may hold them: then a worker's death closes its channels
+            stack.callback(end.close)  # only workers may hold the ends: then a worker's death closes its channels
         fds = {worker: [fd for end in ends[worker] for fd in end.fds] for worker in deployment.workers}
         start_workers(conversation.pool, deployment, fds, token)
     differences = compare_versions(conversation, allow_versions=allow_versions, same_bits=same_bits)
@@ -77,7 +77,7 @@ def start_workers(pool: WorkerPool, deployment: Deployment, fds: Mapping[str, li
             pool.add(WorkerHandle(worker, requested[worker], requested[worker].reach_worker(worker, keys, deadline)))
             del requested[worker]
     finally:
-        for process in requested.values():  # the pool does not know them yet
+        for process in requested.values():  # these are not in the pool yet
             process.close()
     pool.handles = {worker: pool.handles[worker] for worker in deployment.workers}
     for worker, handle in pool.handles.items():
@@ -87,7 +87,7 @@ def start_workers(pool: WorkerPool, deployment: Deployment, fds: Mapping[str, li
 def _checked(token: bytes | None) -> bytes:
     if token is None:
         raise ClusterError(
-            "The cluster has hosts with an agent, which asks for a token, and no token_file.",
+            "The cluster has hosts with an agent, which asks for a token, but no token_file.",
             fix='Give it one: Cluster(hosts=..., token_file="token").',
         )
     return token
@@ -115,7 +115,7 @@ def compare_versions(conversation: Conversation, *, allow_versions: bool, same_b
 def introduce(conversation: Conversation) -> None:
     """Tell each worker the addresses and public keys of the others, and each collective the address of its first worker.
 
-    No worker connects before all workers let the others in.
+    No worker connects before all workers admit connections from the others.
     """
     replies = conversation.await_replies("listening", doing="starting", timeout_s=START_S)
     headers = {worker: header for worker, (header, _) in replies.items()}

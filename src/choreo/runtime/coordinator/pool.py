@@ -18,7 +18,7 @@ from choreo.runtime.coordinator.handle import WorkerHandle
 GRACE_S = 2.0
 """How long workers may take to end by themselves, and how long to look for the worker that failed first."""
 NOISE = "[Gloo] Rank "
-"""Lines that begin so are not passed on: Gloo prints them whenever it connects."""
+"""Lines that begin with this are not passed on: Gloo prints them whenever it connects."""
 
 
 class WorkerPool:
@@ -55,7 +55,7 @@ class WorkerPool:
         return {name: handle.state for name, handle in self.handles.items()}
 
     def select(self, *, timeout_s: float) -> list[WorkerHandle]:
-        """Wait until a worker says something. Passes on what workers print; returns the workers with a frame for us."""
+        """Wait until a worker prints or sends something. Passes on the output of workers; returns the workers that sent a frame."""
         talking = [handle for handle in self.handles.values() if handle.control_open]
         here = any(handle.has_frame(()) for handle in talking)
         ready = {source for source, _ in self._poller.poll(0 if here else int(1000 * timeout_s))}
@@ -66,7 +66,7 @@ class WorkerPool:
 
     def receive(self, handle: WorkerHandle) -> Frame | None:
         """A worker's next frame. None if it ended; then `handle.error` is its report, if it sent one."""
-        handle.control_open = False  # stays so if Ctrl-C comes in the middle of a frame: the rest could not be read
+        handle.control_open = False  # stays False if Ctrl-C comes in the middle of a frame: the rest could not be read
         try:
             frame = receive_frame(handle.control)
         except WireError as error:
@@ -85,7 +85,7 @@ class WorkerPool:
     def ended(self) -> list[WorkerHandle]:
         """Workers whose process has ended.
 
-        A closed control connection usually says so, but not if a process that the worker started still holds it open.
+        Usually its control connection closes then, but not if a process that the worker started still holds it open.
         """
         return [handle for handle in self.handles.values() if handle.process.poll() is not None]
 
@@ -141,7 +141,7 @@ class WorkerPool:
 
 
 def _report_of(error: WireError, worker: str) -> dict[str, Any]:
-    """The report of a worker whose bytes are no frame, in its place."""
+    """The error report for a worker that sent bytes that are not a frame."""
     trace = "".join(traceback.format_exception(error))
     return {"kind": "error", "known": True, "type": "RunError", "what": error.what, "fix": None,
             "places": {"worker": worker}, "traceback": trace}  # fmt: skip

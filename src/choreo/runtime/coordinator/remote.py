@@ -56,7 +56,7 @@ class RemoteProcess:
             f"Run there: choreo agent --address {self.host.address} --port {self.host.port} --token-file token",
         )
         try:
-            # A plain connection first: its error says why the agent cannot be reached, and ZeroMQ's would not.
+            # A plain connection first: its error says why the agent cannot be reached, which ZeroMQ does not report.
             socket.create_connection((self.host.address, self.host.port), timeout=HELLO_S).close()
             connect(self.agent, self.host.address, self.host.port)
         except OSError as error:
@@ -65,7 +65,7 @@ class RemoteProcess:
             return
         if self._connections.refused:
             raise RunError(
-                f"The process at {where} is no agent with the token of this cluster.",
+                f"The process at {where} is not an agent with the token of this cluster.",
                 fix=f"Use the same token file on every host. {fix}",
             )
         raise RunError(f"The process at {where} does not answer as an agent does.", fix=fix)
@@ -92,7 +92,7 @@ class RemoteProcess:
         if self._started is None:
             ended = "its agent is gone" if self.returncode is None else f"it ended with exit code {self.returncode}"
             raise RunError(f"{where} did not start: {ended}.{' Its output:' if printed else ''}{printed}",
-                           fix="Is Choreo installed there as it is here?")  # fmt: skip
+                           fix="Is the same version of Choreo installed there?")  # fmt: skip
         port, key = self._started
         try:
             return Tunnel.connect(self.host.address, port, keys, key, deadline)

@@ -1,7 +1,8 @@
 """When a worker ends: which worker failed first, and the one error that the user gets.
 
-When a worker dies, its peers lose a channel and fail as well. `end_run` gathers for a moment who has ended, looks for a
-worker that did not just lose a peer, kills the rest, and describes that one worker. Only `end_run` and `_gather` do I/O.
+When a worker dies, its peers lose a channel and fail as well. `end_run` waits a moment and collects the workers that have
+ended, looks for one that did not just lose a peer, kills all others, and describes the end of that worker. Only `end_run` and
+`_gather` do I/O.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from choreo.runtime.coordinator.remote import RemoteProcess
 COLLECTIVES = ("Gloo", "NCCL", "coordination service")
 """An error with one of these words says that a collective has lost a worker."""
 HANGS = "Timeout ("
-"""`faulthandler` begins its last words so, when an environment holds the interpreter for too long."""
+"""The beginning of what `faulthandler` prints when an environment holds the interpreter for too long."""
 
 
 class WorkerError(RunError):
@@ -73,7 +74,7 @@ def lost_a_peer(handle: WorkerHandle) -> bool:
 def find_silent(
     ended: Collection[WorkerHandle], handles: Mapping[str, WorkerHandle]
 ) -> tuple[WorkerHandle, WorkerHandle] | None:
-    """A worker that a peer has lost although its process runs, and that peer. It is stopped, or cut off."""
+    """A worker that still runs although a peer has lost it, and that peer. Such a worker is stopped, or cut off."""
     for handle in ended:
         if handle.error is not None and handle.error["type"] == "PeerLost":
             peer = handle.error["places"].get("peer")
@@ -109,14 +110,14 @@ def describe_end(handle: WorkerHandle, code: int | None, environments: list[rang
     last = "".join(f"\n  {line}" for line in handle.lines)
     return WorkerError(
         f"{what}{running}{' Its last output:' if last else ''}{last}",
-        fix="SIGKILL without a cause is often the kernel, out of memory: use fewer workers or environments."
+        fix="The kernel sends SIGKILL when the machine is out of memory: use fewer workers or environments."
         if code == -signal.SIGKILL
         else None,
     )
 
 
 def _describe_remote(handle: WorkerHandle, process: RemoteProcess) -> ChoreoError:
-    """The error for a worker on another host whose exit code is unknown, or is that of its stopped agent."""
+    """The error for a worker on another host whose exit code is unknown, or whose agent was stopped."""
     agent = f"the agent at {process.host.address}:{process.host.port}"
     if process.agent_stopped:
         return WorkerError(f"{agent.capitalize()} was stopped, and its worker `{handle.name}` with it.",

@@ -50,7 +50,7 @@ class Tunnel:
             self.socket.set(option, value)
         self._connections = Connections(self.socket)
         self._sent = self._received = 0
-        """Messages so far. Each message carries its number, because CURVE does not notice a message that is left out."""
+        """Messages so far. Each message carries its number, because CURVE does not detect a missing message."""
         self._unread = memoryview(b"")
         """Bytes of the last message that `recv_into` has not returned yet."""
         self._timeout_s: float | None = None
@@ -119,7 +119,7 @@ class Tunnel:
     def recv_into(self, view: memoryview) -> int:
         """Read at least one byte into `view`; returns the number of bytes, 0 if the peer is gone and all bytes were read.
 
-        Raises ConnectionResetError if a message is missing, because somebody on the way has left it out.
+        Raises ConnectionResetError if a message is missing: somebody on the way has removed it.
         """
         while not self._unread:
             try:

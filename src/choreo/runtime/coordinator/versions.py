@@ -95,19 +95,19 @@ class Differences:
         if not self.recorded:
             return None
         listed = _listed({**self.packages, **self.bits})
-        return f"It has {listed}. That the results are the same bit for bit (law, level 1) is not promised."
+        return f"It has {listed}. The results may not be the same bit for bit (level 1 of the law)."
 
     def check(self, *, allow_versions: bool, same_bits: bool) -> None:
         """Refuse a host whose versions differ, unless `allow_versions`; with `same_bits`, refuse every difference."""
         if same_bits and self.recorded:
             raise RunError(
-                f"Host {self.host} has {_listed({**self.packages, **self.bits})}. The same bits are not promised there.",
+                f"Host {self.host} has {_listed({**self.packages, **self.bits})}. Its results may not be the same bit for bit.",
                 fix="Use a host like this machine, or leave out --same-bits (same_bits=True).",
             )
         if self.packages and not allow_versions:
             raise RunError(
                 f"Host {self.host} has {_listed(self.packages)}. Other versions can give other results.",
-                fix=f"{self._how_to_install()}, or insist: --allow-versions (allow_versions=True).",
+                fix=f"{self._how_to_install()}, or accept the difference: --allow-versions (allow_versions=True).",
             )
 
     def _how_to_install(self) -> str:
@@ -115,7 +115,9 @@ class Differences:
         steps = [f"pip install {' '.join(wanted)}"] if wanted else []
         if "python" in self.packages:
             steps.append(f"Python {self.packages['python'][1]}")
-        return f"Install there what is here ({', and '.join(steps)})" if steps else "Install here what is there"
+        return (
+            f"Install the same versions there ({', and '.join(steps)})" if steps else "Install the same versions here"
+        )
 
 
 def _listed(different: Mapping[str, tuple[str, str]]) -> str:

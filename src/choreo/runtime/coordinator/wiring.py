@@ -13,7 +13,7 @@ from choreo.runtime.channels.shm import ReceiverEnd, SenderEnd, make_shm_channel
 from choreo.runtime.coordinator.deployment import Deployment
 from choreo.runtime.engine.backend import host_type
 from choreo.runtime.engine.bundles import BUNDLE
-from choreo.runtime.engine.messages import Piece, Topology, messages
+from choreo.runtime.engine.messages import Overlap, Topology, messages
 
 SLOTS = 2
 """Messages that may wait in a channel."""
@@ -49,14 +49,14 @@ def _channel_bytes(deployment: Deployment) -> dict[tuple[str, str, str], int]:
             if not isinstance(step, Transfer):
                 continue
             kind = BUNDLE if step.lag is not None else ""
-            for pair, pieces in messages(step, topology).items():
+            for pair, message in messages(step, topology).items():
                 if pair[0] != pair[1]:
-                    sizes[*pair, kind] = max(sizes.get((*pair, kind), 0), _message_bytes(pieces))
+                    sizes[*pair, kind] = max(sizes.get((*pair, kind), 0), _message_bytes(message))
     return sizes
 
 
 def _participants(deployment: Deployment, everybody: Topology) -> list[Topology]:
-    """The processes that take part in one run of `iterate`: all; with merge="any", each worker in turn with the learner."""
+    """The processes that take part in one run of `iterate`: all of them; with merge="any", one worker and the learner."""
     plan = deployment.plan
     if plan.num_workers == 1:
         return [everybody]
@@ -69,9 +69,9 @@ def _participants(deployment: Deployment, everybody: Topology) -> list[Topology]
     ]  # fmt: skip
 
 
-def _message_bytes(pieces: list[Piece]) -> int:
-    types = [host_type(array_type(piece.move.aval)) for piece in pieces]
+def _message_bytes(message: list[Overlap]) -> int:
+    types = [host_type(array_type(overlap.move.aval)) for overlap in message]
     head = jax.ShapeDtypeStruct((2,), np.uint64)  # the version of a bundle
     return message_bytes([head] + [
-        jax.ShapeDtypeStruct(piece.shape(shape), dtype) for piece, (shape, dtype) in zip(pieces, types, strict=True)
+        jax.ShapeDtypeStruct(overlap.shape(shape), dtype) for overlap, (shape, dtype) in zip(message, types, strict=True)
     ])  # fmt: skip

@@ -4,8 +4,8 @@
     worker 1   reads version 0 ── acts ──────────▶ update 2 ── reads version 2 ── acts ──▶ update 4
 
 Each worker has its own environments and runs the same program, one *round* per update; the learner holds the shared state.
-An iteration is as many updates as there are workers. The meaning of a run is its log: for every update, the worker that it
-learned from and the version which that worker had read. In one process a seed or a given log decides the order of workers;
+An iteration is as many updates as there are workers. The meaning of a run is its log: for every update, the worker that
+it learned from and the version that this worker had read. In one process a seed or a given log decides the order of workers;
 among processes the order of arrival does.
 """
 
@@ -39,7 +39,7 @@ class Arrivals(Execution):
     def __init__(self, programs: Programs, topology: Topology, backend: Backend, timed: Timed | None = None):
         super().__init__(programs, topology, backend, timed)
         self.workers = [worker for worker in range(programs.num_workers) if self._is_here(worker)]
-        """The workers whose programs have a site here: all of them at the learner, else one."""
+        """The workers whose programs have a site here: all of them at the learner, otherwise one."""
         self.machines = {worker: self._machine(worker, timed) for worker in self.workers}
         self.rounds = dict.fromkeys(self.workers, 0)
         """How many rounds of each worker have been run."""
@@ -118,7 +118,7 @@ class Arrivals(Execution):
         return self.choose_version.pick(eligible)
 
     def _next_logged(self, number: int) -> int:
-        """By the log that is replayed: let workers read this version, and return the worker to learn from next."""
+        """Let the same workers read this version as in the replayed log; returns the worker to learn from next."""
         assert self.replayed is not None
         if number >= len(self.replayed):
             raise RunError(f"The log ends before update {number}.", fix="Replay no more than was logged.")
@@ -150,7 +150,7 @@ class Arrivals(Execution):
             pause = min(2 * pause, LONGEST_POLL_S)
 
     def _processes_of(self, worker: int) -> list[str]:
-        """The processes of a worker's program, without the learner's."""
+        """The processes of a worker's program, without the process of the learner."""
         processes = self.machines[worker].topology.process_of_site
         return [process for (group, _), process in processes.items() if group != self.programs.learner]
 

@@ -1,4 +1,4 @@
-"""From a plan to its sites and back: the programs and keys that a process gets, and the carry in parts and as a whole."""
+"""From a plan to its sites and back: the programs and keys that a process gets; splitting and joining the carry."""
 
 from typing import Any
 

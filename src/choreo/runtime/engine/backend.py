@@ -1,6 +1,6 @@
-"""`Backend`: all that a `Machine` does with compiled functions and device arrays.
+"""`Backend`: every operation of a `Machine` on compiled functions and device arrays.
 
-Two classes implement it: `PythonOnly`, for processes that run Python alone, and `JaxBackend` in `jax_backend.py`. Nothing
+Two classes implement it: `PythonOnly`, for processes that run only Python, and `JaxBackend` in `jax_backend.py`. Nothing
 here imports JAX.
 """
 
@@ -55,7 +55,7 @@ class Backend(Protocol):
         ...
 
     def host_type(self, like: Any) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of `to_host` of such a value."""
+        """Shape and dtype of `to_host(value)`, for a value of the type of `like`."""
         ...
 
     def stack(self, slices: list[Any], like: Any) -> Any:
@@ -63,7 +63,7 @@ class Backend(Protocol):
         ...
 
     def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
-        """The value of one receiver, from the `parts` of all senders; they are all in this process."""
+        """The value of one receiver, from the `parts` that the senders hold; all senders are in this process."""
         ...
 
     def key(self, data: np.ndarray, site: Site) -> Any:
@@ -83,7 +83,7 @@ class Backend(Protocol):
         ...
 
     def iteration_loop(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
-        """An `IterationLoop`, which runs several iterations in one compiled call; None if this segment allows none."""
+        """An `IterationLoop`, which runs several iterations in one compiled call; None if this segment cannot be looped."""
         ...
 
 
@@ -95,10 +95,10 @@ def host_type(like: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 class PythonOnly:
-    """The `Backend` of a process that runs Python alone."""
+    """The `Backend` of a process that runs only Python."""
 
     def load(self, segment: Segment, replica: int = 0) -> Loaded:
-        raise AssertionError(f"`{segment.group}` was to run Python alone, and got the segment `{segment.name}`")
+        raise AssertionError(f"`{segment.group}` runs Python only, but its program has the segment `{segment.name}`")
 
     def scalar(self, number: int) -> int:
         return number
@@ -110,7 +110,7 @@ class PythonOnly:
         return True
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
-        raise AssertionError(f"`{segment.group}` was to run Python alone, and got the segment `{segment.name}`")
+        raise AssertionError(f"`{segment.group}` runs Python only, but its program has the segment `{segment.name}`")
 
     def from_host(self, array: np.ndarray, like: Any, site: Site) -> np.ndarray:
         return array

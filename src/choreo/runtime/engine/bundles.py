@@ -1,10 +1,10 @@
 """Bundles: values that a reader may use although they are up to `max_lag` updates old.
 
-All such values of a pair of groups travel together, as one version; the sender sends one with every update.
+All such values of a pair of groups travel together, as one version; the sender sends one version with every update.
 
     BundleHere       sender and reader in this process: keeps the last versions, and a schedule chooses the one to read
     BundleSender     to another process: one message per version
-    BundleReceiver   from other processes: takes every version that has arrived; waits only if the last one is too old
+    BundleReceiver   from other processes: takes every version that has arrived; waits only if the newest is too old
 
 With merge="any" (`one_by_one`) each version goes to one worker, which reads it once; see `arrivals.py`.
 """
@@ -19,11 +19,11 @@ import numpy as np
 
 from choreo.partition.program import Ref, Transfer
 from choreo.runtime.engine.backend import Backend, Site, Timed
-from choreo.runtime.engine.messages import Piece, Topology, received_type, sent_type
+from choreo.runtime.engine.messages import Overlap, Topology, received_type, sent_type
 from choreo.runtime.engine.schedule import ChooseVersion, VersionRead
 
 BUNDLE = " (bundle)"
-"""Appended to the name of a peer: the name of the link for bundles."""
+"""Appended to the name of a peer, this gives the name of the link for bundles."""
 Stores = Mapping[Site, dict[Ref, Any]]
 """For each site here, the values that it holds."""
 
@@ -39,7 +39,7 @@ class CurrentUpdate:
     one_by_one: bool = False
     """Is merge="any"? Then each version goes to one worker, which reads it once."""
     choose_version: ChooseVersion | None = None
-    """Chooses the version to read, where sender and reader are both here; None: the oldest one that is kept."""
+    """Chooses the version to read, where sender and reader are both here; None chooses the oldest version that is kept."""
     number: int = 0
     """The number of the update."""
     log: list[VersionRead] = field(default_factory=list)
@@ -79,13 +79,13 @@ class BundleSender:
     """From this process to one other process."""
 
     def __init__(
-        self, step: Transfer, peer: str, message: list[Piece], stores: Stores, topology: Topology, backend: Backend,
+        self, step: Transfer, peer: str, message: list[Overlap], stores: Stores, topology: Topology, backend: Backend,
         update: CurrentUpdate, timed: Timed,
     ):  # fmt: skip
         self.backend, self.update = backend, update
         self.send = timed("send", peer, topology.links[peer + BUNDLE].send)
-        self.sources = [(stores[step.src, piece.sender], piece.move.src, piece.take) for piece in message]
-        self.types = [sent_type(backend, piece, topology.replicas(step.src)) for piece in message]
+        self.sources = [(stores[step.src, each.sender], each.move.src, each.take) for each in message]
+        self.types = [sent_type(backend, each, topology.replicas(step.src)) for each in message]
 
     def publish(self, _: int) -> None:
         to_host, head = self.backend.to_host, np.array([self.update.number, True], np.int64)
@@ -99,7 +99,7 @@ class BundleReceiver:
     """From other processes to this one."""
 
     def __init__(
-        self, step: Transfer, incoming: Mapping[str, list[Piece]], stores: Stores, topology: Topology,
+        self, step: Transfer, incoming: Mapping[str, list[Overlap]], stores: Stores, topology: Topology,
         backend: Backend, update: CurrentUpdate, timed: Timed,
     ):  # fmt: skip
         self.step, self.stores, self.backend, self.update = step, stores, backend, update
@@ -109,7 +109,9 @@ class BundleReceiver:
         number = {(id(move), d): i for i, (move, d) in enumerate(self.targets)}
         self.links = [topology.links[peer + BUNDLE] for peer in incoming]
         self.receives = [timed("wait", peer, link.receive) for peer, link in zip(incoming, self.links, strict=True)]
-        self.puts = [[(number[id(p.move), p.receiver], p.put) for p in message] for message in incoming.values()]
+        self.puts = [
+            [(number[id(each.move), each.receiver], each.put) for each in message] for message in incoming.values()
+        ]
         self.version: int | None = None
         self.held: list[Any] = []
 

@@ -48,7 +48,7 @@ SiteValues = dict[Site, list[Any]]
 
 
 class Execution:
-    """Runs iterations. Between calls every site is at a boundary, and `leaves` are the leaves of the carry that it holds."""
+    """Runs iterations. Between calls every site is at a boundary, and `leaves` has the leaves of the carry that each site holds."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Execution:
         return len(self.topology.sites) == len(self.topology.process_of_site)
 
     def replay(self, log: list[VersionRead]) -> None:
-        """From now on, read the versions that another run has read."""
+        """From now on, read the versions that another run has read, as its log says."""
         self.choose_version = ReplayedVersions(log)
 
     def _version(self, reader: str, update: int, oldest: int) -> int:
@@ -112,7 +112,7 @@ class Execution:
     ) -> dict[Site, dict[str, np.ndarray]]:
         """Run iterations first .. stop - 1; returns the metrics that each site holds, one entry per iteration.
 
-        Calls `begins` with the number of each iteration when it begins, unless they are one compiled loop.
+        Calls `begins` with the number of each iteration when it begins, unless the iterations are one compiled loop.
         """
         if self.loop is not None and stop > first:
             return self._run_loop(first, stop)
@@ -198,8 +198,8 @@ class Execution:
         divided = []
         for leaf, axis, port in zip(leaves, self.programs.carry_axes, self.programs.iterate.ins, strict=False):
             if leaf is not None and axis is not None:
-                held = self.topology.replicas(site[0]) if port.held[site[0]][1] is not None else 1
-                shards, shape = self.programs.shards // held, leaf.shape
+                num_blocks = self.topology.replicas(site[0]) if port.held[site[0]][1] is not None else 1
+                shards, shape = self.programs.shards // num_blocks, leaf.shape
                 leaf = leaf.reshape(*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
             divided.append(leaf)
         return divided

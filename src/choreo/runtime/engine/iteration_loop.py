@@ -23,11 +23,11 @@ class IterationLoop:
     """Runs iterations of a program that is a single segment, at the replicas `here`."""
 
     def __init__(self, backend: Any, program: Program, segment: Segment, num_carry: int, here: Sequence[int]):
-        """`backend` is the `JaxBackend` that makes this object; its module imports this one."""
+        """`backend` is the `JaxBackend` that makes this object; typed `Any`, because its module imports this one."""
         self.backend, self.program, self.segment, self.num_carry = backend, program, segment, num_carry
         self.group, self.here = segment.group, here
         self.capacity = 0
-        """The most iterations that `call` can run: its arrays of metrics have so many rows."""
+        """The largest number of iterations that `call` can run: the number of rows in its arrays of metrics."""
         self.call: Callable[..., list[Sequence[Any]]] | None = None
         """The compiled loop."""
 

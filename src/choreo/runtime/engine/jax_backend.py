@@ -53,8 +53,8 @@ class JaxBackend:
         carry_axes: Sequence[Axis] = (),
     ):
         """`platforms`: the platform of each group here, None for JAX's default. `num_devices`: how many devices a group
-        wants, one for each of its replicas; with fewer here, its replicas share one. `partitioned`: groups that are one
-        program on so many devices; their carry is divided along its `carry_axes`."""
+        wants, one for each of its replicas; if JAX sees fewer, its replicas share one. `partitioned`: the number of devices of
+        each group that runs as one program on several devices; its carry is divided along `carry_axes`."""
         self.timed: Timed = timed or (lambda kind, name, fn: fn)
         self.num_devices, self.partitioned, self.carry_axes = num_devices, partitioned, carry_axes
         self.devices = {group: _find_devices(group, platform) for group, platform in platforms.items()}
@@ -116,7 +116,7 @@ class JaxBackend:
             return self._spmd(segment, [self.device((group, r)) for r in here], here)
         if isinstance(segment.fn, ExportedFn):
             raise LayoutError(
-                f"This plan of {replicas} replicas of `{group}` was made for as many devices, and JAX sees "
+                f"This plan of {replicas} replicas of `{group}` was made for {replicas} devices, but JAX sees "
                 f"{len(self.devices[group])} here.", fix="Make the plan in this process.")  # fmt: skip
         together = self.compiled(on_one_device(segment, replicas), [], group, self.devices[group][0])
         return lambda t, rows: together.call(t, rows)
@@ -197,7 +197,7 @@ class JaxBackend:
         self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]
     ) -> "IterationLoop | None":
         if segment.combines and isinstance(segment.fn, ExportedFn):
-            return None  # exported for all devices at once; a loop around it could not be
+            return None  # an exported function that spans several devices cannot be called inside another compiled loop
         return IterationLoop(self, program, segment, num_carry, here)
 
 
@@ -241,9 +241,9 @@ def reshard(parts: list[Any], move: Move, r: int, n: int) -> Any:
         return block(join(parts, move.src_axis), move.dst_axis, r, n)
     axis, total = move.src_axis, move.aval.shape[move.src_axis]
     have, want = total // len(parts), total // n
-    pieces = []
+    overlaps = []
     for s in range(r * want // have, -(-(r + 1) * want // have)):
         low, high = max(r * want, s * have) - s * have, min((r + 1) * want, (s + 1) * have) - s * have
         whole = (low, high) == (0, have)
-        pieces.append(parts[s] if whole else parts[s][(slice(None),) * axis + (slice(low, high),)])
-    return join(pieces, axis)
+        overlaps.append(parts[s] if whole else parts[s][(slice(None),) * axis + (slice(low, high),)])
+    return join(overlaps, axis)

@@ -35,7 +35,7 @@ from choreo.partition.program import (
 from choreo.runtime.engine.backend import Backend, Loaded, Site, Timed
 from choreo.runtime.engine.blocks import block
 from choreo.runtime.engine.bundles import BundleHere, BundleReceiver, BundleSender, CurrentUpdate
-from choreo.runtime.engine.messages import Piece, Topology, messages, received_type
+from choreo.runtime.engine.messages import Overlap, Topology, messages, received_type
 from choreo.runtime.engine.profile import kind_of
 from choreo.runtime.engine.schedule import ChooseVersion
 
@@ -44,7 +44,7 @@ Store = dict[Ref, Any]
 Action = Callable[[int], None]
 """One step of a program at the sites here; its argument is the number of the round of the enclosing loop."""
 SMALL_BYTES = 4096
-"""Results of a loop's rounds that are no larger are stacked at its end; see `_stack`."""
+"""Results of a loop's rounds up to this size are stacked when the loop ends; see `_stack`."""
 
 
 class Machine:
@@ -61,8 +61,8 @@ class Machine:
         choose_version: ChooseVersion | None = None,
         one_by_one: bool = False,
     ):
-        """`choose_version` chooses the version of a bundle to read, where sender and reader are both here. `one_by_one`:
-        `publish` sends bundles, instead of a step of the program, and each is read once."""
+        """`choose_version` chooses the version of a bundle to read, where sender and reader are both here. With `one_by_one`
+        (merge="any"), the caller sends bundles with `publish`, no step of the program does, and each is read once."""
         self.program, self.topology, self.backend, self.objects = program, topology, backend, objects
         self.timed: Timed = timed or (lambda kind, name, fn: fn)
         self.update = CurrentUpdate(one_by_one=one_by_one, choose_version=None if one_by_one else choose_version)
@@ -204,13 +204,13 @@ class Machine:
             return self._bundle(step, stores)
         if len(src_here) == senders and len(dst_here) == receivers:
             return [lambda _: self._hand_over(step, stores)]
-        pieces = messages(step, self.topology)
+        found = messages(step, self.topology)
         actions = []
         me = self.topology.me
-        for (src, dst), message in pieces.items():
+        for (src, dst), message in found.items():
             if src == me != dst:
                 actions.append(self._send(step, dst, message, stores))
-        incoming = {src: message for (src, dst), message in pieces.items() if dst == me}
+        incoming = {src: message for (src, dst), message in found.items() if dst == me}
         if incoming:
             actions.append(self._receive(step, incoming, stores, inside=inside))
         return actions
@@ -220,9 +220,9 @@ class Machine:
         if self.topology.here(step.src) and self.topology.here(step.dst):
             here = BundleHere(step, *common)
             return [*self._publishing([here]), here.read]
-        pieces, me = messages(step, self.topology), self.topology.me
-        sent = {dst: message for (src, dst), message in pieces.items() if src == me}
-        incoming = {src: message for (src, dst), message in pieces.items() if dst == me}
+        found, me = messages(step, self.topology), self.topology.me
+        sent = {dst: message for (src, dst), message in found.items() if src == me}
+        incoming = {src: message for (src, dst), message in found.items() if dst == me}
         senders = [BundleSender(step, dst, message, *common, self.timed) for dst, message in sent.items()]
         reads = [BundleReceiver(step, incoming, *common, self.timed).read] if incoming else []
         return [*self._publishing(senders), *reads]
@@ -240,9 +240,9 @@ class Machine:
             for r, store in enumerate(receivers):
                 store[move.dst] = self.backend.reshard(parts, move, r, len(receivers), step)
 
-    def _send(self, step: Transfer, dst: str, message: "list[Piece]", stores: dict[Site, Store]) -> Action:
+    def _send(self, step: Transfer, dst: str, message: "list[Overlap]", stores: dict[Site, Store]) -> Action:
         send, to_host = self.timed("send", dst, self.topology.links[dst].send), self.backend.to_host
-        sources = [(stores[step.src, piece.sender], piece.move.src, piece.take) for piece in message]
+        sources = [(stores[step.src, each.sender], each.move.src, each.take) for each in message]
 
         def run(_: int) -> None:
             send([to_host(store[slot])[take] for store, slot, take in sources])
@@ -250,29 +250,32 @@ class Machine:
         return run
 
     def _receive(
-        self, step: Transfer, incoming: "dict[str, list[Piece]]", stores: dict[Site, Store], *, inside: bool
+        self, step: Transfer, incoming: "dict[str, list[Overlap]]", stores: dict[Site, Store], *, inside: bool
     ) -> Action:
         backend, receivers, me = self.backend, self.topology.replicas(step.dst), self.topology.me
         targets = list(itertools.product(range(len(step.moves)), self.topology.here(step.dst)))
         types = [received_type(backend, step.moves[m], receivers) for m, _ in targets]
         number = {(id(step.moves[m]), d): i for i, (m, d) in enumerate(targets)}
-        put = {src: [(number[id(p.move), p.receiver], p) for p in message] for src, message in incoming.items()}
+        put = {
+            src: [(number[id(each.move), each.receiver], each) for each in message] for src, message in incoming.items()
+        }
         own = put.pop(me, [])
         gets = []
         for src, message in put.items():
             receive = self.timed("wait", src, self.topology.links[src].receive)
-            gets.append((receive, [(i, piece.put) for i, piece in message]))
+            gets.append((receive, [(i, each.put) for i, each in message]))
         moves = [((step.dst, d), step.moves[m].dst, step.moves[m].aval) for m, d in targets]
 
         def wait(_: int) -> None:
             buffers = [np.empty(shape, dtype) for shape, dtype in types]
-            for i, piece in own:
-                buffers[i][piece.put] = backend.to_host(stores[step.src, piece.sender][piece.move.src])[piece.take]
+            for i, each in own:
+                buffers[i][each.put] = backend.to_host(stores[step.src, each.sender][each.move.src])[each.take]
             for receive, where in gets:
                 receive(
                     [buffers[i][(*index, ...)] for i, index in where]
                 )  # `...`: a view even if the index selects one number
-            # A compiled function accepts numpy arrays. A value that is read several times is put on the device once.
+            # A compiled function also accepts a numpy array, but copies it to the device in every call. A value that is read
+            # several times is therefore put on the device here, once.
             for buffer, (site, slot, aval) in zip(buffers, moves, strict=True):
                 stays_numpy = _is_plain(aval) and (inside or slot in self.read_once)
                 stores[site][slot] = buffer if stays_numpy else backend.from_host(buffer, aval, site)
@@ -336,15 +339,15 @@ class _LoopRun:
 def _stack(value: Any, aval: Any) -> Any:
     """The container for one result of every round: an array, or a list that is joined at the end.
 
-    Large numpy results are written into the array at once. Joining small ones at the end takes a fifth of the time of
-    writing each of them.
+    Large numpy results are written into the array in each round. Small results are joined at the end, which takes a fifth of
+    the time of writing each of them.
     """
     in_place = value.__class__ is np.ndarray and value.nbytes > SMALL_BYTES and _is_plain(aval)
     return np.empty(aval.shape, aval.dtype) if in_place else []
 
 
 def _read_once(program: Program) -> set[int]:
-    """Slots that are read by one segment, once, and by no other step or output."""
+    """Slots that exactly one segment reads, and no other step or output."""
     segments = [{given.slot for given in step.ins} for step in program.steps if isinstance(step, Segment)]
     others: list[Ref] = [ref for port in program.outs for ref, _ in port.held.values()]
     for step in program.steps:

@@ -1,6 +1,7 @@
 """Which process each site lives in, and the messages that a transfer needs between them.
 
-Sender and receiver compute the same list of pieces for a message, so no description of a message is ever sent.
+A message is a list of overlaps: for each value, the part that a sender holds and a receiver needs. Sender and receiver compute
+the same list from the plan, so a message carries no description of itself.
 """
 
 import itertools
@@ -33,7 +34,7 @@ class Topology:
     process_of_site: Mapping[Site, str]
     """The process in which each site lives."""
     links: Mapping[str, TwoWayChannel] = field(default_factory=dict)
-    """The channels to each other process, by its name; see also `bundles.BUNDLE`."""
+    """The channels to each other process, by the name of that process; bundles have channels of their own (`bundles.BUNDLE`)."""
 
     def replicas(self, group: GroupName) -> int:
         """How many replicas a group has in all processes."""
@@ -49,21 +50,21 @@ class Topology:
         return [site for site, process in self.process_of_site.items() if process == self.me]
 
 
-def messages(step: Transfer, topology: Topology) -> "dict[tuple[str, str], list[Piece]]":
-    """For each pair (sending process, receiving process), the pieces of the message that a transfer sends between them."""
+def messages(step: Transfer, topology: Topology) -> "dict[tuple[str, str], list[Overlap]]":
+    """For each pair (sending process, receiving process), the parts of the message that a transfer sends between them."""
     senders, receivers = topology.replicas(step.src), topology.replicas(step.dst)
-    found: dict[tuple[str, str], list[Piece]] = {}
+    found: dict[tuple[str, str], list[Overlap]] = {}
     for move in step.moves:
         for s, d in itertools.product(range(senders), range(receivers)):
-            if overlap := _overlap(move, s, senders, d, receivers):
+            if indices := _overlap(move, s, senders, d, receivers):
                 ends = topology.process_of_site[step.src, s], topology.process_of_site[step.dst, d]
-                found.setdefault(ends, []).append(Piece(move, s, d, *overlap))
+                found.setdefault(ends, []).append(Overlap(move, s, d, *indices))
     return found
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The part of a value that one sending replica has for one receiving replica."""
+class Overlap:
+    """The part of a value that one sending replica holds and one receiving replica needs."""
 
     move: Move
     """The value."""
@@ -72,19 +73,19 @@ class Piece:
     receiver: int
     """The receiving replica."""
     take: tuple[slice, ...]
-    """The index of the piece in the block that the sender holds."""
+    """The index of this part in the block that the sender holds."""
     put: tuple[slice, ...]
-    """The index of the piece in the block that the receiver will hold."""
+    """The index of this part in the block that the receiver will hold."""
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the piece, if the value as a whole has the shape `whole`."""
-        cut = [a if b == slice(None) else b for a, b in zip(self.put, self.take, strict=True)]
-        sizes = [n if c == slice(None) else c.stop - c.start for n, c in zip(whole, cut, strict=False)]
-        return (*sizes, *whole[len(cut) :])
+        """The shape of this part, if the value as a whole has the shape `whole`."""
+        index = [a if b == slice(None) else b for a, b in zip(self.put, self.take, strict=True)]
+        sizes = [n if c == slice(None) else c.stop - c.start for n, c in zip(whole, index, strict=False)]
+        return (*sizes, *whole[len(index) :])
 
 
 def _overlap(move: Move, s: int, senders: int, d: int, receivers: int) -> "tuple[tuple[slice, ...], ...] | None":
-    """`Piece.take` and `Piece.put` for sender s and receiver d; None if s has nothing for d."""
+    """`Overlap.take` and `Overlap.put` for sender s and receiver d; None if s sends nothing to d."""
     rank = len(move.aval.shape)
     take, put = [slice(None)] * rank, [slice(None)] * rank
     have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
@@ -108,16 +109,16 @@ def _overlap(move: Move, s: int, senders: int, d: int, receivers: int) -> "tuple
     return tuple(take), tuple(put)
 
 
-def sent_type(backend: Backend, piece: "Piece", senders: int) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of a piece as it is sent."""
-    shape, dtype = backend.host_type(piece.move.aval)
-    if piece.move.src_axis is not None:
-        shape = tuple(n // senders if axis == piece.move.src_axis else n for axis, n in enumerate(shape))
-    return np.empty(shape, np.bool_)[piece.take].shape, dtype
+def sent_type(backend: Backend, overlap: "Overlap", senders: int) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of the array that is sent for an overlap."""
+    shape, dtype = backend.host_type(overlap.move.aval)
+    if overlap.move.src_axis is not None:
+        shape = tuple(n // senders if axis == overlap.move.src_axis else n for axis, n in enumerate(shape))
+    return np.empty(shape, np.bool_)[overlap.take].shape, dtype
 
 
 def received_type(backend: Backend, move: Move, receivers: int) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of the block of a value that one of so many receivers gets."""
+    """Shape and dtype of the block of a value that each of the `receivers` replicas gets."""
     shape, dtype = backend.host_type(move.aval)
     if move.dst_axis is not None:
         shape = tuple(n // receivers if axis == move.dst_axis else n for axis, n in enumerate(shape))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_SPANS = 20_000
-"""The trace shows so many spans of each process; totals count all of them."""
+"""The trace shows at most this many spans of each process; totals count all of them."""
 WORDS = {"actor": "act", "learner": "learn"}
 """The kind of work of a role, if it is not the role's name."""
 

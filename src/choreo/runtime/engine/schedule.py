@@ -75,7 +75,7 @@ class LagSchedule:
 
     Busy workers are kept in the order in which they started. Invariant: the version that the j-th of them has read is at
     most max_lag - j updates old. Starting a worker keeps the invariant; learning from a worker keeps it if all workers that
-    started before stay within their bound after one more update. The worker that started first is always eligible.
+    started before that worker stay within their bound after one more update. The worker that started first is always eligible.
     """
 
     def __init__(self, workers: int, max_lag: int):

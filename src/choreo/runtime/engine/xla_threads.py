@@ -14,13 +14,13 @@ from choreo import _compat
 from choreo.plans.plan import Plan
 
 SMALL_PRODUCT = 2**25
-"""Multiplications of a matrix product, 256 x 256 x 512 for example, that one core does in about a millisecond."""
+"""Matrix products with fewer multiplications than this are small: one core computes 256 x 256 x 512 in about a millisecond."""
 XLA_THREADS = ("NPROC", "PJRT_NPROC")
 """The variables from which XLA reads its number of threads when its client is made."""
 
 
 def useful_threads(plan: Plan, cores: int) -> int:
-    """The number of threads that makes this plan fastest on so many cores."""
+    """The number of threads that makes this plan fastest on a machine with `cores` cores."""
     return cores if plan.largest_product >= SMALL_PRODUCT else 1
 
 
@@ -36,5 +36,5 @@ def start_jax(plan: Plan) -> None:
     try:
         jax.devices()
     finally:
-        for name in XLA_THREADS:  # child processes must not inherit the choice
+        for name in XLA_THREADS:  # child processes must not inherit these settings
             del os.environ[name]
