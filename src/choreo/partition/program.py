@@ -161,7 +161,7 @@ class HostCall:
     group: GroupName
     name: str
     ins: tuple[Ref, ...]
-    cuts: tuple[bool, ...]
+    sliced: tuple[bool, ...]
     """Which operands must be sliced: the site holds them whole, and the call gets the rows of the replica's environments."""
     outs: tuple[Slot | None, ...]
     fn: HostFn

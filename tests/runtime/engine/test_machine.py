@@ -69,7 +69,7 @@ def test_a_loop_stacks_the_results_of_its_rounds(reverse):
         carry=((0, 10, 1, 11),),
         ys=tuple(zip((1, 2, Constant(np.full(1, 7, np.int32))), (12, 13, 14), stacks, strict=True)),
     )
-    body = HostCall("env", "count", ins=(0,), cuts=(False,), outs=(1, 2), fn=count)
+    body = HostCall("env", "count", ins=(0,), sliced=(False,), outs=(1, 2), fn=count)
     program = Program(
         "iterate",
         steps=(Loop(4, reverse, {"env": part}, (body,)),),

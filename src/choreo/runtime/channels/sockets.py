@@ -11,8 +11,8 @@ import zmq
 LINGER_S = 3.0
 """How long the last messages may take to be transmitted when the process exits."""
 
-SILENCE_S = 6
-"""A connection counts as cut after this many seconds without any sign of the peer."""
+CONTROL_SILENCE_S = 6
+"""A control connection counts as lost after this many seconds without any sign of the peer."""
 
 _OPENED = (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
 # Without the events of failed handshakes: when ZeroMQ 4.3.5 reports one for a forged frame, it overwrites errno, takes the
@@ -86,7 +86,7 @@ class Connections:
 
 
 def keep_alive(sock: zmq.Socket) -> None:
-    """Notice a cut cable within SILENCE_S, by TCP keep-alive.
+    """Notice a cut cable within CONTROL_SILENCE_S, by TCP keep-alive.
 
     ZeroMQ's heartbeats would notice a stopped process, too. But ZeroMQ 4.3.5 aborts the process if a connection with
     heartbeats breaks while RCVHWM holds its messages back, so only sockets whose RCVHWM is 0 can use heartbeats.
@@ -95,8 +95,8 @@ def keep_alive(sock: zmq.Socket) -> None:
         (zmq.TCP_KEEPALIVE, 1),
         (zmq.TCP_KEEPALIVE_IDLE, 2),
         (zmq.TCP_KEEPALIVE_INTVL, 1),
-        (zmq.TCP_KEEPALIVE_CNT, SILENCE_S - 2),
-        (zmq.TCP_MAXRT, 1000 * SILENCE_S),
+        (zmq.TCP_KEEPALIVE_CNT, CONTROL_SILENCE_S - 2),
+        (zmq.TCP_MAXRT, 1000 * CONTROL_SILENCE_S),
     ):
         sock.set(option, value)
 

@@ -45,7 +45,7 @@ from choreo.runtime.channels.sockets import LINGER_S, Connections, context_of_pr
 Side: TypeAlias = Literal["sender", "receiver"]
 """Which of the two ends of a channel."""
 
-SILENCE_S = 5.0
+CHANNEL_SILENCE_S = 5.0
 """A peer counts as lost after this many seconds without a heartbeat, unless `silence_s` says otherwise."""
 LARGE_BYTES = 64 * 1024
 """Larger arrays are sent in frames of their own, which saves one copy at each end."""
@@ -75,7 +75,7 @@ class TcpConnection:
 
     def __init__(self, peer: str, options: TcpOptions, *, send_key: bytes, receive_key: bytes):
         """`send_key` seals the frames to the peer; `receive_key` opens the frames from it."""
-        silence_s, slot_bytes = options.get("silence_s", SILENCE_S), options.get("slot_bytes")
+        silence_s, slot_bytes = options.get("silence_s", CHANNEL_SILENCE_S), options.get("slot_bytes")
         self.peer, self._outgoing, self._incoming = peer, FrameCipher(send_key), FrameCipher(receive_key)
         self.lost = False
         _finish_at_exit()

@@ -14,8 +14,8 @@ from typing import Any
 
 from choreo import errors
 from choreo.errors import ChoreoError, RunError
-from choreo.runtime.channels.sockets import SILENCE_S as AGENT_SILENCE_S
-from choreo.runtime.channels.tcp_ends import SILENCE_S as CHANNEL_SILENCE_S
+from choreo.runtime.channels.sockets import CONTROL_SILENCE_S
+from choreo.runtime.channels.tcp_ends import CHANNEL_SILENCE_S
 from choreo.runtime.coordinator.deployment import Deployment
 from choreo.runtime.coordinator.handle import WorkerHandle
 from choreo.runtime.coordinator.pool import GRACE_S, WorkerPool
@@ -123,7 +123,7 @@ def _describe_remote(handle: WorkerHandle, process: RemoteProcess) -> ChoreoErro
         return WorkerError(f"{agent.capitalize()} was stopped, and its worker `{handle.name}` with it.",
                            fix="Start the agent again, then train again.")  # fmt: skip
     if process.is_connected:
-        return describe_silence(handle, AGENT_SILENCE_S, heard_by="the coordinator")
+        return describe_silence(handle, CONTROL_SILENCE_S, heard_by="the coordinator")
     return WorkerError(
         f"Worker `{handle.name}` ({handle.whereabouts}) and {agent} were lost.",
         fix="The agent or its machine has ended, or the network between the machines is cut.",

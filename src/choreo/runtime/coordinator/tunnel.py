@@ -5,7 +5,7 @@
 
 A `Tunnel` has the methods of a stream socket that `control_frames.py` needs. The worker itself has an ordinary control
 socket, like a worker on this host: one end of a socket pair. A thread relays bytes between the other end and the tunnel. If
-the peer's process ends, the tunnel notices at once; if the peer falls silent, it notices after SILENCE_S.
+the peer's process ends, the tunnel notices at once; if the peer falls silent, it notices after CONTROL_SILENCE_S.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import zmq
 
 from choreo.runtime.channels.keys import KeyPair, authenticator, show_key
 from choreo.runtime.channels.sockets import (
-    SILENCE_S,
+    CONTROL_SILENCE_S,
     Connections,
     bind,
     context_of_process,
@@ -44,7 +44,7 @@ class Tunnel:
             (zmq.RCVHWM, 0),  # heartbeats need this, see `keep_alive`
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # never reconnect: a tunnel that was cut is lost
             (zmq.HEARTBEAT_IVL, 1000),
-            (zmq.HEARTBEAT_TIMEOUT, 1000 * SILENCE_S),
+            (zmq.HEARTBEAT_TIMEOUT, 1000 * CONTROL_SILENCE_S),
             (zmq.LINGER, 1000),
         ):
             self.socket.set(option, value)

@@ -155,7 +155,7 @@ class Machine:
 
         def at(site: Site) -> Action:
             store, call = stores[site], self.objects[site].bind(step.fn, step.shards)
-            ins = list(zip(step.ins, step.cuts, strict=True))
+            ins = list(zip(step.ins, step.sliced, strict=True))
 
             def run(_: int) -> None:
                 given = []
