@@ -1,10 +1,13 @@
-"""How long does a message take there and back, through shared memory and through TCP, and is it faster with spinning?
+"""How long does a round trip of a message take, through shared memory and through TCP, and is it faster with spinning?
 
-Two processes, a driver and an echo, send one array back and forth. Shared memory is measured in three ways: the default, where
-a waiting end sleeps at once (`sleep`); with 50 us of spinning first (`spin`); and with a byte through the doorbell for every
-message, even if the other end is awake (`bell`), which shows how much the sleep flag saves. One pair of processes runs, or two
-pairs at once. The result is microseconds per round trip, the median over repetitions taken in turns. The ratio is
-`sleep` to `spin` for one pair and 128 bytes; above 1, spinning is faster.
+Two processes, a driver and an echo, send one array back and forth. Shared memory is measured in three ways:
+- `sleep`: the default, in which an end that waits goes to sleep at once;
+- `spin`: an end that waits spins for 50 us before it sleeps;
+- `bell`: every message also sends a byte through the doorbell, even if the other end is awake. This shows how much time the sleep
+  flag saves.
+One pair of processes runs, or two pairs at the same time. All cases are measured in turns. The result of a case is the median
+time of a round trip, in microseconds. The ratio is `sleep` divided by `spin`, for one pair and 128 bytes: above 1, spinning is
+faster.
 """
 
 import argparse
@@ -31,10 +34,11 @@ CASES = [
 
 
 def main() -> None:
-    from harness import write_result  # imports JAX, which drivers and echoes must not
+    # Imported here, because it imports JAX, which drivers and echoes must not import.
+    from harness import write_result
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="measure for a moment only, to test that it runs")
+    parser.add_argument("--quick", action="store_true", help="measure only for a moment, to test that this script runs")
     quick = parser.parse_args().quick
     repeats, seconds = (1, 0.02) if quick else (7, 0.4)
     cases = [case for case in CASES if case[1] == "128B"] if quick else CASES

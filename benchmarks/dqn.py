@@ -1,13 +1,15 @@
 """How fast does DQN train on CartPole in one process, compiled and on Gymnasium, compared with Stable-Baselines3 and RLlib?
 
-Plain DQN (neither double nor dueling, 1-step), 8 environments, networks 2 x 128 ReLU, a buffer of 1e5 steps. For every 4 steps
-in each environment there are 8 updates with batches of 64 (Choreo's default); then the same with 1 update (the default of
-Stable-Baselines3): `_seldom`. All have the same settings, except that Choreo's loss is squared and the others' is Huber's.
-`fused` steps gymnax's CartPole (Choreo's own, if gymnax is not installed) in one compiled loop; `gymnasium` steps the same
-environments as the others. Stable-Baselines3 uses its DummyVecEnv; each side has one thread, and RLlib keeps everything in one
-process. All sides take short turns (RLlib's are longer), without compilation, so that other load on the machine affects all of
-them. The result for each pair: the median ratio of steps per second over the turns, the spread, the same ratio in CPU time, and
-how many cores other processes kept busy.
+All sides train plain DQN (neither double nor dueling, 1-step) with 8 environments, networks 2 x 128 ReLU, and a buffer of 1e5
+steps. For every 4 steps in each environment there are 8 updates with batches of 64, which is Choreo's default. A second
+measurement, `_seldom`, has 1 update instead, which is the default of Stable-Baselines3. All sides have the same settings, except
+that Choreo's loss is the squared error and the loss of the others is Huber's.
+
+`fused` steps gymnax's CartPole in one compiled loop (Choreo's own CartPole, if gymnax is not installed). `gymnasium` steps the
+same environments as the rivals. Stable-Baselines3 uses its DummyVecEnv. Each side has one thread, and RLlib runs in one process.
+All sides take short turns (RLlib's are longer), so that other load on the machine affects all of them. Compilation is not
+measured. The result for each pair is the median ratio of steps per second over the turns, the spread, the same ratio in CPU time,
+and the number of cores that other processes kept busy.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import statistics
 import time
 from pathlib import Path
 
-os.environ.setdefault("NPROC", "1")  # before the first use of JAX, which is in the import of gymnax
+os.environ.setdefault("NPROC", "1")  # set before the first computation with JAX; importing gymnax computes with JAX
 
 import jax
 from harness import write_result
@@ -43,7 +45,9 @@ WORDS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short turn, without rivals, to test that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="take one short turn, without rivals, to test that this script runs"
+    )
     quick = parser.parse_args().quick
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
     rivals = {} if quick else dqn_rivals.installed()
@@ -107,10 +111,10 @@ class Training:
         plan = choreo.plan(algo, env, choreo.fused(), num_envs=same.NUM_ENVS)
         self.runtime, self.chunk, self.done = make_runtime("inprocess", plan, profile=False), chunk, 0
         self.runtime.start(jax.random.key(0))
-        self.run(chunk)  # compiles, and stores enough to learn from
+        self.run(chunk)  # compiles, and stores enough steps to learn from
 
     def run(self, iterations: int) -> float:
-        """Run that many iterations; return whether the last one learned something."""
+        """Run that many iterations; return 1 if the last iteration learned, 0 if the replay had too few steps."""
         metrics = self.runtime.run(self.done, self.done + iterations)
         self.done += iterations
         return metrics["learned"][-1]

@@ -1,9 +1,10 @@
 """How much does the encryption of channels over TCP cost?
 
-Two sides take turns: `sealed` encrypts its frames, `unsealed` does not (`parts/unsealed`). There are two measurements. `coarse`:
-the CPU time of all workers for PPO on CartPole with `coarse(workers=2)` over TCP. `4MB`: a message of 4 MiB from one process to
-another, and a short answer. The result is the ratio of CPU time, sealed to unsealed, the median over turns; and the same for
-wall time.
+Two sides are measured: `sealed` encrypts its frames, `unsealed` does not (`parts/unsealed`). There are two measurements:
+- `coarse`: all workers of PPO on CartPole with `coarse(workers=2)` over TCP;
+- `4MB`: a message of 4 MiB from one process to another, and a short answer.
+In each round both sides are measured once, and the CPU time of `sealed` is divided by that of `unsealed`. The result is the median
+of this ratio over all rounds. The same is done for wall time.
 """
 
 import argparse
@@ -29,36 +30,37 @@ LARGE_BYTES = 4 << 20
 
 
 def main() -> None:
-    from harness import write_result  # imports JAX, which the processes of `4MB` must not
+    # Imported here, because it imports JAX, which the processes of `4MB` must not import.
+    from harness import write_result
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="measure for a moment only, to test that it runs")
+    parser.add_argument("--quick", action="store_true", help="measure only for a moment, to test that this script runs")
     quick = parser.parse_args().quick
     cases = {
         "coarse": (coarse, "CPU time of PPO on CartPole with two workers over TCP"),
         "4MB": (large_messages, "CPU time of messages of 4 MiB over TCP"),
     }
     for name, (measure, words) in cases.items():
-        turns = measure(quick)
+        rounds = measure(quick)
         ratios = {
-            kind: [turn["sealed"][i] / turn["unsealed"][i] for turn in turns] for i, kind in enumerate(("cpu", "wall"))
+            kind: [each["sealed"][i] / each["unsealed"][i] for each in rounds] for i, kind in enumerate(("cpu", "wall"))
         }
         write_result(
             f"encryption_{name}",
             quick=quick,
-            question=f"{words}, encrypted as a ratio to not encrypted",
+            question=f"{words} with encryption, as a ratio to without encryption",
             ratio=statistics.median(ratios["cpu"]),
             ratios=ratios["cpu"],
             wall_ratio=statistics.median(ratios["wall"]),
-            **{f"{side}_cpu_ms": 1e3 * statistics.median(turn[side][0] for turn in turns) for side in SIDES},
-            **{f"{side}_wall_ms": 1e3 * statistics.median(turn[side][1] for turn in turns) for side in SIDES},
-            repeats=len(turns),
+            **{f"{side}_cpu_ms": 1e3 * statistics.median(each[side][0] for each in rounds) for side in SIDES},
+            **{f"{side}_wall_ms": 1e3 * statistics.median(each[side][1] for each in rounds) for side in SIDES},
+            repeats=len(rounds),
         )
 
 
 @contextlib.contextmanager
 def side(name: str):
-    """Processes that are started within this block belong to this side."""
+    """Processes that are started within this `with` block belong to this side."""
     before = os.environ.get("PYTHONPATH")
     if name == "unsealed":
         os.environ["PYTHONPATH"] = os.pathsep.join([str(UNSEALED), *filter(None, [before])])
@@ -87,12 +89,12 @@ def coarse(quick: bool) -> list[dict[str, tuple[float, float]]]:
             stack.callback(running[name].close)
             running[name].seconds(2)  # compiles
 
-        def turn(name: str) -> tuple[float, float]:
+        def measure_one(name: str) -> tuple[float, float]:
             before = cpu_seconds(running[name].pids)
             wall = running[name].seconds(iterations)
             return (cpu_seconds(running[name].pids) - before) / iterations, wall / iterations
 
-        return [{name: turn(name) for name in order(i)} for i in range(repeats)]
+        return [{name: measure_one(name) for name in order(i)} for i in range(repeats)]
 
 
 def large_messages(quick: bool) -> list[dict[str, tuple[float, float]]]:
@@ -105,9 +107,9 @@ def large_messages(quick: bool) -> list[dict[str, tuple[float, float]]]:
         return [{name: pairs[name].exchange(count) for name in order(i)} for i in range(repeats)]
 
 
-def order(turn: int) -> tuple[str, ...]:
-    """The order of the sides alternates, because the second one finds warmer caches."""
-    return SIDES if turn % 2 else SIDES[::-1]
+def order(round_number: int) -> tuple[str, ...]:
+    """The order of the sides in a round. It alternates, because the second side finds warmer caches."""
+    return SIDES if round_number % 2 else SIDES[::-1]
 
 
 def cpu_seconds(pids: list[int]) -> float:
@@ -130,7 +132,7 @@ class Pair:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def exchange(self, count: int) -> tuple[float, float]:
-        """CPU and wall seconds for one message and its answer, the mean of `count`."""
+        """CPU and wall seconds for one message and its answer, as the mean of `count` exchanges."""
         pids = [self.reader.pid, self.writer.pid]
         before, began = cpu_seconds(pids), time.perf_counter()
         self.writer.stdin.write(f"{count}\n")
@@ -147,11 +149,14 @@ class Pair:
 
 
 def work(*, job: str, address: str, keys: list[str]) -> None:
-    here, there = KeyPair(*(key.encode() for key in keys[:2])), KeyPair(*(key.encode() for key in keys[2:]))
+    reader_keys, writer_keys = (
+        KeyPair(*(key.encode() for key in keys[:2])),
+        KeyPair(*(key.encode() for key in keys[2:])),
+    )
     message, answer = [np.zeros(LARGE_BYTES, np.uint8)], [np.zeros(1, np.int64)]
     if job == "read":
-        with TcpListener.open("127.0.0.1", keys=here) as listener:
-            listener.admit({there.public: "writer"})
+        with TcpListener.open("127.0.0.1", keys=reader_keys) as listener:
+            listener.admit({writer_keys.public: "writer"})
             print(listener.address, flush=True)
             receiver = listener.accept_channel("out", peer="writer")
             sender = listener.accept_channel("back", end="sender", peer="writer")
@@ -159,7 +164,7 @@ def work(*, job: str, address: str, keys: list[str]) -> None:
             while True:
                 receiver.receive(message)
                 sender.send(answer)
-    known = {"keys": there, "peer": "reader", "peer_key": here.public}
+    known = {"keys": writer_keys, "peer": "reader", "peer_key": reader_keys.public}
     sender = connect(address, "out", **known)
     receiver = connect(address, "back", end="receiver", **known)
     with sender, receiver:

@@ -1,8 +1,8 @@
-"""Does `choreo.train(layout=fused)` cost anything over a bare `jax.jit` + `lax.scan` of the same `iterate`?
+"""Is `choreo.train(layout=fused)` slower than a bare `jax.jit` + `lax.scan` of the same `iterate`?
 
-Both train PPO on CartPole for the same number of iterations in the same process, in turns; compilation is not counted. Choreo's
-time includes all that `choreo.train` does per iteration: chunks, metrics on the host, rows, progress. The result is the median
-ratio over the repetitions (above 1: Choreo is faster), and the spread.
+Both train PPO on CartPole for the same number of iterations in the same process, in turns. Compilation is not counted. Choreo's
+time includes everything that `choreo.train` does for each chunk and iteration: it moves metrics to the host, makes the rows of
+metrics, and shows progress. The result is the median ratio over the repetitions (above 1: Choreo is faster), and the spread.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import choreo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few iterations, to test that it runs")
+    parser.add_argument("--quick", action="store_true", help="run few iterations, to test that this script runs")
     quick = parser.parse_args().quick
     num_envs, iterations, repeats = (8, 2, 1) if quick else (8, 480, 5)
     env = choreo.envs.make("jax:CartPole-v1", num_envs)

@@ -1,10 +1,10 @@
 """How fast is PPO on Gymnasium environments in one process, compared with the environments alone and Stable-Baselines3?
 
-8 environments, rollouts of 128 steps, 4 epochs, minibatches of 256, networks 2 x 64 tanh; the same for both. The
-environments alone are Gymnasium's SyncVectorEnv with random actions, drawn in advance. Stable-Baselines3 uses its
-DummyVecEnv and one thread. All sides take short turns, without compilation, so that other load on the machine affects all of
-them. The result for each environment: the median ratio of steps per second over the turns, the spread, the same ratio in CPU
-time, and how many cores other processes kept busy.
+Choreo and Stable-Baselines3 have the same settings: 8 environments, rollouts of 128 steps, 4 epochs, minibatches of 256, networks
+2 x 64 tanh. The environments alone are Gymnasium's SyncVectorEnv with random actions, drawn in advance. Stable-Baselines3 uses
+its DummyVecEnv and one thread. All sides take short turns, so that other load on the machine affects all of them. Compilation is
+not measured. The result for each environment is the median ratio of steps per second over the turns, the spread, the same ratio
+in CPU time, and the number of cores that other processes kept busy.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ENVS = {"CartPole-v1": "cartpole", "Hopper-v5": "mujoco"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short turn, to test that it runs")
+    parser.add_argument("--quick", action="store_true", help="take one short turn, to test that this script runs")
     parser.add_argument("--env", choices=ENVS, help="measure only this environment")
     options = parser.parse_args()
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python
@@ -88,7 +88,7 @@ class Alone:
 
 
 class Training:
-    """Choreo, all in this process."""
+    """Choreo, with everything in this process."""
 
     def __init__(self, env: str):
         algo = choreo.PPO(unroll=UNROLL, epochs=4, minibatch_size=256)

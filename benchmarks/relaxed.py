@@ -1,9 +1,9 @@
-"""If one side is slow, how much faster do the two relaxations make a run?
+"""How much faster do the two relaxations make a run if the learner, the environments or one worker is slow?
 
-IMPALA with two workers in `coarse`: in lockstep, with `max_lag=4`, and with `max_lag=8, merge="any"`, on environments whose
-step sleeps. There are three scenes: a large network makes the learner slow; the environments are slow; one of the two workers
-is a straggler, four times slower than the other. All sides take turns of a few seconds, without compilation. The result is the
-median ratio of steps per second to lockstep, and the verdict of `--profile` on which side waits.
+IMPALA runs with two workers in `coarse`: in lockstep, with `max_lag=4`, and with `max_lag=8, merge="any"`. A step of an
+environment sleeps. There are three scenes: a large network makes the learner slow; the environments are slow; one of the two
+workers is a straggler, four times slower than the other. The three layouts take turns of a few seconds. Compilation is not
+measured. The result is the median ratio of steps per second to lockstep, and the verdict of `--profile`: which site waits.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LAYOUTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one iteration, to test that it runs")
+    parser.add_argument("--quick", action="store_true", help="run one iteration, to test that this script runs")
     parser.add_argument("--scene", choices=SCENES, help="measure only this scene")
     options = parser.parse_args()
     scenes = [options.scene] if options.scene else list(SCENES)

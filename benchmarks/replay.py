@@ -1,10 +1,12 @@
-"""How many steps per second can be added to a replay, and how many items drawn, compared with flashbax and cpprb?
+"""How many steps per second can be added to a replay, and how many items can be drawn, compared with flashbax and cpprb?
 
-Choreo and flashbax take turns; each runs one compiled loop with the buffer as its carry: add, draw, set priorities. The buffer
-holds 1e5 (and 1e6) transitions of CartPole. flashbax adds before it draws. In the other order XLA would copy its buffer in every
-iteration (`sample_first_ratio`), because nothing makes the write depend on the read. cpprb (C++ and NumPy, one process) is
-called from Python, as its users do. The result is the median ratio of iterations per second over the repetitions (above 1:
-Choreo is faster), and the spread. A rival that is not installed is left out; `pip install -e .[bench]` installs them.
+Choreo and flashbax take turns. Each runs one compiled loop with the buffer as its carry: add, draw, set priorities. The buffer
+holds 1e5 or 1e6 transitions of CartPole. An iteration adds before it draws. If flashbax draws first, XLA copies its buffer in
+every iteration: nothing forces the read to finish before the write, so XLA does not write in place. `sample_first_ratio` is the
+ratio for this order. cpprb (C++ and
+NumPy, one process) is called from Python, as its users do. The result is the median ratio of iterations per second over the
+repetitions (above 1: Choreo is faster), and the spread. A rival that is not installed is left out; `pip install -e .[bench]`
+installs both.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-os.environ.setdefault("NPROC", "1")  # one thread, as in a run of such small programs
+os.environ.setdefault("NPROC", "1")  # one thread, as Choreo chooses for such small programs
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from harness import write_result
 
 from choreo.buffers import Replay, StoredStep, Table
 
-ONE = StoredStep(jnp.zeros(4), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool))
+EXAMPLE = StoredStep(jnp.zeros(4), jnp.zeros((), jnp.int32), jnp.zeros(()), jnp.zeros(()), jnp.zeros((), bool))
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Case:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few iterations, to test that it runs")
+    parser.add_argument("--quick", action="store_true", help="run few iterations, to test that this script runs")
     quick = parser.parse_args().quick
     capacities, iterations, repeats = ((2_000,), 5, 2) if quick else ((100_000, 1_000_000), 1_500, 9)
     cases = [
@@ -61,8 +63,8 @@ def main() -> None:
     ]
     for rival, loop in RIVALS.items():
         if importlib.util.find_spec(rival) is None:
-            print(f"{rival} is not installed: left out")
             if not quick:
+                print(f"{rival} is not installed: left out")
                 continue
             rival, loop = "itself", choreo_loop  # a quick run only tests that this file works
         report(rival, loop, cases, iterations, repeats, quick)
@@ -99,7 +101,7 @@ def report(rival: str, rival_loop: Callable, cases: list[Case], iterations: int,
 def choreo_loop(case: Case, iterations: int) -> Callable[[], float]:
     table = Table(length=2, batch=case.batch, sampler=case.sampler)  # pyright: ignore[reportArgumentType]
     replay = Replay(capacity=case.capacity, unroll=case.unroll, tables=(table,))
-    new = _filled(ONE, (case.unroll, case.num_envs))
+    new = _ones_like(EXAMPLE, (case.unroll, case.num_envs))
 
     def draw(state, key):
         state, drawn = replay.sample(state, key)
@@ -107,7 +109,7 @@ def choreo_loop(case: Case, iterations: int) -> Callable[[], float]:
             state = replay.set_priorities(state, drawn.where, _priority(drawn.steps, drawn.where.probability))
         return state, drawn.steps
 
-    return _timed(case, replay.init(ONE, case.num_envs), lambda state: replay.add(state, new), draw, iterations)
+    return _timed(case, replay.init(EXAMPLE, case.num_envs), lambda state: replay.add(state, new), draw, iterations)
 
 
 def flashbax_loop(case: Case, iterations: int) -> Callable[[], float]:
@@ -121,7 +123,7 @@ def flashbax_loop(case: Case, iterations: int) -> Callable[[], float]:
         buffer = flashbax.make_trajectory_buffer(**options)
     else:
         buffer = flashbax.make_prioritised_trajectory_buffer(**options, priority_exponent=0.6, device="cpu")
-    new = _filled(ONE, (case.num_envs, case.unroll))
+    new = _ones_like(EXAMPLE, (case.num_envs, case.unroll))
 
     def draw(state, key):
         drawn = buffer.sample(state, key)
@@ -129,7 +131,7 @@ def flashbax_loop(case: Case, iterations: int) -> Callable[[], float]:
             state = buffer.set_priorities(state, drawn.indices, _priority(drawn.experience, drawn.probabilities))
         return state, drawn.experience
 
-    return _timed(case, buffer.init(ONE), lambda state: buffer.add(state, new), draw, iterations)
+    return _timed(case, buffer.init(EXAMPLE), lambda state: buffer.add(state, new), draw, iterations)
 
 
 def cpprb_loop(case: Case, iterations: int) -> Callable[[], float]:
@@ -143,7 +145,7 @@ def cpprb_loop(case: Case, iterations: int) -> Callable[[], float]:
     rows = case.unroll * case.num_envs
     new = {"obs": np.ones((rows, 4)), "action": np.ones(rows), "reward": np.ones(rows), "next_obs": np.ones((rows, 4)),
            "done": np.zeros(rows)}  # fmt: skip
-    for _ in range(_additions_before(case)):
+    for _ in range(_num_adds_before_timing(case)):
         buffer.add(**new)
 
     def seconds() -> float:
@@ -162,7 +164,10 @@ RIVALS = {"flashbax": flashbax_loop, "cpprb": cpprb_loop}
 
 
 def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) -> Callable[[], float]:
-    """A function that returns the seconds of that many iterations with a partly filled buffer, without compilation."""
+    """Return a function that runs `iterations` iterations on a partly filled buffer and returns how many seconds they took.
+
+    Everything is compiled before.
+    """
 
     def body(state, key):
         if not case.sample_first:
@@ -172,7 +177,7 @@ def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) ->
             state = add(state)
         return state, sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(drawn))
 
-    additions = _additions_before(case)
+    additions = _num_adds_before_timing(case)
     fill = jax.jit(lambda state: jax.lax.fori_loop(0, additions, lambda _, state: add(state), state), donate_argnums=0)
     run = jax.jit(lambda s, key: jax.lax.scan(body, s, jax.random.split(key, iterations)), donate_argnums=0)
     state, _ = run(fill(state), jax.random.key(0))
@@ -187,12 +192,12 @@ def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) ->
     return seconds
 
 
-def _additions_before(case: Case) -> int:
+def _num_adds_before_timing(case: Case) -> int:
     return min(case.capacity // case.num_envs // case.unroll // 2, 2_000)
 
 
-def _filled(one: StoredStep, lead: tuple[int, ...]) -> StoredStep:
-    return jax.tree.map(lambda x: jnp.ones((*lead, *x.shape), x.dtype), one)
+def _ones_like(example: StoredStep, lead: tuple[int, ...]) -> StoredStep:
+    return jax.tree.map(lambda x: jnp.ones((*lead, *x.shape), x.dtype), example)
 
 
 def _priority(steps: StoredStep, probability: jax.Array) -> jax.Array:

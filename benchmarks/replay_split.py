@@ -1,14 +1,17 @@
-"""How fast can steps be added to and items drawn from a replay at a site of its own, compared with Reverb and cpprb?
+"""How fast can steps be added to, and items be drawn from, a replay at a separate site, compared with Reverb and cpprb?
 
-One process makes steps, one holds the replay (1e5 steps of CartPole), one draws. For every 4 steps of each of 8 environments, 8
-batches of 64 items are drawn; this ratio is the same for all sides. They are drawn uniformly, then by priority, with new
-priorities written back. Choreo runs an algorithm in a layout of three sites, in lockstep, over shared memory and over TCP. It
-also steps CartPole, while the rivals add steps made in advance. Reverb has a server, an inserting and a sampling client over
-loopback, and prefetches: its priorities are a few batches old, Choreo's are not. cpprb has no process for its buffer and sends
-nothing: the process that adds and the one that draws share memory, so its ratio shows the cost of a site of its own. Each rival
-is used in its fastest way (`parts/reverb_split.py`, `parts/cpprb_split.py`). All sides take turns of about a second, without
-compilation. The result for each pair: the median ratio of iterations per second over the turns, the spread, and the number of
-steps and items per second.
+One process makes steps, one holds the replay (1e5 steps of CartPole), and one draws items. For every 4 steps of each of 8
+environments, 8 batches of 64 items are drawn; this ratio is the same for all sides. Items are drawn uniformly in one measurement,
+and by priority in another, where new priorities are written back.
+- Choreo runs an algorithm in a layout of three sites, in lockstep, over shared memory and over TCP. Choreo also steps CartPole,
+  while the rivals add steps that were made in advance.
+- Reverb has a server, an inserting client and a sampling client, which connect over loopback. It prefetches batches, so its
+  priorities are a few batches old; Choreo's are not.
+- cpprb has no process for its buffer and sends nothing: the process that adds and the process that draws share memory. So the
+  ratio to cpprb shows the cost of a separate site.
+Each rival is used in its fastest way (`parts/reverb_split.py`, `parts/cpprb_split.py`). All sides take turns of about a second.
+Compilation is not measured. The result for each pair is the median ratio of iterations per second over the turns, the spread, and
+the number of steps and items per second.
 """
 
 import argparse
@@ -30,12 +33,14 @@ LAYOUT = choreo.Layout(choreo.Group("env", "actor"), choreo.Group("buffer"), cho
 CARRIERS = {"shm": "shared memory", "tcp": "TCP"}
 WORDS = {"cpprb": "cpprb (in memory that two processes share)", "reverb": "Reverb over loopback", "tcp": "TCP"}
 CARRIER_OF = {"cpprb": "shm", "reverb": "tcp"}
-"""The carrier that is most similar to each rival. The ratio with the other carrier is written too."""
+"""The carrier that is most similar to each rival. The result also contains the ratio with the other carrier."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short turn, without rivals, to test that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="take one short turn, without rivals, to test that this script runs"
+    )
     parser.add_argument("--sampler", choices=("uniform", "prioritized"), help="measure only this sampler")
     options = parser.parse_args()
     samplers = [options.sampler] if options.sampler else ["uniform", "prioritized"]

@@ -1,9 +1,10 @@
 """How long does a run take to finish its first iteration, compared with Stable-Baselines3; and how much memory does it need?
 
-PPO on Gymnasium's CartPole-v1 with 8 environments. Start: new processes take turns; the time is from their start to the end of
-the first iteration (128 steps, then 16 updates). Compiled programs are in Choreo's cache, and files in the system's. Size: the
-resident memory of the process of `fused`, of an acting worker (`coarse`), and of a worker that only steps environments (`fine`),
-as a ratio to the limit that we set (below 1 is good). `pss` counts shared pages once.
+All measurements train PPO on Gymnasium's CartPole-v1 with 8 environments.
+- Start: each side starts new processes, in turns. The result is the time from the start of a process to the end of its first
+  iteration (128 steps, then 16 updates). Compiled programs are in Choreo's cache, and files are in the cache of the system.
+- Size: the resident memory of the process of `fused`, of a worker that acts (`coarse`), and of a worker that only steps
+  environments (`fine`), divided by the limit that we set (below 1 is good). `pss` divides shared pages among their processes.
 """
 
 import argparse
@@ -30,7 +31,9 @@ PROCESS = {"fused": ("fused", "coordinator"), "acting": ("coarse", "env+actor-0"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the shortest part only, to test that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure only the shortest part, to test that this script runs"
+    )
     quick = parser.parse_args().quick
     if not quick and rival.is_installed():
         starts(repeats=9)

@@ -1,9 +1,10 @@
 """If environments are slow, how much faster are two workers than one process?
 
-PPO with 8 environments, in one process and with `coarse(workers=2)`: on environments whose step sleeps for 1 ms (like a
-simulator in another process), computes for 1 ms (like a simulator in this process), and on MuJoCo's Hopper-v5. Both take turns
-of a few seconds, without compilation. The result for each environment: the median ratio of steps per second over the turns, the
-spread, and how many cores other processes kept busy; two workers that compute need two free cores.
+PPO trains with 8 environments, in one process and with `coarse(workers=2)`, on three environments: in the first, a step sleeps for
+1 ms (like a simulator in a different process); in the second, a step computes for 1 ms (like a simulator in this process); the
+third is MuJoCo's Hopper-v5. Both sides take turns of a few seconds. Compilation is not measured. The result for each environment
+is the median ratio of steps per second over the turns, the spread, and the number of cores that other processes kept busy. Two
+workers that compute need two free cores.
 """
 
 import argparse
@@ -30,7 +31,7 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one iteration, to test that it runs")
+    parser.add_argument("--quick", action="store_true", help="run one iteration, to test that this script runs")
     parser.add_argument("--case", choices=CASES, help="measure only this case")
     options = parser.parse_args()
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python

@@ -1,4 +1,4 @@
-"""Your own layouts: a function, whose parameters become options of the command, or a value.
+"""Two layouts of your own: a function, whose parameters become options of the command, and a value.
 
 choreo graph ppo jax:CartPole-v1 --layout examples/own_layouts.py:two_stage --workers 4
 choreo train ppo jax:CartPole-v1 --layout examples/own_layouts.py:two_stage --workers 4
@@ -8,7 +8,7 @@ import choreo
 
 
 def two_stage(workers: int = 2, *, max_lag: int = 0) -> choreo.Layout:
-    """Environments at many sites, inference at two, learning at one; parameters may be `max_lag` updates old."""
+    """Environments at many sites, inference at two, learning at one; parameters may be up to `max_lag` updates old."""
     return choreo.Layout(
         choreo.Group("env", replicas=workers),
         choreo.Group("actor", replicas=2),

@@ -1,12 +1,12 @@
-"""How many files does one open to understand an algorithm?
+"""How many files must a reader open to understand an algorithm?
 
     python tools/files_to_read.py [ppo sac] [--limit 4]
 
 The script runs `init` and `iterate` of each algorithm with its defaults on a small environment, under `jax.eval_shape`, and
-notes the file of every Python function that is called. It counts the files of the package, including the algorithm's own,
-but not those that a reader of the algorithm need not open: types and errors; environments (`envs/`, `host/`); replay
-(`buffers/`); and the machinery of fragments (`roles`, `static_key`, `dtypes`, `_compat`). It exits with 1 if any algorithm
-needs more files than the limit.
+notes the file of every Python function that is called. It counts the files of the package, including the algorithm's own. Some
+files are not counted, because a reader of the algorithm need not open them: types and errors; environments (`envs/`, `host/`);
+replay (`buffers/`); and the code behind fragments (`roles`, `static_key`, `dtypes`, `_compat`). The script exits with 1 if any
+algorithm needs more files than the limit.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LIMIT = 4
 PACKAGE = Path(choreo.__file__).parent
 ENVIRONMENTS = {"ppo": "jax:CartPole-v1", "sac": "jax:Pendulum-v1"}
 NOT_COUNTED = ("types", "errors", "envs", "host", "buffers", "roles", "static_key", "dtypes", "_compat")
-"""Modules and packages at the top level of choreo."""
+"""Modules and packages at the top level of choreo whose files are not counted."""
 
 
 def main() -> int:

@@ -1,11 +1,11 @@
 """Draw the module map of docs/architecture.md from the imports of the package.
 
 python tools/module_map.py            prints the map
-python tools/module_map.py --write    puts it between the two markers of docs/architecture.md
-python tools/module_map.py --check    fails if the map there is out of date
+python tools/module_map.py --write    writes the map between the two markers of docs/architecture.md
+python tools/module_map.py --check    fails if the map in docs/architecture.md is out of date
 
-A row is a room: a package, or a module at the top level. The rows are in the order of the layers in pyproject.toml, so a room
-imports only rooms in rows below it. Descriptions are the first sentences of the rooms' docstrings.
+Each row shows a room: a package, or a module at the top level. The rows are in the order of the layers in pyproject.toml, so a
+room imports only rooms in rows below it. The description of a room is the first sentence of its docstring.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--write", action="store_true", help=f"rewrite the map in {PAGE.relative_to(ROOT)}")
-    choice.add_argument("--check", action="store_true", help="exit with 1 if the map there is out of date")
+    choice.add_argument("--check", action="store_true", help="exit with 1 if the map in that file is out of date")
     options = parser.parse_args(argv)
     drawn = module_map()
     if not (options.write or options.check):
@@ -69,7 +69,7 @@ def module_map() -> str:
 
 
 def rooms_in_order() -> list[str]:
-    """The rooms by layer, highest first; the packages within a room follow it."""
+    """The rooms by layer, highest layer first. Each room is followed by the packages within it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = next(contract["layers"] for contract in settings["contracts"] if contract["type"] == "layers")
     rooms = [room.strip() for layer in layers for room in layer.replace("|", ":").split(":")]
@@ -82,9 +82,9 @@ def packages_in(room: str) -> list[str]:
 
 
 def imports_of(graph: grimp.ImportGraph, room: str, rooms: list[str]) -> list[str]:
-    """The rooms that some module of this room imports, in the order of the map.
+    """The rooms that the modules of this room import, in the order of the map.
 
-    A package within the room is a room of its own: its modules are not counted here.
+    A package within this room is a separate room, so the imports of its modules are not included.
     """
     inside = {module for module in graph.modules if room_of(module, rooms) == room}
     found = {room_of(name, rooms) for module in inside for name in graph.find_modules_directly_imported_by(module)}

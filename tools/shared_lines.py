@@ -2,8 +2,8 @@
 
     python tools/shared_lines.py [--limit 40]
 
-An algorithm file is a file that holds one of the classes in `choreo.algos.ALGOS`. Every line that is not blank counts: code,
-imports, comments and docstrings. Lines are compared without the blanks around them. A line that occurs twice in one file and
+An algorithm file is a file that defines one of the classes in `choreo.algos.ALGOS`. Every line that is not blank counts: code,
+imports, comments and docstrings. Spaces at the beginning and end of a line are ignored. A line that occurs twice in one file and
 once in the other is one common line. The share of two files is the number of common lines divided by the number of lines of
 the shorter file. The script exits with 1 if the share of any two files is above the limit.
 """

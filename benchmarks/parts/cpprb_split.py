@@ -5,8 +5,8 @@
     explorer                 learner (this process)
     add 32 rows  --> shared memory --> sample 512 rows, sum them, update their priorities
 
-The buffer has no process of its own: both processes use the same memory, with cpprb's own locks. Two semaphores keep adding
-and drawing in step, as a user's code must do. A row is a transition with both observations.
+There is no separate process for the buffer: both processes use the same memory, with cpprb's own locks. Two semaphores limit how
+far adding and drawing may be apart; cpprb leaves this to its users. A row is a transition with both observations.
 """
 
 import multiprocessing
@@ -72,7 +72,7 @@ def explore(buffer, room, stored, orders) -> None:
 
 
 def _rows(num: int) -> dict[str, np.ndarray]:
-    # Made in advance, because the rivals do not step environments.
+    # Random rows, made in advance, because the rivals do not step environments.
     rng = np.random.default_rng(0)
     return {
         "obs": rng.normal(size=(num, 4)).astype(np.float32),

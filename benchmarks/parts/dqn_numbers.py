@@ -1,4 +1,7 @@
-"""The settings of DQN that Choreo and its rivals have in common. Imports nothing, because each has its own Python environment."""
+"""The settings of DQN that are the same for Choreo and its rivals.
+
+This file imports nothing, because each rival imports it in its own Python environment.
+"""
 
 ENV = "CartPole-v1"
 NUM_ENVS, UNROLL = 8, 4
@@ -6,14 +9,14 @@ NUM_ENVS, UNROLL = 8, 4
 UPDATES = (8, 1)
 """Updates per iteration: Choreo's default, then Stable-Baselines3's."""
 BLOCK = 32
-"""The smallest number of iterations in one call: 1024 steps, because RLlib reports only after that many steps."""
+"""The smallest number of iterations in one call. It is 1024 steps, because RLlib reports only after so many steps."""
 BATCH_SIZE = 64
 CAPACITY, MIN_SIZE = 100_000, 1_000
-"""Steps that the replay stores, and the steps that are stored before the first update."""
+"""How many steps the replay can store, and how many are stored before the first update."""
 HIDDEN = (128, 128)
 LEARNING_RATE, GAMMA, EPSILON, MAX_GRAD_NORM = 5e-4, 0.99, 0.05, 10.0
 TARGET_PERIOD = 200
-"""Updates after which the target network becomes a copy of the network."""
+"""After this many updates, the network is copied to the target network."""
 
 STEPS = NUM_ENVS * UNROLL
 """Steps of all environments together, per iteration."""

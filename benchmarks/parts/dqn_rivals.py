@@ -27,7 +27,7 @@ def installed() -> dict[str, tuple[Path, str]]:
 
 
 class Process(rival.TrainingProcess):
-    """Trains DQN with so many updates per iteration."""
+    """Trains DQN with `updates` updates per iteration."""
 
     def __init__(self, python: Path, script: str, updates: int):
         super().__init__(python, PARTS / script, str(updates))

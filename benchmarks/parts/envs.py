@@ -13,7 +13,7 @@ STEP_S = 1e-3
 
 
 class Waiting(gymnasium.Env):
-    """A step sleeps, as it does while a robot, or a simulator in another process, does the work."""
+    """A step sleeps, as if it waited for a robot or for a simulator in a different process."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -36,8 +36,10 @@ class Waiting(gymnasium.Env):
 
 
 class Computing(Waiting):
-    """A step computes, like a simulator in this process. It takes 1 ms of CPU time, so that it is the same work on a busy
-    machine."""
+    """A step computes, like a simulator in this process.
+
+    It takes 1 ms of CPU time, not of wall time, so that its work is the same on a busy machine.
+    """
 
     def spend(self):
         until = time.thread_time() + STEP_S
@@ -46,7 +48,7 @@ class Computing(Waiting):
 
 
 class Straggling(Waiting):
-    """Steps take four times as long in one worker: the first one that creates the symbolic link `mark`."""
+    """Steps take four times as long in one of the workers: the worker that is the first to create the symbolic link `mark`."""
 
     def __init__(self, mark: str, coordinator: int):
         if os.getpid() != coordinator:

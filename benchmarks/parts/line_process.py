@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class LineProcess:
-    """A rival's process, in a Python environment of its own."""
+    """The process of a rival, which may have its own Python environment."""
 
     def __init__(self, python: Path, script: Path, *args: str):
         command = [python, "-W", "ignore", script, *args]

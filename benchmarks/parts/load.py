@@ -7,7 +7,7 @@ from pathlib import Path
 class Others:
     """After `with Others(...) as others: ...`, `others.cores` is the mean number of cores that other processes kept busy.
 
-    Not counted as others: this process, its children that have ended, and the processes `pids`.
+    Other processes are all except this process, its children that have ended, and the processes `pids`.
     """
 
     def __init__(self, pids: "list[int] | None" = None):

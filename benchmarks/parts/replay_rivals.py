@@ -20,7 +20,7 @@ def installed() -> dict[str, tuple[Path, str]]:
     found = {}
     if importlib.util.find_spec("cpprb") is not None:
         found["cpprb"] = (Path(sys.executable), "cpprb_split.py")
-    # Not imported, because TensorFlow's import takes half a minute on a busy machine.
+    # Look for the folder instead of importing Reverb: importing TensorFlow takes half a minute on a busy machine.
     if REVERB.exists() and list(REVERB.parents[1].glob("lib/*/site-packages/reverb")):
         found["reverb"] = (REVERB, "reverb_split.py")
     for name in SETUP.keys() - found.keys():
@@ -29,7 +29,7 @@ def installed() -> dict[str, tuple[Path, str]]:
 
 
 class Process(LineProcess):
-    """A rival's process that draws items; it starts the rival's other processes, and prints their ids first."""
+    """The process of a rival that draws items. It starts the other processes of the rival, and first prints their ids."""
 
     def __init__(self, command: tuple[Path, str], sampler: str):
         python, script = command

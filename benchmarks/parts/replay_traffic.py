@@ -1,4 +1,4 @@
-"""An algorithm that does nothing but replay: the replay stores random steps, and the learner sums the items it draws.
+"""An algorithm that only uses a replay: it stores random steps, draws items, and sums them in place of learning.
 
     env, actor          buffer               learner
     4 steps in each --> stored
@@ -27,7 +27,7 @@ class Train(NamedTuple):
     """The learner's state."""
 
     total: jax.Array
-    """The sum over all numbers in the last batches."""
+    """The sum over all numbers in the batches of the last iteration."""
 
 
 class Carry(NamedTuple):

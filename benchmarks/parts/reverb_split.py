@@ -5,11 +5,13 @@
     inserting client       server                       sampling client (this process)
     StructuredWriter --gRPC--> table, rate limiter --gRPC--> TrajectoryDataset, batches of 64; update_priorities
 
-As Reverb's documentation advises, this program uses a dataset instead of `Client.sample`, with three batches in flight and a
-worker for each core; a signature; and a rate limiter that keeps 16 samples per insert. These choices were the fastest that we
-tried: an item is one step with both observations (a fifth faster than two steps that share chunks with their neighbours); a
-StructuredWriter, which makes items in C++ (twice as fast as the TrajectoryWriter); batches of 64 rather than 512; priorities
-once per iteration.
+This program follows the advice of Reverb's documentation: a dataset instead of `Client.sample`, with three batches in flight and
+a worker for each core; a signature; and a rate limiter that keeps 16 samples per insert. The other choices were the fastest of
+those that we tried:
+- an item is one step with both observations (a fifth faster than two steps that share chunks with their neighbours);
+- a StructuredWriter, which makes items in C++ (twice as fast as the TrajectoryWriter);
+- batches of 64 items, not 512;
+- one update of priorities per iteration.
 """
 
 import os
@@ -31,7 +33,7 @@ STEP = {
     "last": np.bool_(False), "next_obs": np.ones(4, np.float32),
 }  # fmt: skip
 PENDING = 16
-"""Items that may still be in flight when the next iteration begins; Reverb warns of more than 50."""
+"""How many items may still be in flight when the next iteration begins; with more than 50, Reverb warns."""
 
 
 def main() -> None:
@@ -91,7 +93,7 @@ def _dataset(address: str):
 def serve(sampler: str) -> None:
     """Run the server until stdin ends."""
     by_priority, uniform = reverb.selectors.Prioritized(same.EXPONENT), reverb.selectors.Uniform()
-    # Inserting may be ahead of sampling by as many iterations as with the other rival.
+    # Inserting may be ahead of sampling by the same number of iterations as in `cpprb_split.py`.
     limiter = reverb.rate_limiters.SampleToInsertRatio(
         same.ITEMS / same.STEPS, min_size_to_sample=same.FILLED, error_buffer=float(same.AHEAD * same.ITEMS)
     )

@@ -53,7 +53,7 @@ def main() -> None:
         wall, cpu, before = time.perf_counter(), time.process_time(), steps
         for _ in range(int(line) // same.BLOCK):
             steps = sampled(algo)
-        # RLlib takes whole vector steps until enough of them count, so it takes a few more steps than it was asked for.
+        # RLlib may take a few more steps than were asked for. So only the asked-for share of the time is printed.
         share = int(line) * same.STEPS / (steps - before)
         print(share * (time.perf_counter() - wall), share * (time.process_time() - cpu), flush=True)
     algo.stop()

@@ -22,8 +22,8 @@ def take_turns(
 ) -> tuple[Speeds, Speeds, float]:
     """Steps per second of wall time and of CPU time, and the number of cores that other processes kept busy.
 
-    An iteration takes `steps` steps. A side does a multiple of `block` iterations in each turn, which takes about `seconds`.
-    `pids` are the processes of the sides, besides this one.
+    An iteration takes `steps` steps. In each turn, a side runs for about `seconds` seconds, rounded to a multiple of `block`
+    iterations. `pids` are the processes of the sides, except for this process.
     """
     blocks = {name: max(1, round(seconds / side.seconds(block)[0])) for name, side in sides.items()}
     wall: Speeds = {name: [] for name in sides}

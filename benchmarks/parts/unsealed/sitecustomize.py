@@ -1,4 +1,4 @@
-"""With this folder in PYTHONPATH, channels over TCP send frames unencrypted, for comparison with encryption."""
+"""If this folder is in PYTHONPATH, channels over TCP do not encrypt their frames. `encryption.py` measures the difference."""
 
 import numpy as np
 import zmq
@@ -7,7 +7,7 @@ from choreo.runtime.channels import sockets, tcp_ends
 
 
 class Unsealed(tcp_ends.TcpConnection):
-    """A connection without encryption, and with as few copies as this allows."""
+    """A connection without encryption, which therefore needs fewer copies."""
 
     def receive_first(self):
         try:
