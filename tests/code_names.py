@@ -37,7 +37,7 @@ def classes_in(path: Path) -> Iterator[str]:
 
 @functools.cache
 def defined_in(path: Path) -> frozenset[str]:
-    """Every name that a file defines: classes, functions, variables, fields, parameters, and the words in its strings."""
+    """Every name that a file defines: classes, functions, variables, fields, parameters, and strings that are one word."""
     found: set[str] = set()
     for node in ast.walk(parsed(path)):
         match node:

@@ -3,8 +3,8 @@
 Warnings are errors (pyproject.toml), types do not promote silently, shapes do not broadcast across ranks, annotated
 shapes are checked at run time, and a test fails if it leaves a thread or a process behind.
 
-XLA compiles without most optimisations: they would take most of the time of the tests, whose programs run for milliseconds
-only. Tests marked `optimised` are compiled like users' programs, in a separate run: `pytest -m optimised`.
+XLA compiles without most optimisations, because the programs of the tests run only for milliseconds, and optimising them would
+take most of the time. Tests marked `optimised` are compiled like users' programs, in a separate run: `pytest -m optimised`.
 """
 
 import atexit
@@ -17,7 +17,7 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "CHOREO_TEST_RUN" not in os.environ:  # the main process; xdist workers inherit the folder
-    # A new compilation cache for each test run: with the user's cache, the tests would not compile some programs.
+    # A new compilation cache for each test run. With the user's cache, some programs would not be compiled, and so not tested.
     os.environ["CHOREO_TEST_RUN"] = os.environ["CHOREO_CACHE"] = tempfile.mkdtemp(prefix="choreo-tests-")
     # Test runs must not appear in the user's list of runs.
     os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["CHOREO_CACHE"], "state")
@@ -52,17 +52,18 @@ source_info_util.register_exclusion("<@beartype(")
 source_info_util.register_exclusion(str(Path(jaxtyping.__file__).parent))
 
 FAST_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX --xla_cpu_parallel_codegen_split_count=1"
-"""XLA flags. Simple fusions halve the compilation time. Without fused multiply-add instructions (AVX only), the compiler cannot
-choose how often to round. Code generation in one piece takes a fifth less time, and fewer memory maps. The XLA of JAX 0.11
-and later aborts the process at the first of these flags."""
+"""XLA flags. The first selects simple fusions, which halve the compilation time. The second excludes fused multiply-add
+instructions, so that the rounding does not depend on the compiler's choice of instructions. The third generates code in one
+piece, which takes a fifth less time and fewer memory maps. With JAX 0.11 and later, the first flag makes XLA abort the process."""
 MAPS = Path("/proc/self/maps")
 UNCHECKED = (
     "algos", "laws", "faults", "docs", "plans", "users", "test_benchmarks.py", "test_cli.py", "test_documented.py",
     "test_profile.py", "test_replay.py", "test_spaces.py", "test_training.py", "test_warm_start.py",
     "test_who_waits.py", *(("graph", "partition") if jax.__version_info__ < (0, 11) else ()),
 )  # fmt: skip
-"""Folders and files of tests in which annotations are not checked, because they run or plan whole programs, and the checks
-would take a third of the time. The tests of single modules check them. `graph` and `partition` are checked with the newest JAX."""
+"""Folders and files of tests that run or plan whole programs. Annotations are not checked there, because the checks would take a
+third of the time. The tests of single modules check annotations. The tests of `graph` and `partition` check them with the newest
+JAX only."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,8 +98,8 @@ def _promoting(fn):
     return call
 
 
-# Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses; so that function
-# gets standard promotion. Everything else that we use of optax, equinox and flax works with strict promotion.
+# Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses. So this function gets standard
+# promotion. All other functions that we use of optax, equinox and flax work with strict promotion.
 optax.tree.bias_correction = _promoting(optax.tree.bias_correction)
 
 
@@ -106,7 +107,7 @@ _jaxtyped = jaxtyping.jaxtyped
 
 
 def _jaxtyped_unless_disabled(*args, **kwargs):
-    """Do not decorate inner functions while checks are disabled: they are decorated each time the outer function runs."""
+    """While checks are disabled, do not decorate: inner functions would be decorated each time their outer function runs."""
     return (lambda fn: fn) if jaxtyping.config.jaxtyping_disable else _jaxtyped(*args, **kwargs)
 
 
@@ -123,7 +124,7 @@ def check_annotations(request: pytest.FixtureRequest):
 
 @pytest.fixture(autouse=True)
 def limit_memory_maps():
-    """Clear JAX's caches in time: every compiled program holds memory maps, and XLA aborts beyond Linux's limit of 65,530."""
+    """Clear JAX's caches before XLA aborts: each compiled program holds memory maps, and Linux allows 65,530 per process."""
     yield
     _tests.append(None)
     # Counting many maps takes 30 ms.

@@ -21,4 +21,6 @@ def check_golden(name: str, text: str) -> None:
     if os.environ.get("CHOREO_WRITE_GOLDEN"):
         FOLDER.mkdir(exist_ok=True)
         path.write_text(text)
-    assert text == path.read_text(), f"tests/golden/{name}.txt differs; if this was meant, set CHOREO_WRITE_GOLDEN=1"
+    assert text == path.read_text(), (
+        f"tests/golden/{name}.txt differs; if the change is intended, set CHOREO_WRITE_GOLDEN=1"
+    )

@@ -1,4 +1,4 @@
-"""Other hosts, for tests: an agent on loopback, or in a network namespace of its own."""
+"""A second host for tests: an agent that listens on loopback, or in a separate network namespace."""
 
 import os
 import shutil
@@ -82,7 +82,10 @@ def two_hosts(tmp_path):
 
 
 class Namespace:
-    """A network namespace, connected with this one by a pair of virtual network devices; `cable` is the device on this side."""
+    """A network namespace, connected to that of the tests by two virtual network devices; `cable` is the device outside of it.
+
+    If this process may not create a namespace, all addresses are on loopback instead.
+    """
 
     def __init__(self):
         self.name, number = f"choreo{os.getpid()}", os.getpid() % 250 + 1

@@ -22,7 +22,7 @@ def check_legible(svg: str) -> None:
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     boxes = [_box(text) for text in root.iter(f"{SVG}text") if _words(text)]
     for words, left, top, right, bottom in boxes:
-        assert 0 <= left and right <= width and 0 <= top and bottom <= height, f"{words!r} leaves the picture"
+        assert 0 <= left and right <= width and 0 <= top and bottom <= height, f"{words!r} is not inside the picture"
     for (a, *first), (b, *second) in itertools.combinations(boxes, 2):
         apart = first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
         assert apart, f"{a!r} overlaps {b!r}"

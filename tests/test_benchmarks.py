@@ -1,4 +1,4 @@
-"""Every benchmark runs with `--quick`. The tests check that it works, not how fast it is."""
+"""Every benchmark runs with `--quick`. The tests check that a benchmark runs, not how fast Choreo is."""
 
 import importlib.util
 import json
@@ -12,12 +12,12 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if p.name not in ("harness.py", "table.py"))
 CI = ("gymnasium_ppo.py",)
-"""The cheapest benchmark, which CI runs. The others are only imported, except in the long run."""
+"""The cheapest benchmark, which CI runs. The others are only imported; `make test-long` runs them."""
 
 
 @pytest.fixture
 def as_a_script(monkeypatch):
-    """Run a script in this process, which has imported JAX already, but without the strict settings of our tests."""
+    """Lets a script run in this process, which has already imported JAX, without the strict settings of our tests."""
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("NPROC", "1")  # some scripts set it and do not restore it
     dispatch = jax.config.read("jax_cpu_enable_async_dispatch")
@@ -30,7 +30,7 @@ def as_a_script(monkeypatch):
 @pytest.mark.parametrize(
     "script", [pytest.param(script, marks=[] if script in CI else [pytest.mark.long]) for script in SCRIPTS]
 )
-def test_quick(script, as_a_script, monkeypatch, capsys):
+def test_a_quick_run_prints_its_result(script, as_a_script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, "--quick"])
     runpy.run_path(str(FOLDER / script), run_name="__main__")
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -38,7 +38,7 @@ def test_quick(script, as_a_script, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in CI])
-def test_imports_work(script, as_a_script):
+def test_a_script_can_be_imported(script, as_a_script):
     assert runpy.run_path(str(FOLDER / script), run_name="imported")["__doc__"]
 
 

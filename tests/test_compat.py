@@ -22,7 +22,7 @@ def only(fn, *args) -> jec.JaxprEqn:
 
 
 class TestVmaps:
-    """`enclosing_vmaps` reads the current trace. With it, a fragment is recorded with its shapes for one environment."""
+    """`enclosing_vmaps` reads the current trace. So a fragment can be recorded with its shapes for one environment."""
 
     def seen(self, transform, *args):
         found = []
@@ -34,15 +34,15 @@ class TestVmaps:
         transform(look)(*args)
         return found[0]
 
-    def test_no_vmap(self):
+    def test_without_a_vmap_none_is_found(self):
         assert self.seen(lambda f: f, jnp.ones(3), jnp.ones(3)) == ((3,), ())
 
-    def test_one_vmap(self):
+    def test_a_vmap_is_found_with_its_size_and_axes(self):
         shape, vmaps = self.seen(lambda f: jax.vmap(f, (0, None)), jnp.ones((5, 3)), jnp.ones(2))
         assert shape == (3,)
         assert vmaps == (_compat.Vmap(None, 5, (0, None)),)
 
-    def test_axis_name_and_position(self):
+    def test_a_vmap_is_found_with_its_axis_name(self):
         _, vmaps = self.seen(lambda f: jax.vmap(f, (1, 0), axis_name="agent"), jnp.ones((3, 5)), jnp.ones((5, 2)))
         assert vmaps == (_compat.Vmap("agent", 5, (1, 0)),)
 
@@ -59,7 +59,7 @@ class TestVmaps:
         assert vmaps == ()
 
 
-def test_bound_axis_names():
+def test_the_axis_name_of_a_vmap_is_bound_also_inside_a_jit():
     seen = []
 
     def look(x):
@@ -87,7 +87,7 @@ def test_a_jit_keeps_its_name():
     assert "choreo:actor:act:3" in names
 
 
-def test_scan_params():
+def test_scan_params_reads_the_parameters_of_a_scan():
     def fn(a, xs):
         return jax.lax.scan(lambda c, x: (c + x * a, c), jnp.float32(0.0), xs, reverse=True)
 
@@ -97,7 +97,7 @@ def test_scan_params():
     assert len(p.body.jaxpr.invars) == 3 and len(p.body.jaxpr.outvars) == 2
 
 
-def test_while_params():
+def test_while_params_reads_the_parameters_of_a_while_loop():
     def fn(n, a):
         return jax.lax.while_loop(lambda c: c < n, lambda c: c * a, jnp.float32(1.0))
 
@@ -127,12 +127,14 @@ custom_vjp.defvjp(lambda x: (custom_vjp(x), None), lambda _, g: (g,))
 def test_the_program_inside_a_wrapper_can_be_evaluated(wrap):
     eqn = only(wrap(lambda x: jnp.sin(x)), jnp.float32(0.5))
     inner = _compat.inner_jaxpr(eqn)
-    assert inner is not None, f"{eqn.primitive.name} is missing in _compat.INLINED, or its parameter has another name"
+    assert inner is not None, (
+        f"{eqn.primitive.name} is missing in _compat.INLINED, or its parameter has a different name"
+    )
     assert _compat.eval_jaxpr(inner, [jnp.float32(0.5)]) == [jnp.sin(jnp.float32(0.5))]
 
 
 def test_every_equation_can_be_bound_again():
-    """We use `bind` to emit a program again for a replica's block of environments."""
+    """Choreo uses `bind` to emit the equations of a program at the block size of a replica."""
 
     def fn(x):
         y = jax.lax.scan(lambda c, v: (c + v, c * v), jnp.float32(0.0), x)[1]
@@ -161,10 +163,10 @@ def test_where_names_the_users_line():
         return jnp.sin(x)
 
     place = _compat.where(only(mine, 1.0))
-    assert "test_compat.py:" in place and "(mine)" in place or place.endswith("mine)"), place
+    assert "test_compat.py:" in place and place.endswith("mine)"), place
 
 
-def test_is_key():
+def test_is_key_is_true_only_for_types_of_random_keys():
     assert _compat.is_key(jax.random.key(0).dtype)
     assert not _compat.is_key(jnp.uint32)
 
@@ -200,8 +202,8 @@ def test_innermost_skips_the_python_checks_of_a_compiled_function():
         call(jnp.ones(4), np.ones(4, np.float32))
 
 
-def test_split_known():
-    """`split_known` divides a program in two: `rest(*first(*known), *others)` equals the whole."""
+def test_the_two_programs_of_split_known_compute_the_same_as_the_whole():
+    """For the two programs, `rest(*first(*known), *others)` equals `whole(*known, *others)`."""
     whole = jax.make_jaxpr(jax.jit(lambda a, b, c: (jnp.sin(a) * b, jnp.cos(a), b + c)))(1.0, 2.0, 3.0)
     first, rest, types = _compat.split_known(whole, [True, False, False])
     between = _compat.eval_jaxpr(first, [1.0])

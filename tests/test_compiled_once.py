@@ -7,7 +7,7 @@ import pytest
 
 import compiled_once
 
-pytestmark = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="made for the JAX of constraints.txt")
+pytestmark = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the cache is used only with JAX before 0.11")
 X = jnp.arange(3.0)
 
 
@@ -26,18 +26,18 @@ def test_the_same_program_is_lowered_once():
 
 
 @pytest.mark.parametrize("other", [3.0, -2.0, np.float32([2, 2, 2])], ids=str)
-def test_other_numbers(other):
+def test_a_program_with_different_numbers_is_lowered_separately(other):
     assert lowered(2.0) is not lowered(other)
 
 
-def test_arrays_that_print_alike():
+def test_arrays_that_print_alike_are_distinguished():
     one, other = np.float32([1, 2, 3]), np.float32([1, 2, 4])
     assert str(jax.make_jaxpr(scaled(one))(X)) == str(jax.make_jaxpr(scaled(other))(X))
     assert lowered(one) is not lowered(other)
     np.testing.assert_array_equal(lowered(other).compile()(X), [0, 4, 32])
 
 
-def test_other_arguments():
+def test_a_program_with_different_arguments_is_lowered_separately():
     ways = [
         lowered(2.0),
         lowered(2.0, jnp.arange(4.0)),
@@ -48,7 +48,7 @@ def test_other_arguments():
     assert len({id(way) for way in ways}) == len(ways)
 
 
-def test_other_configuration():
+def test_a_program_with_a_different_configuration_is_lowered_separately():
     with jax.default_device(jax.devices()[1]):
         there = lowered(2.0, np.arange(3, dtype=np.float32))
     here = lowered(2.0, np.arange(3, dtype=np.float32))

@@ -40,19 +40,19 @@ def test_help_answers_within_a_second():
         assert out.returncode == 0 and "train" in out.stdout, out.stderr
         return time.perf_counter() - start
 
-    # The best of several calls: other tests run beside this one, and the first call may write bytecode.
+    # The fastest of several calls, because other tests run at the same time, and the first call may write bytecode.
     assert min(seconds() for _ in range(4)) < 1.0
 
 
-def test_public_names_are_there_and_need_no_extra():
-    """Packages that few users need are imported where they are used."""
+def test_public_names_exist_and_import_no_optional_package():
+    """Packages that few users need are imported only in the functions that use them."""
     missing = "import choreo, choreo.algos, choreo.envs; print([n for n in choreo.__all__ if not hasattr(choreo, n)])"
     extras = "import sys; print([m for m in ('gymnax', 'flax', 'tensorboardX', 'matplotlib') if m in sys.modules])"
     assert run_python(f"{missing}\n{extras}").split() == ["[]", "[]"]
 
 
 def test_no_module_hides_a_public_function():
-    """Importing a submodule binds its name in the package, and would replace a function of the same name."""
+    """Python binds the name of an imported submodule in its package. This would replace a function of the same name."""
     code = "import choreo; print(*[n for n in choreo._MODULE_OF if importlib.util.find_spec(f'choreo.{n}')])"
     assert run_python(f"import importlib.util; {code}").strip() == ""
 

@@ -35,7 +35,7 @@ def test_a_rollout_records_every_step_and_every_episode():
     }  # fmt: skip
 
 
-def test_if_no_episode_ended_its_metrics_are_nan():
+def test_metrics_of_episodes_are_nan_if_no_episode_ended():
     env = batch(Income(), 2)
     env_state, obs = env.reset(env.keys(jax.random.key(0)))
     start = loops.Position(env_state, obs)
@@ -44,7 +44,7 @@ def test_if_no_episode_ended_its_metrics_are_nan():
     assert np.isnan(metrics["episode_return"]) and np.isnan(metrics["episode_length"])
 
 
-def test_memory_begins_afresh_with_each_episode():
+def test_memory_starts_anew_in_each_episode():
     """The memory counts the steps of an episode: 1, 2 in each episode of two steps."""
 
     def act(params, obs, key, memory):
@@ -71,7 +71,7 @@ def test_every_order_is_equally_likely():
     np.testing.assert_allclose(counts, 1_000, rtol=0.12)  # four standard deviations
 
 
-def test_minibatches_keep_rows_together():
+def test_minibatches_keep_the_leaves_of_a_row_together():
     rows = {"x": jnp.arange(12), "y": jnp.arange(24).reshape(12, 2)}
     parts = loops.minibatches(rows, jax.random.key(0), 4)
     assert parts["x"].shape == (3, 4) and parts["y"].shape == (3, 4, 2)

@@ -1,4 +1,4 @@
-"""`choreo.metric`: a metric declares how the numbers of several learner shards become one."""
+"""`choreo.metric` declares how the numbers that several learner shards have for a metric are combined."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ class Declares:
     """An algorithm with one metric for each kind of declaration."""
 
     unroll: int = 4
-    within: str = "nothing"
-    """Where the metrics are declared: in a "jit", in a "fragment", or in "nothing": in `iterate` itself."""
+    within: str = "iterate"
+    """Where the metrics are declared: directly in "iterate", in a "jit", or in a "fragment"."""
 
     def init(self, env, key):
         return Carry(jnp.zeros((4, 2)), Position(*env.reset(env.keys(key))))
@@ -76,7 +76,7 @@ DECLARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("within", ["nothing", "jit", "fragment"])
+@pytest.mark.parametrize("within", ["iterate", "jit", "fragment"])
 @pytest.mark.parametrize("shards", [1, SHARDS])
 def test_declarations_are_found_in_iterate_in_a_jit_and_in_a_fragment(within: str, shards: int):
     env = choreo.envs.make("jax:CartPole-v1", num_envs=4)
@@ -91,7 +91,7 @@ def test_shards_are_reduced_as_declared(layout):
         assert run.metrics[name].tolist() == [expected] * len(run.metrics[name]), name
 
 
-def test_each_reduction():
+def test_each_reduction_combines_the_numbers_of_the_shards():
     metrics = {"x": np.array([[1.0, 4.0], [3.0, np.nan]]), "n": np.array([[3, 1], [2, 0]])}
     for reduction, expected in (
         (Reduction(), [2.5, np.nan]), (Reduction("sum"), [5, np.nan]), (Reduction("mean", "n"), [1.75, 3]),
@@ -116,26 +116,26 @@ def test_a_declaration_changes_no_number():
         assert not jax.make_jaxpr(double)(1.0).eqns[0].primitive.name.startswith("jit")
 
 
-def test_mistakes():
+def test_an_unknown_reduction_and_a_weight_without_a_mean_are_refused():
     with pytest.raises(AlgorithmError, match=r"metric\(reduce='median'\) is not known"):
         choreo.metric(1.0, reduce="median")
     with pytest.raises(AlgorithmError, match="only a mean has a weight"):
         choreo.metric(1.0, reduce="sum", weight="episodes")
 
 
-def test_a_weight_that_is_not_returned():
+def test_a_weight_that_iterate_does_not_return_is_refused():
     class Forgets(Declares):
         def metrics(self, reward):
             return {"mean_step": choreo.metric(jnp.mean(reward), weight="steps")}
 
     env = choreo.envs.make("jax:CartPole-v1", num_envs=4)
     with pytest.raises(
-        AlgorithmError, match="`mean_step` of `Forgets` is weighted by `steps`, which is not a metric that is"
+        AlgorithmError, match="`mean_step` of `Forgets` is weighted by `steps`, but there is no such metric that is"
     ):
         trace(Forgets(), env)
 
 
-def test_metrics_that_a_run_reads_must_be_declared_where_there_are_several_learners():
+def test_with_several_learners_the_metrics_of_episodes_must_be_declared():
     class ByHand(Declares):
         def iterate(self, env, carry, key):
             carry, metrics = super().iterate(env, carry, key)

@@ -9,8 +9,8 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 MOST_MODULES = 14
 
 
-def test_no_two_classes_share_a_name():
-    """Outside of `algos`, where every algorithm has its own `Train`."""
+def test_no_two_classes_outside_of_algos_share_a_name():
+    """In `algos`, every algorithm has its own `Train`."""
     files = collections.defaultdict(list)
     for path in sources():
         if path.relative_to(PACKAGE).parts[0] != "algos":
@@ -25,7 +25,7 @@ def test_the_top_level_holds_few_modules():
     assert len(modules) <= MOST_MODULES, f"Move some into a room: {', '.join(modules)}"
 
 
-def test_every_word_of_the_glossary_is_where_it_says():
+def test_every_word_of_the_glossary_is_defined_in_the_file_of_its_row():
     wrong = []
     for word, file in glossary():
         name, path = word.strip("`"), PACKAGE / file
@@ -44,7 +44,7 @@ def test_every_name_in_the_glossary_is_in_the_code():
     assert not [name for name in names if not where_defined(name)]
 
 
-def test_a_word_stands_once():
+def test_the_glossary_has_each_word_only_once():
     words = [word.strip("`").lower() for word, _ in glossary()]
     assert not [word for word, times in collections.Counter(words).items() if times > 1]
 

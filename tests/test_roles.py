@@ -1,4 +1,4 @@
-"""Marks do not change the results of a function, and are found again in the traced program."""
+"""Marks do not change the results of a function, and Choreo finds them in the traced program."""
 
 import functools
 from collections.abc import Callable
@@ -75,7 +75,7 @@ TRANSFORMS = {
 
 class TestAMarkChangesNothing:
     @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-    def test_the_same_values_and_the_mark_is_found(self, transform):
+    def test_under_any_transformation_the_values_are_equal_and_the_mark_is_found(self, transform):
         marked = choreo.fragment("actor")(score)
         np.testing.assert_array_equal(transform(marked)(W, X), transform(score)(W, X))
         found = calls_in(transform(marked), W, X)
@@ -154,7 +154,7 @@ class TestArguments:
         np.testing.assert_array_equal(apply(W, 2, "apply", jnp.tanh, None), jnp.tanh(jnp.tanh(W)))
         np.testing.assert_array_equal(jax.jit(lambda x: apply(x, 1, "skip", jnp.tanh, None))(W), W)
 
-    def test_an_equinox_module_with_its_activation(self):
+    def test_an_equinox_module_may_contain_a_function(self):
         network = Network(jnp.ones((2, 3)), jnp.tanh)
         marked = choreo.fragment("actor")(lambda network, x: network(x))
         np.testing.assert_array_equal(jax.vmap(marked, (None, 0))(network, X), jax.vmap(network)(X))
@@ -205,15 +205,15 @@ class TestArguments:
 
 
 class TestTheRecordOfVmaps:
-    def test_none(self):
+    def test_is_empty_without_a_vmap(self):
         assert one_call(choreo.fragment("actor")(score), W, X[0]).vmaps == ()
 
-    def test_which_arguments_are_mapped_and_where(self):
+    def test_says_along_which_axis_each_argument_is_mapped(self):
         marked = choreo.fragment("actor")(score)
         assert one_call(lambda w, x: jax.vmap(marked, (None, 0))(w, x), W, X).vmaps == (Vmap(None, 5, (None, 0)),)
         assert one_call(lambda w, x: jax.vmap(marked, (None, 1))(w, x), W, X.T).vmaps == (Vmap(None, 5, (None, 1)),)
 
-    def test_names_and_nesting_innermost_first(self):
+    def test_lists_nested_vmaps_innermost_first_with_their_names(self):
         marked = choreo.fragment("actor")(score)
         nested = jax.vmap(jax.vmap(marked, (None, 0), axis_name="env"), (0, None), axis_name="agent")
         call = one_call(nested, jnp.stack([W, W]), X)
@@ -235,14 +235,14 @@ class TestAllReduce:
         assert choreo.all_reduce(tree, "sum") is tree
 
     @pytest.mark.parametrize(("op", "reduce"), [("mean", jnp.mean), ("sum", jnp.sum), ("max", jnp.max)])
-    def test_over_shards(self, op, reduce):
+    def test_it_combines_the_values_of_all_shards(self, op, reduce):
         shards = {"w": X, "b": X[:, 0]}
         out = jax.vmap(lambda x: choreo.all_reduce(x, op), axis_name=SHARD_AXIS)(shards)
         for name, x in shards.items():
             want = jnp.broadcast_to(reduce(x, axis=0), x.shape)
             np.testing.assert_allclose(out[name], want, rtol=1e-6, atol=1e-6)
 
-    def test_inside_a_fragment(self):
+    def test_it_works_inside_a_fragment(self):
         marked = choreo.fragment("learner")(lambda x: choreo.all_reduce(x, "sum"))
         np.testing.assert_array_equal(marked(W), W)
         np.testing.assert_allclose(jax.vmap(marked, axis_name=SHARD_AXIS)(X)[0], jnp.sum(X, 0), rtol=1e-6, atol=1e-6)
@@ -325,7 +325,7 @@ def test_at_a_site_a_host_fragment_is_called_directly(layout, loop):
     found = [(step, times) for step, times in walk(planned.iterate.steps) if isinstance(step, HostCall)]
     assert [(step.name, times) for step, times in found] == [("simulator", 3 if loop else 1)]
     assert any(isinstance(step, Loop) for step in planned.iterate.steps) == loop, (
-        "a loop with Python in it is a host loop"
+        "a scan that calls Python must become a `Loop`, and nothing else may"
     )
     for step, _ in walk(planned.iterate.steps):
         if isinstance(step, Segment):
@@ -334,7 +334,9 @@ def test_at_a_site_a_host_fragment_is_called_directly(layout, loop):
 
     run = planned_run(algo, env, planned, KEY)
     assert len(given) == (18 if loop else 6) and all(type(x) is np.ndarray for x in given)
-    np.testing.assert_array_equal(given, copies, err_msg="an array that Python was given was overwritten later")
+    np.testing.assert_array_equal(
+        given, copies, err_msg="an array that the host fragment received was overwritten later"
+    )
     # In one compiled program, XLA may fuse the operations around the callback, and round differently.
     assert_close(run, host_reference(loop), 1e-6)
 
@@ -396,19 +398,19 @@ class TestAHostFragmentIsRefused:
     def test_unless_the_result_fits_its_spec(self):
         np.testing.assert_array_equal(self.call(lambda s: {"s": 2 * s}), [np.full((E, 3), 2, np.float32)])
 
-    def test_for_another_shape(self):
+    def test_for_a_wrong_shape(self):
         with pytest.raises(AlgorithmError) as refusal:
             self.call(lambda s: {"s": s[:2]})
         assert str(refusal.value) == (
             "Host fragment `simulator` returned float32[2, 3], but its out_spec says float32[6, 3].\n"
-            "Correct the out_spec, or convert what the function returns."
+            "Correct the out_spec, or convert the results of the function."
         )
 
-    def test_for_another_dtype(self):
+    def test_for_a_wrong_dtype(self):
         with pytest.raises(AlgorithmError, match=r"returned float64\[6, 3\], but its out_spec says float32\[6, 3\]"):
             self.call(lambda s: {"s": s.astype(np.float64)})
 
-    def test_for_another_structure(self):
+    def test_for_a_wrong_structure(self):
         with pytest.raises(AlgorithmError) as refusal:
             self.call(lambda s: (s, s))
         assert str(refusal.value) == (
@@ -429,7 +431,7 @@ class TestAHostFragmentIsRefused:
 
     @pytest.mark.parametrize("layout", [fused(), fine(1)], ids=["fused", "fine"])
     def test_under_vmap(self, layout):
-        """Python would get a batch instead of a row, and could return a wrong result of the right shape."""
+        """The Python function would get a batch instead of a row, and could return a wrong result of the right shape."""
         spec = jax.ShapeDtypeStruct((), np.float32)
         host = choreo.host_fragment("env", lambda row: np.float32(row.sum()), spec, name="total")
 
@@ -441,7 +443,7 @@ class TestAHostFragmentIsRefused:
             planned_run(Functions(still, go), Pond(), layout, KEY)
         lines = str(refusal.value).splitlines()
         assert lines[0] == (
-            "The host fragment `total` is called under jax.vmap; it is Python, and is called once for all rows."
+            "The host fragment `total` is called under jax.vmap, but Python code is called once for all rows."
         )
         assert "test_roles.py" in lines[1]
         assert lines[-1] == "Call it on the whole batch, without jax.vmap."

@@ -1,4 +1,4 @@
-"""Static values that are `==` but differ in type or bits do not share a program."""
+"""Static values that compare equal (`==`) but differ in type or bits do not share a program."""
 
 import collections
 import dataclasses
@@ -132,7 +132,7 @@ def test_the_key_of_a_dataclass_that_is_also_a_number_contains_the_number():
     assert key(Number(1.0)) != key(Number(2.0))
 
 
-def test_an_object_that_is_not_plain_data_is_equal_only_to_itself():
+def test_an_object_that_is_not_plain_data_shares_its_key_with_no_other_object():
     class Thing:
         def __eq__(self, other):
             return True
@@ -148,7 +148,7 @@ def test_an_object_that_is_not_plain_data_is_equal_only_to_itself():
     assert key(Cfg(double)) == key(Cfg(double))
 
 
-def test_the_order_of_a_dict_is_part_of_it():
+def test_the_order_of_a_dict_is_part_of_its_key():
     assert key({"a": 1, "b": 2}) != key({"b": 2, "a": 1})
 
 

@@ -38,9 +38,9 @@ class Tiny:
     unroll: int = 16
     """Steps per environment and iteration."""
     total_steps: int | None = None
-    """Environment steps of the whole run, over which the step size falls to 0; None: it stays constant."""
+    """Environment steps of the whole run. The step size falls to 0 over these steps. With None it stays constant."""
     nan_at: int = -1
-    """The iteration in which the loss becomes NaN; -1: never."""
+    """The iteration in which the loss becomes NaN. With -1 it never does."""
     centred: bool = True
     """Whether the mean return is subtracted as a baseline."""
     squash: Callable[[jax.Array], jax.Array] = jnp.tanh
@@ -82,8 +82,8 @@ class Tiny:
         value, grad = jax.value_and_grad(loss)(train.weights)
         rate = jnp.full((), self.learning_rate, value.dtype)
         if self.total_steps is not None:
-            done = train.iterations.astype(value.dtype) * (trajectory.reward.size / self.total_steps)
-            rate = rate * (1 - done)
+            progress = train.iterations.astype(value.dtype) * (trajectory.reward.size / self.total_steps)
+            rate = rate * (1 - progress)
         value = jnp.where(train.iterations == self.nan_at, jnp.nan, value)
         train = Train(train.weights - rate * choreo.all_reduce(grad), train.iterations + 1)
         return train, {"loss": value, "rate": rate}

@@ -1,4 +1,4 @@
-"""The only file that uses `jax._src`, or parameters of equations that JAX does not document.
+"""The only file that uses `jax._src` or undocumented parameters of equations.
 
 Everything here was checked with JAX 0.10 and 0.12. `tests/test_compat.py` lists what Choreo relies on.
 """
@@ -38,7 +38,7 @@ class Vmap:
 
 
 def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
-    """The vmaps around the current call, innermost first, up to any other transformation (grad, jit, scan)."""
+    """The vmaps around the current call, innermost first. The list ends at the first other transformation (grad, jit, scan)."""
     vmaps = []
     trace = _core.trace_ctx.trace
     while isinstance(trace, _batching.BatchTrace):
@@ -48,7 +48,7 @@ def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
             axes.append(x.batch_dim if ours else None)  # pyright: ignore[reportAttributeAccessIssue]
             inner.append(x.val if ours else x)  # pyright: ignore[reportAttributeAccessIssue]
         if not all(axis is None or isinstance(axis, int) for axis in axes):
-            break  # a ragged axis: report fewer vmaps rather than wrong ones
+            break  # a ragged axis: rather report too few vmaps than a wrong one
         name = trace.axis_data.name
         vmaps.append(Vmap(name if isinstance(name, str) else None, trace.axis_data.size, tuple(axes)))
         leaves, trace = inner, trace.parent_trace
@@ -56,21 +56,25 @@ def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
 
 
 def bound_axis_names() -> tuple[str, ...]:
-    """The names of the mapped axes in scope. They are part of jit's cache key; a context variable of ours would not be."""
+    """The names of the mapped axes in scope.
+
+    `all_reduce` finds out with them whether there are shards. The names are part of jit's cache key; a context variable of
+    Choreo would not be.
+    """
     return tuple(n for n in jec.unsafe_get_axis_names_DO_NOT_USE() if isinstance(n, str))
 
 
 def trace_context() -> Hashable:
-    """The settings that JAX's cache of traces depends on, besides a function and the types of its arguments.
+    """The settings on which a trace depends, besides the function and the types of its arguments.
 
-    Precision, x64, promotion of dtypes, bound axis names, meshes, user contexts, and more. Also the default generator of
-    random keys, which JAX's cache leaves out.
+    They are the settings in the key of JAX's cache of traces (precision, x64, promotion of dtypes, bound axis names, meshes,
+    user contexts, and more), and the default generator of random keys, which JAX's key leaves out.
     """
     return (_config.trace_context(), bound_axis_names(), _config.default_prng_impl.value)
 
 
 def struct_of(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """A type as an argument for `make_jaxpr`, with its weak type, and with another shape if one is given."""
+    """A type as an argument for `make_jaxpr`. It stays weak if `aval` is weak. `shape` replaces the shape, if given."""
     shape = aval.shape if shape is None else shape
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
@@ -95,22 +99,22 @@ def eval_jaxpr(closed: jec.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
 
 
 def prune(closed: jec.ClosedJaxpr, used_outs: Sequence[bool]) -> tuple[jec.ClosedJaxpr, tuple[bool, ...]]:
-    """A jaxpr without the equations and inputs that its used outputs do not need, and which inputs are left."""
+    """Return a jaxpr with only the equations and inputs that its used outputs need, and whether each input is kept."""
     jaxpr, used_ins = _pe.dce_jaxpr(closed.jaxpr, list(used_outs))
     return jec.ClosedJaxpr(jaxpr, closed.consts), tuple(used_ins)
 
 
 def split_known(closed: jec.ClosedJaxpr, known: Sequence[bool]) -> tuple[jec.ClosedJaxpr, jec.ClosedJaxpr, list[Any]]:
-    """Partial evaluation: the part of a jaxpr that needs only the known inputs, the rest, and the types between the two.
+    """Split a jaxpr by partial evaluation. Returns two jaxprs, `first` and `rest`, and the types of the values between them.
 
-    The whole is `rest(*first(*known inputs), *other inputs)`.
+    `first` needs only the known inputs. The whole jaxpr computes `rest(*first(*known inputs), *other inputs)`.
     """
     first, rest, _, types = _pe.partial_eval_jaxpr_nounits(closed, [not each for each in known], instantiate=True)
     return first, rest, types
 
 
 def _own_primitives() -> dict[str, set[jec.Primitive]]:
-    """JAX's own primitives by name: those that are global variables of JAX's modules."""
+    """JAX's own primitives, by name. They are global variables of JAX's modules."""
     found: dict[str, set[jec.Primitive]] = {}
     for name, module in list(sys.modules.items()):
         if name.startswith(_PRIMITIVE_MODULES):
@@ -129,40 +133,41 @@ _OWN = _own_primitives()
 
 
 def primitives(names: Iterable[str]) -> frozenset[jec.Primitive]:
-    """JAX's own primitive objects of these names. Other versions of JAX may lack some. Never a user's `Primitive("add")`."""
+    """JAX's own primitives with these names; never a user's `Primitive("add")`. Skips names that this version of JAX lacks."""
     return frozenset(primitive for name in names for primitive in _OWN.get(name, ()))
 
 
 _BATCHING_RULES = dict(_batching.fancy_primitive_batchers)
-"""The batching rules as they were when Choreo was imported."""
+"""A copy of the batching rules, made when Choreo was imported."""
 
 
 def has_own_batching_rule(primitive: jec.Primitive) -> bool:
-    """Does the primitive still have JAX's own batching rule? Anyone can register another one."""
+    """Does the primitive still have JAX's own batching rule? Any code can register a different one."""
     rule = _batching.fancy_primitive_batchers.get(primitive)
-    return rule is _BATCHING_RULES.get(primitive) and (rule is None or _is_jaxs(rule))
+    return rule is _BATCHING_RULES.get(primitive) and (rule is None or _is_from_jax(rule))
 
 
-def _is_jaxs(rule: Any) -> bool:
-    """Is a function part of JAX, and is every function that it closes over?"""
+def _is_from_jax(rule: Any) -> bool:
+    """Are this function, and all functions that it closes over, defined in JAX?"""
     if isinstance(rule, functools.partial):
-        return all(_is_jaxs(part) for part in (rule.func, *rule.args, *rule.keywords.values()) if callable(part))
+        return all(_is_from_jax(part) for part in (rule.func, *rule.args, *rule.keywords.values()) if callable(part))
     # `__globals__` first: `functools.wraps` copies `__module__` from the function that is wrapped.
     module = getattr(rule, "__globals__", {}).get("__name__") or getattr(rule, "__module__", None) or ""
     if not module.startswith("jax."):
         return False
     cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
-    return all(_is_jaxs(part) for part in cells if callable(part) and not isinstance(part, type))
+    return all(_is_from_jax(part) for part in cells if callable(part) and not isinstance(part, type))
 
 
 def call_name(eqn: jec.JaxprEqn) -> str | None:
-    """The name of the jitted function that an equation calls; None if it calls none."""
+    """The name of the jitted function that an equation calls; None if the equation does not call one."""
     return eqn.params["name"] if eqn.primitive in _JIT else None
 
 
 _JIT = primitives(["jit", "pjit"])
 INLINED = {
-    # Calls that only wrap a program, and the parameter that holds it: evaluating the program gives the same values.
+    # Primitives that only wrap a program, with the name of the parameter that holds the program. Evaluating the program gives
+    # the same values as the call.
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -201,10 +206,11 @@ def inner_jaxprs(eqn: jec.JaxprEqn) -> Iterator[jec.ClosedJaxpr]:
 
 
 def impure_primitive(eqn: jec.JaxprEqn) -> str | None:
-    """The name of an impure primitive in an equation: its result is not a function of its operands. None: all are pure.
+    """The name of the first impure primitive in an equation; None if all primitives in it are pure.
 
-    Impure are primitives with an effect and a result (`io_callback`; not `jax.debug.print`, which has no result), and
-    `rng_uniform`, whose hidden state JAX does not list as an effect.
+    The result of an impure primitive is not a function of its operands. A primitive is impure if it has an effect and a
+    result: `io_callback` is impure, but not `jax.debug.print`, which has no result. `rng_uniform` is also impure: it has
+    a hidden state that JAX does not list as an effect.
     """
     if eqn.primitive in _RNG_UNIFORM:
         return eqn.primitive.name
@@ -223,7 +229,7 @@ _RNG_UNIFORM = primitives(["rng_uniform"])
 
 
 def rename_calls(eqn: jec.JaxprEqn, rename: Callable[[str], str]) -> jec.JaxprEqn:
-    """An equation in which every jitted function has another name: the function that it calls, and those inside of it."""
+    """The equation with `rename` applied to the name of every jitted function: the one that it calls, and all inside of it."""
     changed = {key: new for key, old in eqn.params.items() if (new := _renamed(old, rename)) is not old}
     if eqn.primitive in _JIT and (name := rename(eqn.params["name"])) != eqn.params["name"]:
         changed["name"] = name
@@ -246,7 +252,7 @@ def _renamed(value: Any, rename: Callable[[str], str]) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def rename_in(jaxpr: jec.Jaxpr, rename: Callable[[str], str]) -> jec.Jaxpr:
-    """A jaxpr in which every jitted function has another name."""
+    """The jaxpr with `rename` applied to the name of every jitted function."""
     eqns = [rename_calls(eqn, rename) for eqn in jaxpr.eqns]
     return jaxpr if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr.replace(eqns=eqns)
 
@@ -289,19 +295,21 @@ def while_params(eqn: jec.JaxprEqn) -> WhileParams:
 
 
 def innermost(compiled: Any) -> Callable[..., Any]:
-    """A compiled function without JAX's Python checks, which cost 3 us of a call of 32 us. It exists after the first call of
-    `compiled`."""
+    """The function inside `compiled`, without JAX's checks in Python. The checks take 3 us of a call of 32 us.
+
+    Call `compiled` once before: the inner function exists only after the first call.
+    """
     return compiled._call
 
 
 def where(eqn: jec.JaxprEqn) -> str:
-    """The user's line that an equation came from: `my_ppo.py:88:13 (act)`; empty if it is not known."""
+    """The user's line from which an equation was traced: `my_ppo.py:88:13 (act)`; empty if the line is not known."""
     line = source_info_util.summarize(eqn.source_info)
     return "" if line.startswith("<") or line == "unknown" else line
 
 
 def is_written_by_jax(closed: jec.ClosedJaxpr) -> bool:
-    """Is it the program of a function of JAX? Its lines may be those of the first caller, since JAX caches traces."""
+    """Is this the program of a function of JAX? Its source lines may belong to an earlier caller, since JAX caches traces."""
     file = closed.jaxpr.debug_info.func_filename
     return file is not None and file.startswith(_JAX_FOLDER)
 
@@ -315,10 +323,10 @@ def clients_exist() -> bool:
 
 
 def use_gloo_at(address: str) -> None:
-    """Let the CPU devices of several processes run collectives by Gloo, listening at this address only.
+    """Let the CPU devices of several processes run collectives with Gloo, which listens only at this address.
 
-    Call it after `jax.distributed.initialize` and before JAX initialises its backends. By default, Gloo listens at the
-    address of the host's name, which other machines may be able to reach.
+    Call this function after `jax.distributed.initialize` and before JAX initialises its backends. By default, Gloo
+    listens at the address of the host's name, which other machines may be able to reach.
     """
 
     def make_client() -> Any:
@@ -330,12 +338,12 @@ def use_gloo_at(address: str) -> None:
 
 
 def key_impl(dtype: Any) -> str:
-    """The name of the generator of a dtype of random keys."""
+    """The name of the random generator to which a dtype of keys belongs."""
     return dtype._impl.name
 
 
 def is_threefry(dtype: Any) -> bool:
-    """Is it the dtype of keys of JAX's own Threefry generator? A user's generator may have the same name."""
+    """Is this the dtype of the keys of JAX's own Threefry generator? A user's generator with the same name does not count."""
     return dtype._impl is _THREEFRY
 
 
@@ -343,5 +351,5 @@ _THREEFRY = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
 def is_key(dtype: Any) -> bool:
-    """Is it a dtype of random keys?"""
+    """Is this a dtype of random keys?"""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)

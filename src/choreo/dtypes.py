@@ -1,8 +1,8 @@
-"""The types of arrays that may leave a compiled program, by name: a closed table.
+"""A closed table of the array types that may leave a compiled program. Each type has a name.
 
-    "float32" -> a type of numpy        "bfloat16" -> a type of ml_dtypes, which is imported at the first such name
+    "float32" -> a type of numpy        "bfloat16" -> a type of ml_dtypes, which is imported when it is first needed
 
-Messages between processes and checkpoints contain these names. `dtype.str` cannot replace them: it is `<V2` for bfloat16.
+Checkpoints, and messages between processes, contain these names. They cannot contain `dtype.str`: for bfloat16, this is `<V2`.
 numpy and JAX store a number of 4 bits in one byte, and messages do the same. This module does not import JAX.
 """
 
@@ -28,7 +28,7 @@ KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 @functools.cache
 def dtype_named(name: str) -> np.dtype:
-    """The type of this name; KeyError if the table has none."""
+    """The type with this name. Raises KeyError if the name is not in the table."""
     if name not in NAMES:
         raise KeyError(name)
     if name in NUMPY:
@@ -40,7 +40,7 @@ def dtype_named(name: str) -> np.dtype:
 
 @functools.cache
 def name_of(dtype: np.dtype) -> str:
-    """The name of a type, whatever its byte order; KeyError if the table has none."""
+    """The name of a type, which may have either byte order. Raises KeyError if the type is not in the table."""
     if dtype.name not in NAMES or dtype_named(dtype.name) != dtype.newbyteorder("="):
         raise KeyError(dtype.name)
     return dtype.name

@@ -4,7 +4,8 @@
       produced at  my_ppo.py:88:13 (act)
     what to do next
 
-A message is complete when it is raised: one sentence on what happened, the user's own lines or option, and a way out.
+The code that raises an error writes the whole message: one sentence on what happened, the user's lines or option that
+caused the error, and what to do next.
 """
 
 import difflib
@@ -38,7 +39,7 @@ class PartitionError(ChoreoError):
 
 
 class LayoutError(ChoreoError):
-    """A layout that contradicts itself, or counts that do not divide."""
+    """A layout contradicts itself, or its counts cannot be divided evenly."""
 
 
 class AlgorithmError(ChoreoError):
@@ -70,9 +71,9 @@ class ChoreoWarning(UserWarning):
 
 
 def printable(text: str) -> str:
-    r"""`text` with all unprintable characters escaped, except new lines and tabs.
+    r"""`text` with all unprintable characters escaped, except line breaks and tabs.
 
-    This includes terminal control sequences, and marks that reverse the direction of text.
+    The escaped characters include terminal control sequences, and marks that reverse the direction of text.
 
     >>> print(printable("runs/\x1b[2Jx"))
     runs/\x1b[2Jx

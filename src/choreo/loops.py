@@ -6,7 +6,7 @@
     minibatches    a batch in random order, divided into minibatches
     anneal         the learning rate, which falls to 0 over the run
 
-They have no role and do not depend on the layout. You can write a `lax.scan` by hand instead.
+These functions have no role and do not depend on the layout. You can write a `lax.scan` by hand instead.
 """
 
 from collections.abc import Callable
@@ -37,13 +37,13 @@ class Transition(NamedTuple):
     discount: jax.Array
     """0 where the episode terminated, else 1."""
     last: jax.Array
-    """True where the episode ended, for either reason."""
+    """True where the episode ended: it terminated or was truncated."""
     next_obs: jax.Array
-    """Observation after the step; where the episode ended, its last observation, not the first of the next episode."""
+    """Observation after the step. Where the episode ended, this is its last observation, not the first of the next episode."""
 
 
 class Position(NamedTuple):
-    """The environments between two iterations."""
+    """The state of all environments between two iterations."""
 
     env_state: PyTree
     """State of the environments."""
@@ -72,9 +72,11 @@ def rollout(
 ) -> tuple[Position, Transition, dict[str, jax.Array]]:
     """Act for `unroll` steps in every environment.
 
-    `act(params, obs, key) -> (action, extras)` is for one environment. If the network has memory (`start.memory` [env]),
-    `act(params, obs, key, memory) -> (action, extras, memory)`, and `fresh` is the memory at the beginning of an episode.
-    With `each` [env, ...], `act` takes one more argument, which differs between environments: `act(params, obs, key, each)`.
+    `act(params, obs, key) -> (action, extras)` is for one environment. If the network has memory (`start.memory` [env, ...]),
+    the form is `act(params, obs, key, memory) -> (action, extras, memory)`, and `fresh` is the memory at the beginning of
+    an episode. With `each` [env, ...], `act` takes one more argument, the part of `each` for its environment:
+    `act(params, obs, key, each)`.
+
     Returns the environments after the last step, the trajectory [time, env, ...], and the metrics of episodes that ended.
     """
 
@@ -98,8 +100,8 @@ def unfold(
 ) -> tuple[Any, ...]:
     """Apply a network along one sequence [time, ...]; returns the results of `apply` at every step.
 
-    `apply(obs, memory) -> (..., memory)` is the network on one observation, and `memory` its memory before the first step
-    (None for a network without memory). After the last step of an episode the memory becomes `fresh`.
+    `apply(obs, memory) -> (..., memory)` is the network on one observation. `memory` is the memory before the first step
+    (None for a network without memory). After the last step of an episode, the memory becomes `fresh`.
     """
     if memory is None:
         return jax.vmap(apply, (0, None))(obs, None)
@@ -119,9 +121,10 @@ def select(last: jax.Array, fresh: jax.Array, memory: jax.Array) -> jax.Array:
 
 
 def episode_metrics(last: jax.Array, info: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Mean return and length of the episodes that ended, NaN if none did; from `last` and `info` [time, env].
+    """The number of episodes that ended, and their mean return and length (NaN if no episode ended).
 
-    Every other number in `info` is averaged over the same episodes, with its value in the last step: `x` becomes `episode_x`.
+    `last` and the arrays in `info` are [time, env]. Every other number `x` in `info` becomes the metric `episode_x`. This is
+    the mean, over the same episodes, of `x` at the last step of each episode.
     """
     dtype = info["episode_return"].dtype
 
@@ -147,15 +150,15 @@ def minibatches(batch: PyTree, key: Key, size: int) -> PyTree:
 def permutation(key: Key, num: int) -> jax.Array:
     """The numbers 0 .. num - 1 in random order.
 
-    `jax.random.permutation` sorts pairs of a random number and a place, and from 1,626 pairs on it sorts twice. Here random
-    number and place share one integer, at least 16 bits of which are random; sorting takes a sixth of the time. Two places
-    with equal random bits keep their order; this happens to at most one pair in 65,536.
+    `jax.random.permutation` sorts pairs of a random number and an index; with 1,626 pairs or more, it sorts them twice. Here
+    the random number and the index share one integer, with at least 16 random bits. Sorting then takes a sixth of the time.
+    Two indices with equal random bits keep their order. This happens to at most one pair in 65,536.
     """
     bits = jax.random.bits(key, (num,), jnp.uint32)
     if num > 1 << 16:
         return jnp.argsort(bits)
-    place = jnp.uint32((1 << (num - 1).bit_length()) - 1)
-    return (jnp.sort(bits & ~place | jnp.arange(num, dtype=jnp.uint32)) & place).astype(jnp.int32)
+    index_bits = jnp.uint32((1 << (num - 1).bit_length()) - 1)
+    return (jnp.sort(bits & ~index_bits | jnp.arange(num, dtype=jnp.uint32)) & index_bits).astype(jnp.int32)
 
 
 def count_steps(num: int, dtype: Any) -> jax.Array:
@@ -164,12 +167,12 @@ def count_steps(num: int, dtype: Any) -> jax.Array:
 
 
 def anneal(learning_rate: float, total_steps: int | None, iterations: jax.Array, steps: jax.Array) -> jax.Array:
-    """The learning rate, which falls linearly to 0 over `total_steps` and is constant if `total_steps` is None.
+    """The learning rate. It falls linearly to 0 over `total_steps`; it is constant if `total_steps` is None.
 
-    `iterations` is the number of iterations done, `steps` the number of environment steps in each.
+    `iterations` is the number of iterations so far, and `steps` is the number of environment steps in each iteration.
     """
     initial = jnp.full((), learning_rate, steps.dtype)
     if total_steps is None:
         return initial
-    done = iterations.astype(steps.dtype) * (steps / total_steps)
-    return initial * jnp.maximum(1 - done, 0)
+    fraction_done = iterations.astype(steps.dtype) * (steps / total_steps)
+    return initial * jnp.maximum(1 - fraction_done, 0)

@@ -4,8 +4,10 @@ A mark does not change what a function computes. A fragment is a `jax.jit` whose
 program, so the mark survives `vmap`, `scan`, `grad` and `remat`. Arguments that are not arrays (`self`, an activation
 function inside an Equinox module, a flag) are passed on as in a plain call.
 
-    @fragment("actor")          jit[name=choreo:actor:act:3]
-    def act(self, ...)     ->     3 is the number of its `Call`, a record of the un-vmapped program and the vmaps around it
+    @fragment("actor")     ->   jit[name=choreo:actor:act:3]
+    def act(self, ...)
+
+The number at the end, 3, is the number of a `Call`. This record holds the un-vmapped program and the vmaps around the call.
 """
 
 import contextlib
@@ -44,7 +46,7 @@ SHARD_AXIS = "choreo_shard"
 
 @dataclass(eq=False)
 class Call:
-    """How a fragment was called (types, static arguments, vmaps): facts that the traced program no longer contains."""
+    """How a fragment was called: facts, such as the vmaps around the call, that the traced program does not contain."""
 
     role: Role
     """The role of the fragment."""
@@ -59,20 +61,22 @@ class Call:
     independent: bool = False
     """Whether the user guarantees that no environment depends on another under `vmap`."""
     out_names: list[str] = field(default_factory=list)
-    """The path of each result in the tree that the function returns (`[1].reward`); filled in when it is traced."""
+    """The path of each result in the tree that the function returns (`[1].reward`); filled in when the function is traced."""
     out_orders: tuple[tuple[Any, ...], ...] = ()
-    """The keys of each dict that the function returns, in the function's order; filled in when it is traced."""
+    """The keys of each dict that the function returns, in the function's order; filled in when the function is traced."""
     jaxpr: jec.ClosedJaxpr | None = None
     """For a call under `vmap`: the un-vmapped program, traced at the time of the call. Arrays in, arrays out."""
 
 
 unmarked = jax.make_user_context(False)
-"""Within `with unmarked(True):` every fragment calls its plain function. Unlike a global variable, this is in jit's cache key."""
+"""Within `with unmarked(True):` every fragment calls its plain function. Unlike a global variable, this setting is part of
+jit's cache key."""
 
 MOST_FORMS = 512
-"""How many compiled functions a fragment keeps at most, so that calls with many sizes do not fill the memory."""
+"""The largest number of compiled functions that a fragment keeps, so that calls with many different sizes do not fill the
+memory."""
 MOST_CALLS = 2**16
-"""How many `Call` records are kept at most. They are small, and a traced program refers to them by number."""
+"""The largest number of `Call` records that are kept. They are small, and a traced program refers to them by number."""
 
 _forms_of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]] | None"] = (
     contextvars.ContextVar("choreo_of_this_trace", default=None)
@@ -81,7 +85,7 @@ _forms_of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, C
 
 @contextlib.contextmanager
 def traced_anew() -> Iterator[None]:
-    """Within this block, fragments are traced anew: an object, a global or a closure that they read may have changed."""
+    """Within this block, fragments do not use earlier traces: an object, global or closure that they read may have changed."""
     token = _forms_of_this_trace.set({})
     try:
         yield
@@ -101,7 +105,7 @@ def find_call(name: str | None) -> Call | None:
 
 
 def without_number(name: str) -> str:
-    """The name under which a jitted function is compiled: without the number of the call, which grows with every trace."""
+    """The name under which a jitted function is compiled. The number is left out: it grows with every trace."""
     return name if not name.startswith(f"{PREFIX}:") else ".".join(name.split(":")[1:-1])
 
 
@@ -157,7 +161,7 @@ class Fragment:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if unmarked.value:
             return self.fn(*args, **kwargs)
-        # Within a trace, a NumPy value is a constant: converted to a JAX array, it would lose 32 of its 64 bits.
+        # Within a trace, NumPy values stay constants: a JAX array would keep only 32 bits of a 64-bit number.
         arrays, form = split_static(args, kwargs, keep_numpy=is_tracing() and self.host is None)
         avals = tuple(jax.typeof(x) for x in arrays)
         vmaps = enclosing_vmaps(arrays)
@@ -204,8 +208,8 @@ def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, na
     """Make any Python function a fragment: a simulator, a robot, a PyTorch network.
 
     `fn` takes and returns pytrees of numpy arrays; `out_spec` is a pytree of `jax.ShapeDtypeStruct` for its results.
-    In a compiled program `fn` is one callback; on a site of its own it is called directly. If `fn` keeps state, it must
-    take a token (an array) and return the next one, so that its calls stay in order.
+    Inside a compiled program, `fn` runs as a callback; at a separate site, Choreo calls `fn` directly. If `fn` keeps state,
+    it must take a token (an array) and return the next token, so that its calls stay in order.
     """
     specs, out_tree = jax.tree.flatten(out_spec)
     host = HostFunction(name or getattr(fn, "__name__", "host"), fn, tuple(specs), out_tree)
@@ -220,7 +224,7 @@ def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, na
 
 @dataclass(frozen=True, eq=False)
 class HostFunction:
-    """A function on pytrees of numpy arrays, callable on their leaves; it can be pickled and sent to a worker."""
+    """Calls a function on pytrees of numpy arrays with the leaves of its arguments. It can be pickled and sent to a worker."""
 
     name: str
     """The name for messages."""
@@ -261,7 +265,7 @@ class HostFunction:
                 raise AlgorithmError(
                     f"Host fragment `{self.name}` returned {x.dtype}{list(x.shape)}, but its out_spec says "
                     f"{spec.dtype}{list(spec.shape)}.",
-                    fix="Correct the out_spec, or convert what the function returns.",
+                    fix="Correct the out_spec, or convert the results of the function.",
                 )
         return out
 
@@ -269,8 +273,8 @@ class HostFunction:
 def host_method(role: Role, method: HostMethod) -> Fragment:
     """Make a method of a Python object a fragment: flat arrays in, a tuple of arrays out, each with the env axis first.
 
-    Unlike `host_fragment`, it can be replicated: each site makes an object for its own environments. In a compiled
-    program it is a callback to an object that this process keeps.
+    Unlike a `host_fragment`, this fragment can be replicated: each site makes an object for its own environments. Inside a
+    compiled program, the method runs as a callback, on an object that this process keeps.
     """
     return Fragment(functools.partial(_called_back, method), role, name=method.method, host=method)
 
@@ -287,7 +291,7 @@ def _called_back(method: HostMethod, *leaves: jax.Array) -> tuple[jax.Array, ...
 
     @call.def_vmap
     def for_shards(shards, in_batched, *leaves):
-        """Each learner shard has environments of its own: make one call for the environments of all shards."""
+        """Make one call for the environments of all learner shards."""
         rows = [
             x if mapped else jnp.broadcast_to(x[None], (shards, *x.shape))
             for x, mapped in zip(leaves, in_batched, strict=True)
@@ -340,7 +344,7 @@ _REDUCERS = {"mean": jax.lax.pmean, "sum": jax.lax.psum, "max": jax.lax.pmax}
 
 @functools.cache
 def reducer(op: str) -> Callable[..., list[jax.Array]]:
-    """`all_reduce` on flat arrays, as a jit whose name Choreo recognises; the plan decides how replicas carry it out."""
+    """`all_reduce` on flat arrays, as a jit whose name Choreo recognises; the plan decides how replicas compute it."""
 
     def reduce(*leaves):
         return [_REDUCERS[op](leaf, SHARD_AXIS) for leaf in leaves]
@@ -354,7 +358,7 @@ SHARD_NUMBERS = "choreo_shard_numbers"
 
 
 def shard_numbers(shards: int) -> jax.Array:
-    """0 .. shards - 1. Marks where the shard axis begins, by a jit whose name Choreo recognises."""
+    """The numbers 0 .. shards - 1, from a jit whose name Choreo recognises. The jit marks where the shard axis begins."""
 
     def numbers():
         return jnp.arange(shards)
@@ -380,8 +384,8 @@ class Reduction(NamedTuple):
 def metric(x: Any, reduce: str = "mean", *, weight: str = "") -> jax.Array:
     """Declare how the numbers of all learner shards become one number; returns `x`. The default is the mean.
 
-    For a mean, `weight` names another metric, itself a sum, that counts the items in each shard's mean. Mark a metric where
-    it is returned: the result of a calculation with a marked number is not marked.
+    For a mean, `weight` is the name of another metric, which counts the items in each shard's mean and has reduce="sum".
+    Mark the number that `iterate` returns: the result of a calculation with a marked number is not marked.
 
     >>> import choreo
     >>> int(choreo.metric(3, reduce="sum")), float(choreo.metric(1.5, weight="episodes"))
@@ -391,7 +395,8 @@ def metric(x: Any, reduce: str = "mean", *, weight: str = "") -> jax.Array:
         raise AlgorithmError(f"metric(reduce={reduce!r}) is not known.", fix='Use "mean", "sum", "max" or "min".')
     if weight and reduce != "mean":
         raise AlgorithmError(
-            f"metric(reduce={reduce!r}, weight={weight!r}): only a mean has a weight.", fix="Leave one of them out."
+            f"metric(reduce={reduce!r}, weight={weight!r}): only a mean has a weight.",
+            fix="Leave out weight, or reduce.",
         )
     return jnp.asarray(x) if unmarked.value else _declare(Reduction(reduce, weight))(x)
 

@@ -1,8 +1,8 @@
-"""Cache keys of static values, under which traced functions are kept.
+"""Cache keys of static values. Traced functions are cached under these keys.
 
-For Python 1, 1.0 and True are equal, and so are 0.0 and -0.0; but a program traced with one of them is wrong for the others.
-Our keys are equal only for values of the same types and the same bits. A wrong hit would be a silently wrong result; a miss
-costs only a trace. So plain data is compared by structure, and everything else is equal only to itself.
+In Python, 1, 1.0 and True are equal, and so are 0.0 and -0.0; but a program traced with one of them is wrong for the others.
+Our keys are equal only for values of the same types and the same bits. A wrong cache hit would silently give a wrong result,
+while a miss costs only one more trace. So plain data is compared by structure, and everything else by identity.
 
     1.0                     (float, b"...")
     Cfg(rate=1, act=relu)   (Cfg, ("rate", (int, 1)), ("act", Same(relu)))
@@ -25,15 +25,15 @@ import numpy as np
 T = TypeVar("T")
 
 _BY_VALUE = (int, bool, str, bytes, type(None), type(Ellipsis), type)
-"""Types for which `==` is exact, once the type is part of the key."""
+"""Types for which `==` is exact if both values have the same type."""
 
 
 _HOLD_A_VALUE = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset, np.ndarray, np.generic, jax.Array)
-"""Types that hold data of their own: a dataclass that inherits from one of them holds more than its fields."""
+"""Types whose values hold data. A dataclass that inherits from one of them holds this data besides its fields."""
 
 
 class NoKey(TypeError):
-    """Raised for a mutable value that is not plain data: neither its parts nor its identity could be its key."""
+    """Raised for a mutable value that is not plain data. The value can change, so its identity is no key; its parts are unknown."""
 
     def __init__(self, value: Any):
         super().__init__(f"a `{type(value).__name__}` is not hashable")
@@ -65,13 +65,13 @@ def static_key(x: Any) -> Hashable:
 
 
 def tree_key(tree: Any) -> Hashable:
-    """The key of a `PyTreeDef`, whose own `==` compares auxiliary data (static fields, names of a dict) by `==`.
+    """The key of a `PyTreeDef`. The tree itself is no exact key: it compares auxiliary data (static fields) by `==`.
 
-    Auxiliary data that is not hashable is equal only to itself here; it is not refused, because JAX accepts it too.
+    Auxiliary data that is not hashable is compared by identity. It raises no NoKey, because JAX accepts such data too.
     """
     data = tree.node_data()
     if data is None:
-        return ("leaf", tree.num_leaves)  # `None` is a node with 0 leaves
+        return ("leaf", tree.num_leaves)
     kind, aux = data
     return (kind, _key(aux, (), strict=False), tuple(tree_key(child) for child in tree.children()))
 
@@ -79,7 +79,8 @@ def tree_key(tree: Any) -> Hashable:
 def _key(x: Any, within: tuple[int, ...], *, strict: bool) -> Hashable:
     """The key of `x`; with `strict`, raises NoKey for a mutable value that is not plain data.
 
-    `within`: ids of the containers around `x`. A container that contains itself has no finite structure.
+    `within`: ids of the containers around `x`. A container that contains itself has no finite structure, and is compared by
+    identity.
     """
     kind = type(x)
     if kind in _BY_VALUE:
@@ -104,7 +105,7 @@ def _key(x: Any, within: tuple[int, ...], *, strict: bool) -> Hashable:
 
 
 def _parts(x: Any) -> tuple[Any, ...] | None:
-    """The parts of a value that is plain data of a known type, else None. The type itself is in the key already."""
+    """The parts of `x` if it is plain data of a known type, else None. The type is not among the parts: `_key` adds it."""
     kind = type(x)
     if kind in (tuple, list) or (isinstance(x, tuple) and hasattr(kind, "_fields") and not getattr(x, "__dict__", {})):
         return tuple(x)
@@ -117,7 +118,7 @@ def _parts(x: Any) -> tuple[Any, ...] | None:
     if isinstance(x, types.MethodType):
         return (x.__func__, x.__self__)
     if dataclasses.is_dataclass(x) and not isinstance(x, _HOLD_A_VALUE):
-        # Attributes that are not fields, too: `__post_init__` may set some, and a base class may have slots.
+        # Include attributes that are not fields: `__post_init__` may set some, and a base class may have slots.
         names = dict.fromkeys([*(f.name for f in dataclasses.fields(x)), *copyreg._slotnames(kind)])  # pyright: ignore[reportAttributeAccessIssue]
         return (tuple((name, getattr(x, name, Same)) for name in names), getattr(x, "__dict__", {}))
     return None
@@ -141,7 +142,7 @@ class Recent(Generic[T]):
 
 
 def cache(fn: Callable[..., T]) -> Callable[..., T]:
-    """`functools.cache` for positional static arguments, compared by `static_key` instead of `==`."""
+    """`functools.cache` for positional static arguments, which are compared by `static_key` instead of `==`."""
     known: Recent[T] = Recent(256)
 
     @functools.wraps(fn)
@@ -241,12 +242,12 @@ def is_array(x: Any) -> bool:
 
 
 def freeze(tree: Any) -> Any:
-    """A pytree whose leaves are all arrays: leaves of other kinds (an activation function) move into its structure."""
+    """`tree` with arrays as its only leaves: all other leaves (an activation function) become part of its structure."""
     return jax.tree.map(lambda x: x if is_array(x) else Static(x), tree)
 
 
 def thaw(frozen: Any) -> Any:
-    """The pytree that `freeze` was given."""
+    """The inverse of `freeze`."""
     is_static = lambda x: isinstance(x, Static)  # noqa: E731
     return jax.tree.map(lambda x: x.value if is_static(x) else x, frozen, is_leaf=is_static)
 
@@ -254,6 +255,6 @@ def thaw(frozen: Any) -> Any:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["value"])
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """A leaf that is no array, as part of the structure of a pytree."""
+    """Makes a leaf that is not an array part of the structure of a pytree."""
 
     value: Any

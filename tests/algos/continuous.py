@@ -26,13 +26,13 @@ WIDE = gymnasium.spaces.Box(-1.0, 3.0, (1,), np.float32)
 
 
 def within_one(action):
-    """From WIDE to [-1, 1]."""
+    """Map an action linearly from WIDE to [-1, 1]."""
     return (action - 1) / 2
 
 
 @dataclass(frozen=True)
 class Shoot:
-    """One step: the best action is the observation plus 1. The value of an action is minus its squared distance from the best."""
+    """One step. The best action is the observation plus 1; the reward is minus the squared distance from the best action."""
 
     name: str = "toy:Shoot"
     time_limit: int | None = None
@@ -53,9 +53,10 @@ class Shoot:
 
 @dataclass(frozen=True)
 class Walk:
-    """Two steps: the first action chooses a place, of which 0.5 is the best; the second must name it. Actions count `within_one`.
+    """Two steps. The first action chooses a place, and 0.5 is the best place. The second action must name this place.
 
-    The second action is worth 1 - (action - place)^2 - (place - 0.5)^2, the first one GAMMA * (1 - (action - 0.5)^2).
+    With actions mapped by `within_one`, the value of a second action is 1 - (action - place)^2 - (place - 0.5)^2. If the
+    second action is the best one, the value of a first action is GAMMA * (1 - (action - 0.5)^2).
     """
 
     name: str = "toy:Walk"
@@ -76,7 +77,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Rest:
-    """Each step pays 1 - action^2, `within_one`; only the time limit ends it. The best value is 1 / (1 - GAMMA) = 5."""
+    """The reward is 1 - `within_one(action)`^2. Only the time limit ends an episode. The best value is 1 / (1 - GAMMA) = 5."""
 
     name: str = "toy:Rest"
     time_limit: int | None = 4
@@ -94,7 +95,7 @@ class Rest:
 
 @dataclass(frozen=True)
 class Parts:
-    """One step: observations in parts, actions in a matrix, in which each element has its own bounds."""
+    """One step. Observations are dicts. Actions are matrices, and each of their elements has different bounds."""
 
     observation_space = property(
         lambda self: spaces.Dict(sign=spaces.Discrete(2), level=spaces.Box(0, 255, (2,), np.uint8))
@@ -111,7 +112,7 @@ class Parts:
 
 
 def toy(algo, **options):
-    """An algorithm that learns these tasks within 1,200 iterations."""
+    """An algorithm of class `algo` that learns these tasks within 1,200 iterations."""
     return algo(
         learning_rate=3e-3, updates_per_step=1 / 8, tau=0.05, gamma=GAMMA, batch_size=64, min_size=256, capacity=20_000, **options
     )  # fmt: skip
@@ -126,13 +127,13 @@ def parts(num_envs: int = 8):
 
 
 def values(network, obs, action) -> np.ndarray:
-    """The smallest value of all critics: obs [n, ...], action [n]."""
+    """For each of n pairs, the smallest value that a critic gives. `obs` is [n, ...], `action` and the result are [n]."""
     smallest = jax.vmap(lambda obs, action: jnp.min(replayed_control.values(network.critics, obs, action[None])))
     return np.asarray(smallest(jnp.asarray(obs), jnp.asarray(action)))
 
 
 def actions(algo, train, obs) -> np.ndarray:
-    """Greedy actions: [n]."""
+    """The greedy actions for n observations: [n]."""
     params = algo.policy(train)
     act = functools.partial(algo.act, greedy=True)
     return np.asarray(jax.vmap(lambda o: act(params, o, jax.random.key(0))[0])(jnp.asarray(obs)))[:, 0]
@@ -142,7 +143,7 @@ TASKS = {"shoot": Shoot(), "walk": Walk(), "rest": Rest()}
 
 
 def learn_task(algo, task, iterations):
-    """`train` after learning in 8 environments; one compiled program serves all tasks."""
+    """The train state after learning in 8 environments. One compiled program serves all tasks."""
     return _learn_task(algo, iterations, jnp.int32(list(TASKS).index(task)))[0].train
 
 
@@ -152,7 +153,7 @@ def _learn_task(algo, iterations, which):
 
 
 class Line(eqx.Module):
-    """A critic: slope * action + obs."""
+    """A critic whose value is slope * action + obs."""
 
     slope: jax.Array
 
@@ -161,7 +162,7 @@ class Line(eqx.Module):
 
 
 class Always(eqx.Module):
-    """A policy: always the same action."""
+    """A policy that always takes the same action."""
 
     action: jax.Array
     bounds: Bounds
@@ -175,12 +176,12 @@ def lines(*slopes: float) -> tuple[Line, ...]:
 
 
 def by_hand(action: float, slopes: list[float]) -> Network:
-    """A network whose losses can be computed by hand: one action, and a critic for each slope."""
+    """A network whose losses can be computed by hand. Its policy always takes `action`, and it has a critic for each slope."""
     return Network(Always(jnp.array([action]), bounds_of(box(1))), lines(*slopes))
 
 
 def window(*, discount: float = 1.0, last: bool = False) -> StoredStep:
-    """Two steps: the action -0.5 led from 0.1 to 0.2, and paid 1."""
+    """An item of two steps: action -0.5 led from observation 0.1 to 0.2, with reward 1."""
     return StoredStep(
         obs=jnp.array([[0.1], [0.2]]),
         action=jnp.array([[-0.5], [0.0]]),
@@ -191,7 +192,7 @@ def window(*, discount: float = 1.0, last: bool = False) -> StoredStep:
 
 
 def some_batches(*, updates: int, items: int) -> Batches:
-    """Windows of random numbers in the spaces of Shoot: [update, item, step, ...]."""
+    """Items of random numbers in the spaces of Shoot. Arrays are [update, item, step, ...]."""
     keys = iter(jax.random.split(jax.random.key(5), 4))
     uniform = lambda *shape: jax.random.uniform(next(keys), (updates, items, 2, *shape), minval=-1.0)  # noqa: E731
     ones = jnp.ones((updates, items, 2))
@@ -200,7 +201,7 @@ def some_batches(*, updates: int, items: int) -> Batches:
 
 
 def on_two_shards(algo):
-    """`train` after `learn` on two shards, each with half of some batches; every array has an axis of 2."""
+    """The train states after `learn` on two shards, each with half of every batch. Every array has a leading axis of 2."""
     train, whole = _to_learn_from(algo)
     updates, items = whole.probability.shape
     halves = whole._replace(
@@ -213,7 +214,7 @@ def on_two_shards(algo):
 
 
 def on_one_shard(algo):
-    """`train` after `learn` on one shard, with the same batches as a whole."""
+    """The train state after `learn` on one shard, with the same batches undivided."""
     return jax.jit(algo.learn)(*_to_learn_from(algo), jax.random.key(1))[0]
 
 

@@ -1,4 +1,4 @@
-"""Shared code for the tests of algorithms; the second half is for those with one gradient per iteration."""
+"""Shared code for the tests of algorithms."""
 
 import functools
 
@@ -21,14 +21,14 @@ def learn(algo, env, iterations, seed):
 
 
 def iterate_often(algo, env, iterations, seed):
-    """The last carry, and the metrics of every iteration."""
+    """Run `init` and then several iterations. Returns the last carry, and the metrics of every iteration."""
     key_init, key = jax.random.split(jax.random.key(seed))
     carry = algo.init(env, key_init)
     return jax.lax.scan(lambda c, k: algo.iterate(env, c, k), carry, jax.random.split(key, iterations))
 
 
 def learn_task(algo, task, iterations, num_envs=16):
-    """`learn` on a task of `DISCRETE`, with seed 0; one compiled program serves all these tasks."""
+    """`learn` on a task of `DISCRETE`, with seed 0. One compiled program serves all these tasks."""
     return _learn_task(algo, iterations, num_envs, jnp.int32(list(DISCRETE).index(task)))
 
 
@@ -44,7 +44,7 @@ def first_value(carry):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def trajectory_of(algo, env):
-    """The carry of `init`, and the trajectory that begins there."""
+    """The carry of `init`, and a trajectory that begins with this carry."""
     carry = algo.init(env, jax.random.key(0))
     params = carry.train.params
     fresh = algo.initial_state(params)
@@ -52,7 +52,7 @@ def trajectory_of(algo, env):
 
 
 def gae_by_hand(carry, trajectory, gamma, lambda_):
-    """Generalised advantages, computed by a loop, and the values of the observations: numpy, [time, env]."""
+    """Generalised advantages, computed by a loop, and the values of the observations. Both are NumPy arrays [time, env]."""
     network = jax.jit(jax.vmap(jax.vmap(carry.train.params.network)))
     value_tm1, value_t = (np.asarray(network(obs)[1]) for obs in (trajectory.obs, trajectory.next_obs))
     reward, discount, last = map(np.asarray, (trajectory.reward, trajectory.discount, trajectory.last))
@@ -66,7 +66,10 @@ def gae_by_hand(carry, trajectory, gamma, lambda_):
 
 
 def check_sgd_step(algo, train, trajectory, *, target, advantage):
-    """With plain SGD, new parameters are old ones minus 0.1 times the gradient of the textbook loss. -> metrics."""
+    """With plain SGD, the new parameters must be the old ones minus 0.1 times the gradient of the textbook loss.
+
+    Returns the metrics of `algo.gradient`.
+    """
 
     def textbook(module):
         pi, value = jax.vmap(jax.vmap(module))(trajectory.obs)
@@ -85,7 +88,10 @@ def check_sgd_step(algo, train, trajectory, *, target, advantage):
 
 
 def on_two_shards(algo, env):
-    """`train` after one trajectory: with its environments on two shards (every array has an axis of 2), and all on one."""
+    """Learn from one trajectory, on two shards with half of the environments each, and on one shard with all of them.
+
+    Returns the train states of the two shards, in which every array has a leading axis of 2, and the train state of the one.
+    """
     carry, trajectory = trajectory_of(algo, env)
     halves = jax.tree.map(lambda x: x.reshape(x.shape[0], 2, -1, *x.shape[2:]), trajectory)
     memory = carry.position.memory
@@ -102,7 +108,10 @@ def _learn_from(algo, train, trajectory, memory):
 
 
 def iterate_on_two_shards(algo, env):
-    """One iteration as the law defines it for two shards: a vmap with a named axis, and a key for each. -> `train`, metrics."""
+    """One iteration as docs/law.md defines it for two shards: a vmap with a named axis, and a different key for each shard.
+
+    Returns the train states and the metrics. Every array has a leading axis of 2.
+    """
     carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
     both = carry._replace(position=jax.tree.map(lambda x: jnp.stack([x, x]), carry.position))
     axes = carry._replace(train=None, position=0)
@@ -112,13 +121,13 @@ def iterate_on_two_shards(algo, env):
 
 
 def assert_shards_equal(train):
-    """Bit for bit."""
+    """The train states of the two shards are equal bit for bit."""
     for leaf in jax.tree.leaves(train):
         np.testing.assert_array_equal(leaf[0], leaf[1])
 
 
 def assert_shards_equal_whole(shards, whole):
-    """The two shards are equal bit for bit, and equal to one shard with all data up to rounding (in float64)."""
+    """The two shards are equal bit for bit. Up to rounding in float64, they also equal `whole`, the one shard with all data."""
     assert_shards_equal(shards)
     for both, one in zip(jax.tree.leaves(shards), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(both[0], one, rtol=1e-10, atol=1e-12)

@@ -1,6 +1,6 @@
-"""Tasks of one step over spaces of every kind: observe, act, receive a reward. The best return is 1 in each.
+"""Tasks with episodes of one step, over spaces of every kind. The best return of every task is 1.
 
-A `Task` is for one environment; `OneStep` makes a batch of environments from it, with any observation space.
+A `Task` is for one environment, and may have any observation space. `OneStep` makes a batch of environments from a task.
 """
 
 import dataclasses
@@ -19,16 +19,20 @@ from choreo.envs import TimeStep
 from choreo.roles import fragment
 
 FORBIDDEN = -1e6
-"""Reward of a masked action, so low that a single one shows in the mean return of a whole run."""
+"""Reward of a masked action. It is so low that a single masked action makes the mean return of an iteration negative."""
 
 
 class Task(Protocol):
     observation_space: gymnasium.Space
     action_space: gymnasium.Space
 
-    def see(self, key) -> Any: ...
+    def see(self, key) -> Any:
+        """The observation."""
+        ...
 
-    def pay(self, obs, action) -> jax.Array: ...
+    def pay(self, obs, action) -> jax.Array:
+        """The reward of an action after this observation."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def act_once(task, state, action):
 
 @dataclass(frozen=True)
 class Name:
-    """Name the observation; neither observations nor actions begin at 0."""
+    """The best action names the observation. Neither observations nor actions begin at 0."""
 
     observation_space = property(lambda self: spaces.Discrete(3, start=2))
     action_space = property(lambda self: spaces.Discrete(3, start=-1))
@@ -83,7 +87,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A nested observation of three pieces: set a switch for each piece."""
+    """The observation is nested and has three pieces, each with two values. The best action repeats them as three bits."""
 
     observation_space = property(
         lambda self: spaces.Dict(
@@ -105,7 +109,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Copy:
-    """Repeat both numbers; all dimensions of observations and actions have different starts."""
+    """The best action repeats both numbers of the observation. Every dimension of both spaces has a different `start`."""
 
     observation_space = property(lambda self: spaces.MultiDiscrete([2, 3], start=[5, -1]))
     action_space = property(lambda self: spaces.MultiDiscrete([2, 3], start=[1, 0]))
@@ -119,7 +123,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Side:
-    """Pixels: which half of the image is bright?"""
+    """The observation is an image. The best action says which half of the image is bright."""
 
     observation_space = property(lambda self: spaces.Box(0, 255, (4, 4, 1), np.uint8))
     action_space = property(lambda self: spaces.Discrete(2))
@@ -135,7 +139,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Highest:
-    """The highest allowed number is best; half of the time, the highest number of all is masked."""
+    """The best action is the highest allowed number. In half of the episodes, the highest number of all is masked."""
 
     observation_space = property(
         lambda self: spaces.Dict(action_mask=spaces.MultiBinary(4), nothing=spaces.Box(1.0, 1.0, (1,), np.float32))
@@ -154,7 +158,7 @@ class Highest:
 
 @dataclass(frozen=True)
 class HighestOfTwo:
-    """`Highest` in two dimensions of different size: one of two, one of three numbers. The mask is a Box."""
+    """`Highest` with actions of two dimensions: the first has 2 numbers, the second 3. The mask is a Box."""
 
     observation_space = property(
         lambda self: spaces.Dict(

@@ -21,7 +21,7 @@ SMALL = functools.partial(deterministic, hidden=(32, 32), critics=1)
     ],
     ids=["goes on", "terminates"],
 )
-def test_losses_by_hand(steps, wanted):
+def test_losses_equal_numbers_computed_by_hand(steps, wanted):
     losses = DDPG(gamma=0.9).item_losses(by_hand(0.25, [1.0]), by_hand(0.5, [2.0]), steps)
     q = 1 * -0.5 + 0.1
     np.testing.assert_allclose(losses["critic_loss"], 0.5 * (q - wanted) ** 2, rtol=1e-6)
@@ -29,7 +29,7 @@ def test_losses_by_hand(steps, wanted):
     np.testing.assert_allclose(losses["q"], q, rtol=1e-6)
 
 
-def test_each_loss_changes_its_own_part():
+def test_the_critic_loss_changes_only_critics_and_the_policy_loss_only_the_policy():
     algo, target = DDPG(gamma=0.9), by_hand(0.5, [2.0])
     steps = jax.tree.map(lambda x: x[None], window())
     gradient = jax.jit(jax.grad(lambda network: algo.loss(network, target, steps, jax.random.key(0))[0]))(
@@ -39,19 +39,21 @@ def test_each_loss_changes_its_own_part():
     np.testing.assert_allclose(gradient.policy.action, [-1.0], rtol=1e-6)
 
 
-def test_a_step_that_a_time_limit_cut_has_no_critic_loss():
+def test_the_last_step_before_a_time_limit_has_no_critic_loss():
     losses = DDPG().item_losses(by_hand(0.25, [1.0]), by_hand(0.5, [2.0]), window(last=True))
     assert losses["critic_loss"] == 0
 
 
-def test_exploration_stays_in_the_space():
+def test_exploring_actions_stay_in_the_action_space():
     algo, env = DDPG(noise=2.0, network=SMALL), shoot()
     train = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0)).train
     params = algo.policy(train)._replace(updates=np.int32(1))
     keys, obs = jax.random.split(jax.random.key(1), 500), np.zeros(1, np.float32)
     noisy = np.asarray(jax.jit(jax.vmap(lambda key: algo.act(params, obs, key)[0]))(keys))
-    assert noisy.min() == -1 and noisy.max() == 3  # the noise, 2, is the whole width: many actions are clipped
+    assert (
+        noisy.min() == -1 and noisy.max() == 3
+    )  # noise of 2 half-widths is the whole width, so many actions are clipped
     assert np.unique(noisy).size > 100
     quiet = DDPG(noise=0.1, network=SMALL)
     noisy = np.asarray(jax.jit(jax.vmap(lambda key: quiet.act(params, obs, key)[0]))(keys))
-    np.testing.assert_allclose(noisy.std(), 0.1 * 2, rtol=0.15)  # half the width is 2
+    np.testing.assert_allclose(noisy.std(), 0.1 * 2, rtol=0.15)  # the unit of `noise` is half of the width, which is 2

@@ -46,14 +46,17 @@ def values(algo: DQN, train, obs) -> np.ndarray:
 
 
 def variants(*in_ci: str, but: str | None = None):
-    """Each variant runs in CI on one of the three tasks, the default on all of them."""
+    """Parametrize a test over all variants except `but`. CI runs the variants `in_ci` and the default, "double, dueling".
+
+    With three tasks, each variant runs in CI on one task at least.
+    """
     marks = {name: () if name in (*in_ci, "double, dueling") else pytest.mark.long for name in VARIANTS if name != but}
     return pytest.mark.parametrize("variant", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
 @variants("2 buffer shards")  # this variant is prioritized too
-def test_values_of_one_step(variant):
-    """1 for the sign seen, 0 for the others."""
+def test_finds_the_values_of_a_task_of_one_step(variant):
+    """The value is 1 for the action that names the sign, and 0 for the others."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "match", ITERATIONS, 8)
     found = np.stack([values(algo, carry.train, one_hot(jnp.int32(sign), 3)) for sign in range(3)])
@@ -61,8 +64,8 @@ def test_values_of_one_step(variant):
 
 
 @variants("c51", "qr", but="3-step")  # 3-step returns contain the rewards of random actions
-def test_values_reach_back_over_a_step(variant):
-    """The second step pays 0.5 on the left, and 1 or 0 on the right; the value of the first is the best of these, discounted."""
+def test_values_of_the_first_step_include_the_reward_of_the_second(variant):
+    """The second step pays 0.5 on the left. On the right, it pays 1 for action 0, else 0. Only action 1 leads to the right."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "two_step", ITERATIONS, 8)
     found = np.stack([values(algo, carry.train, one_hot(jnp.int32(place), 3)) for place in range(3)])
@@ -72,7 +75,7 @@ def test_values_reach_back_over_a_step(variant):
 
 @variants("3-step")
 def test_a_time_limit_is_bootstrapped(variant):
-    """The value of an endless income is 1 / (1 - gamma) = 5; cut off after 5 steps it would be 3.4 at most."""
+    """The value of an endless income is 1 / (1 - gamma) = 5. Without bootstrapping after the 5 steps, it would be at most 3.4."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "income", ITERATIONS, 8)
     np.testing.assert_allclose(values(algo, carry.train, one_hot(jnp.int32(0), 3)), [5.0] * 3, atol=0.1)
@@ -80,7 +83,7 @@ def test_a_time_limit_is_bootstrapped(variant):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """Say the number seen, which is always allowed; others are allowed at random. Spaces do not begin at 0."""
+    """The best action names the number, and is always allowed. Each other action is allowed at random. Spaces do not begin at 0."""
 
     observation_space = property(
         lambda self: spaces.Dict(action_mask=spaces.MultiBinary(3), number=spaces.Discrete(3, start=2))
@@ -98,14 +101,14 @@ class Allowed:
         return jnp.where(allowed, (action + 1 == obs["number"] - 2).astype(jnp.float32), FORBIDDEN)
 
 
-def test_masked_actions_are_never_taken_and_spaces_may_begin_anywhere():
+def test_masked_actions_are_never_taken_and_spaces_need_not_begin_at_0():
     _, metrics = learn(dataclasses.replace(TOY, epsilon=(1.0, 0.0)), OneStep(Allowed(), 8), 300, 0)
-    assert metrics["episode_return"].min() >= 0  # a masked action costs far more
+    assert metrics["episode_return"].min() >= 0  # one masked action would make it negative
     assert metrics["episode_return"][-20:].mean() >= 0.95
 
 
 def window(last=(False, False, False, False), discount=(1.0, 1.0, 1.0, 1.0)) -> StoredStep:
-    """Four steps that see 0, 1, 2, 3 and pay 1, 10, 100, 1000."""
+    """An item of four steps with observations 0, 1, 2, 3 and rewards 1, 10, 100, 1000."""
     obs = jnp.arange(4.0)[:, None]
     reward = jnp.array([1.0, 10.0, 100.0, 1000.0])
     return StoredStep(obs, jnp.array([1, 0, 0, 0]), reward, jnp.array(discount), jnp.array(last))
@@ -122,10 +125,10 @@ class Linear(eqx.Module):
 
 
 @pytest.mark.parametrize("double", [False, True])
-def test_the_target_by_hand(double):
+def test_the_target_equals_a_number_computed_by_hand(double):
     algo = DQN(gamma=0.5, n_step=3, double=double)
     network, target = Linear(jnp.array([-1.0, 1.0])), Linear(jnp.array([3.0, 2.0]))
-    best = 2.0 if double else 3.0  # the network would take action 1, the target network action 0
+    best = 2.0 if double else 3.0  # the network prefers action 1, and the target network prefers action 0
 
     def item_loss(steps: StoredStep):
         item = algo.item(steps)
@@ -139,7 +142,7 @@ def test_the_target_by_hand(double):
     _, error, _ = item_loss(window((False, True, False, False)))  # a time limit
     np.testing.assert_allclose(error, 1 + 0.5 * (best * 1 + 0.5) - 0.5, rtol=1e-6)
     loss, error, _ = item_loss(window((True, False, False, False)))
-    assert loss == 0 and error == 0  # its successor was never stored
+    assert loss == 0 and error == 0  # a time limit ended the episode, and its last observation is not in the item
 
 
 def test_the_target_network_is_copied_at_the_end_of_the_iteration_in_which_its_period_ends():
@@ -151,11 +154,11 @@ def test_the_target_network_is_copied_at_the_end_of_the_iteration_in_which_its_p
         carry, _ = iterate(carry, jax.random.key(i))
         target, network = (jax.tree.leaves(x) for x in (carry.train.target, carry.train.params.network))
         copies[int(carry.train.updates)] = all(map(np.array_equal, target, network))
-    # At first the two networks are equal; then the target becomes a copy after updates 6, 12, 18 and 24.
+    # The two networks are equal at first. Periods end at updates 6, 12, 18 and 24, and an iteration has 4 updates.
     assert copies == {0: True, 4: False, 8: True, 12: True, 16: False, 20: True, 24: True}
 
 
-def test_actions_are_random_as_often_as_asked_and_never_forbidden():
+def test_actions_are_random_with_probability_epsilon_and_never_masked():
     algo = dataclasses.replace(TOY, epsilon=(0.6, 0.6))
     params = Params(Linear(jnp.array([0.0, 2.0, 3.0, 1.0])), jnp.int32(5), jnp.float32(0))
     obs = {"action_mask": jnp.array([1, 1, 0, 1], jnp.int8), "x": jnp.ones(1)}
@@ -180,24 +183,24 @@ def test_epsilon_falls_with_environment_steps():
     )
 
 
-def test_nothing_is_learned_until_enough_is_stored():
-    assert TOY.min_size == 64  # an iteration stores 2 x 8 steps, so the fifth is the first that learns
+def test_nothing_is_learned_until_min_size_steps_are_stored():
+    assert TOY.min_size == 64  # an iteration stores 2 x 8 steps, so the fifth iteration is the first that learns
     _, metrics = learn_task(TOY, "match", ITERATIONS, 8)
     np.testing.assert_array_equal(metrics["learned"], [0] * 4 + [1] * (ITERATIONS - 4))
 
 
-def test_importance_weights_undo_priorities():
+def test_importance_weights_are_in_inverse_proportion_to_probabilities():
     algo = dataclasses.replace(TOY, prioritized=True, importance_exponent=1.0)
     np.testing.assert_allclose(algo.importance(jnp.array([[0.1, 0.2, 0.4]])), [[1.0, 0.5, 0.25]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("variant", [pytest.param("3-step", marks=pytest.mark.long), "2 buffer shards"])
-def test_keeps_the_protocol(variant):
+def test_dqn_passes_check_algorithm(variant):
     algo = dataclasses.replace(TOY, total_steps=10_000, **VARIANTS[variant])
     check_algorithm(algo, envs.make("jax:CartPole-v1", num_envs=4))
 
 
-def test_the_network_for_frames_returns_atoms_of_each_action():
+def test_q_cnn_returns_the_atoms_of_each_action():
     space = spaces.Box(0, 255, (36, 36, 4), np.uint8)
     build = functools.partial(q_cnn, space, spaces.Discrete(3), atoms=2, dueling=True, width=16)
     values = jax.jit(lambda key, frames: build(key)(frames))
@@ -207,7 +210,7 @@ def test_the_network_for_frames_returns_atoms_of_each_action():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_step": 0}, "DQN: unroll, n_step and target_period are at least 1."),
+        ({"n_step": 0}, "DQN: unroll, n_step and target_period must be at least 1."),
         ({"updates_per_step": 0}, "DQN(updates_per_step=0) must be above 0, and finite."),
         ({"head": "c52"}, "DQN(head='c52') is not known."),
         ({"head": "c51", "value_range": (1.0, 1.0)}, "DQN(value_range=(1.0, 1.0)) is empty."),

@@ -1,4 +1,4 @@
-"""IMPALA with actors behind the learner, and its gradient: by hand, and without lag. The rest is in test_one_gradient.py."""
+"""IMPALA with actors that lag behind the learner, and its gradient. What the family shares is in test_one_gradient.py."""
 
 import functools
 
@@ -22,16 +22,16 @@ from choreo.loops import count_steps, rollout
     [(batch(TwoStep(), 16), SMALL, 400), pytest.param(batch(Recall(), 16), MEMORY, 600, marks=pytest.mark.long)],
     ids=["two_step", "recall"],
 )
-def test_finds_the_best_return_with_parameters_of_four_iterations_ago(env, network, iterations):
+def test_finds_the_best_return_although_actors_lag_four_iterations_behind(env, network, iterations):
     algo = IMPALA(unroll=8, learning_rate=1e-2, entropy_coef=0.0, network=network)
-    metrics = learn_behind(algo, env, iterations, 4)
+    metrics = learn_with_lag(algo, env, iterations, 4)
     assert metrics["episode_return"][-5:].mean() >= 0.99
-    assert np.abs(metrics["importance"][:100] - 1).max() > 1e-3  # there was something to correct
+    assert np.abs(metrics["importance"][:100] - 1).max() > 1e-3  # the lag made a difference
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def learn_behind(algo, env, iterations, lag):
-    """Every iteration acts with the parameters of `lag` iterations before."""
+def learn_with_lag(algo, env, iterations, lag):
+    """Learn with actors whose parameters are `lag` iterations old. Returns the metrics of every iteration."""
     key_init, key = jax.random.split(jax.random.key(0))
     carry = algo.init(env, key_init)
 
@@ -48,8 +48,11 @@ def learn_behind(algo, env, iterations, lag):
     return jax.lax.scan(iterate, start, jax.random.split(key, iterations))[1]
 
 
-def test_without_lag_its_gradient_is_that_of_a2c():
-    """Also with memory and across episode ends: the learner recomputes the probabilities that the actor recorded."""
+def test_without_lag_the_gradient_of_impala_equals_that_of_a2c():
+    """Also with memory, and with ends of episodes in the trajectory.
+
+    The learner then recomputes exactly the probabilities that the actor recorded.
+    """
     with jax.enable_x64(True):
         algo, a2c = IMPALA(unroll=40, trace_lambda=0.9, network=MEMORY), A2C(unroll=40, gae_lambda=0.9, network=MEMORY)
         carry, trajectory = trajectory_of(algo, envs.make("jax:CartPole-v1", num_envs=4))
@@ -62,8 +65,8 @@ def test_without_lag_its_gradient_is_that_of_a2c():
         np.testing.assert_allclose(metrics["behaviour_kl"], 0, atol=1e-12)
 
 
-def test_one_step_of_gradient_descent_by_hand():
-    """The actor's parameters differ from the learner's, so V-trace has something to correct."""
+def test_one_sgd_step_follows_the_gradient_of_the_textbook_loss():
+    """The parameters of the actor differ from those of the learner, so the weights of V-trace are not 1."""
     with jax.enable_x64(True):
         algo = IMPALA(unroll=16, learning_rate=0.1, trace_lambda=1.0, network=SMALL, optimizer=optax.sgd)
         carry, trajectory = trajectory_of(algo, envs.make("jax:CartPole-v1", num_envs=4))
@@ -101,6 +104,6 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=["c_bar above rho_bar", "no c_bar"])
-def test_impossible_bounds_of_weights_are_refused(options, message):
+def test_impossible_bounds_of_importance_weights_are_refused(options, message):
     with pytest.raises(AlgorithmError, match=message):
         IMPALA(**options)

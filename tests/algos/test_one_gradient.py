@@ -1,6 +1,6 @@
-"""The family of A2C, IMPALA and REINFORCE: tasks whose best return is known, learner shards, and what is refused.
+"""The family of A2C, IMPALA and REINFORCE: tasks whose best return is known, learner shards, and wrong options.
 
-One algorithm has a test in CI where the loop of the family decides the result; the others have the same test in `make test-long`.
+Where a result depends only on the loop that the family shares, CI tests one algorithm, and `make test-long` tests all of them.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ FAMILY = {"A2C": A2C, "IMPALA": IMPALA, "REINFORCE": REINFORCE}
 TOY = {name: algo(unroll=8, learning_rate=1e-2, entropy_coef=0.0, network=SMALL) for name, algo in FAMILY.items()}
 ITERATIONS = 400
 TOTAL_STEPS = {"A2C": 320 * 8 * 16, "IMPALA": ITERATIONS * 8 * 16, "REINFORCE": None}
-"""Steps until the learning rate is 0; for A2C, this is before the last iteration."""
-HASTY = {
+"""Steps until the learning rate is 0, or None for a constant rate. With A2C, the rate is 0 before the last iteration."""
+LOW_GAMMA = {
     name: dataclasses.replace(toy, gamma=0.8, max_grad_norm=10.0, total_steps=TOTAL_STEPS[name])
     for name, toy in TOY.items()
 }
-"""For tasks of a few steps."""
+"""`TOY` with a small gamma, for tasks of a few steps."""
 
 each_algorithm = pytest.mark.parametrize("name", FAMILY)
 
@@ -53,7 +53,7 @@ def long(*values):
 @each_algorithm
 @pytest.mark.parametrize(("task", "value"), [("match", 1.0), ("two_step", 0.8)])
 def test_finds_the_best_return_and_its_value(name, task, value):
-    carry, metrics = learn_task(HASTY[name], task, ITERATIONS)
+    carry, metrics = learn_task(LOW_GAMMA[name], task, ITERATIONS)
     assert metrics["episode_return"][-5:].mean() >= 0.99
     np.testing.assert_allclose(first_value(carry), value, atol=0.1)
     check_importance(name, metrics)
@@ -72,7 +72,7 @@ TASKS = {
     [
         ("A2C", "aim", 600),
         ("A2C", "recall", 300),
-        long("A2C", "copy", 300),  # in CI: PPO, test_spaces.py
+        long("A2C", "copy", 300),  # test_spaces.py tests it in CI, with PPO
         long("IMPALA", "aim", 800),
         long("IMPALA", "recall", 300),
         long("REINFORCE", "aim", 600),
@@ -88,7 +88,7 @@ def test_finds_the_best_return(name, task, iterations):
 
 
 def check_importance(name, metrics):
-    """IMPALA acts with up-to-date parameters here, so there is nothing to correct."""
+    """These tests have no lag, so the importance weights of IMPALA must be 1."""
     if name == "IMPALA":
         np.testing.assert_allclose(metrics["importance"], 1, atol=1e-4)
 
@@ -102,10 +102,10 @@ def check_importance(name, metrics):
         ("REINFORCE", {"normalise_obs": True}, 200),
     ],
 )
-def test_takes_the_best_of_allowed_actions_and_never_another(name, options, iterations):
-    """In CI: PPO, test_spaces.py; the networks are the same. A mask is not normalised."""
+def test_takes_the_best_allowed_action_and_never_a_masked_one(name, options, iterations):
+    """Also checks that a mask is not normalised. test_spaces.py tests the same in CI, with PPO, which has the same networks."""
     carry, metrics = learn(dataclasses.replace(TOY[name], **options), OneStep(HighestOfTwo(), 16), iterations, 0)
-    assert metrics["episode_return"].min() >= 0  # a masked action costs far more
+    assert metrics["episode_return"].min() >= 0  # one masked action would make it negative
     assert metrics["episode_return"][-5:].mean() >= 0.99
     if "normalise_obs" in options:
         assert carry.train.params.moments["action_mask"] is None
@@ -113,7 +113,7 @@ def test_takes_the_best_of_allowed_actions_and_never_another(name, options, iter
 
 @pytest.mark.long
 def test_learns_from_pieces_and_normalises_each_box():
-    """In CI: PPO, test_spaces.py."""
+    """test_spaces.py tests the same in CI, with PPO."""
     carry, metrics = learn(dataclasses.replace(TOY["A2C"], normalise_obs=True), OneStep(Pieces(), 16), 300, 0)
     assert metrics["episode_return"][-5:].mean() >= 0.99
     moments = carry.train.params.moments
@@ -123,13 +123,13 @@ def test_learns_from_pieces_and_normalises_each_box():
 
 @each_algorithm
 def test_a_time_limit_is_bootstrapped(name):
-    """The value of an endless income is 1 / (1 - gamma) = 5; cut off after 5 steps it would be 3.4 at most."""
-    carry, _ = learn_task(HASTY[name], "income", ITERATIONS)
+    """The value of an endless income is 1 / (1 - gamma) = 5. Without bootstrapping after the 5 steps, it would be at most 3.4."""
+    carry, _ = learn_task(LOW_GAMMA[name], "income", ITERATIONS)
     np.testing.assert_allclose(first_value(carry), 5.0, rtol=0.02)
 
 
 def test_the_learning_rate_falls_to_zero():
-    _, metrics = learn_task(HASTY["A2C"], "match", ITERATIONS)
+    _, metrics = learn_task(LOW_GAMMA["A2C"], "match", ITERATIONS)
     expected = 1e-2 * np.maximum(1 - np.arange(ITERATIONS) / 320, 0)
     np.testing.assert_allclose(metrics["learning_rate"], expected, rtol=1e-5, atol=1e-8)
 
@@ -138,7 +138,7 @@ def test_the_learning_rate_falls_to_zero():
 @pytest.mark.parametrize(
     ("network", "env"), [long(SMALL, "jax:CartPole-v1"), (MEMORY, "jax:Pendulum-v1")], ids=["mlp", "lstm"]
 )
-def test_keeps_the_protocol(name, network, env):
+def test_each_algorithm_passes_check_algorithm(name, network, env):
     algo = FAMILY[name](unroll=8, network=network, normalise_obs=True, total_steps=10_000)
     check_algorithm(algo, envs.make(env, num_envs=4))
 
@@ -146,7 +146,7 @@ def test_keeps_the_protocol(name, network, env):
 @each_algorithm
 @pytest.mark.parametrize("network", [SMALL, MEMORY], ids=["mlp", "lstm"])
 @pytest.mark.parametrize("x64", [False, True])
-def test_every_number_has_the_precision_asked_for(name, network, x64):
+def test_every_float_has_64_bits_with_x64_and_else_32(name, network, x64):
     with jax.enable_x64(x64):
         algo = FAMILY[name](unroll=8, network=network, normalise_obs=True, total_steps=10_000)
         out = jax.eval_shape(functools.partial(learn, algo, envs.make("jax:Pendulum-v1", num_envs=4), 2), 0)
@@ -161,8 +161,8 @@ def test_every_number_has_the_precision_asked_for(name, network, x64):
         ("REINFORCE", {"unroll": 4, "total_steps": 10_000}),
     ],
 )
-def test_two_shards_learn_the_same_as_one_with_all_their_environments(name, options):
-    """The mean of the shards' means is the mean over all environments, of gradients and of statistics."""
+def test_two_shards_learn_the_same_as_one_shard_with_all_environments(name, options):
+    """The mean over the two shards is the mean over all environments, for gradients and for statistics of observations."""
     with jax.enable_x64(True):
         algo = dataclasses.replace(TOY[name], normalise_obs=True, optimizer=optax.sgd, **options)
         shards, whole = on_two_shards(algo, batch(Aim(), 8))
@@ -172,23 +172,23 @@ def test_two_shards_learn_the_same_as_one_with_all_their_environments(name, opti
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "total_steps"), [("A2C", 10_000), ("IMPALA", 10_000), ("REINFORCE", None)])
-def test_shards_stay_equal(name, total_steps):
-    """A whole iteration; in CI: a step of it above, and the law matrix."""
+def test_shards_stay_equal_over_an_iteration(name, total_steps):
+    """CI runs only the test above, of one update, and whole iterations in the law matrix (tests/laws)."""
     algo = dataclasses.replace(TOY[name], unroll=4, normalise_obs=True, total_steps=total_steps)
     train, metrics = iterate_on_two_shards(algo, batch(Aim(), 8))
     assert_shards_equal(train)
-    assert metrics["value_loss"][0] != metrics["value_loss"][1]  # each saw its own data
+    assert metrics["value_loss"][0] != metrics["value_loss"][1]  # the shards had different data
     assert train.params.moments.num[0] == 2 * 4 * 8
 
 
 @each_algorithm
-def test_an_unroll_of_no_steps_is_refused(name):
+def test_an_unroll_of_0_is_refused(name):
     with pytest.raises(AlgorithmError, match=rf"{name}\(unroll=0\) must be at least 1"):
         FAMILY[name](unroll=0)
 
 
 @each_algorithm
-def test_normalising_needs_a_box(name):
+def test_normalise_obs_without_a_box_is_refused(name):
     env = OneStep(Name(), 8)
     with pytest.raises(AlgorithmError, match="normalise_obs needs observations in a Box, not in Discrete"):
         jax.eval_shape(functools.partial(FAMILY[name](normalise_obs=True).init, env), jax.random.key(0))

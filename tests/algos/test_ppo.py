@@ -1,4 +1,4 @@
-"""PPO on tasks whose best return is known, and each of its parts against a direct computation."""
+"""PPO on tasks whose best return is known, and the parts of PPO against direct computations."""
 
 import dataclasses
 import functools
@@ -34,41 +34,39 @@ from choreo.loops import rollout
 from choreo.testing import check_algorithm
 
 TOY = PPO(unroll=8, minibatch_size=64, learning_rate=1e-2, entropy_coef=0.0, network=SMALL)
-
-
 ITERATIONS = 80
-HASTY = dataclasses.replace(TOY, gamma=0.8, max_grad_norm=10.0)
-"""For tasks of a few steps."""
+LOW_GAMMA = dataclasses.replace(TOY, gamma=0.8, max_grad_norm=10.0)
+"""`TOY` with a small gamma, for tasks of a few steps."""
 AIM = dataclasses.replace(TOY, total_steps=70 * 8 * 16)
-"""The learning rate reaches 0 before the end."""
+"""`TOY` with a learning rate that reaches 0 before the last iteration."""
 
 
 @pytest.mark.parametrize(("task", "value"), [("match", 1.0), ("two_step", 0.8)])
 def test_finds_the_best_return_and_its_value(task, value):
-    carry, metrics = learn_task(HASTY, task, ITERATIONS)
+    carry, metrics = learn_task(LOW_GAMMA, task, ITERATIONS)
     assert metrics["episode_return"][-5:].mean() >= 0.99
     np.testing.assert_allclose(first_value(carry), value, atol=0.1)
 
 
-def test_finds_the_best_of_continuous_actions():
+def test_finds_the_best_continuous_action():
     _, metrics = learn(AIM, batch(Aim(), 16), ITERATIONS, 0)
     assert metrics["episode_return"][-5:].mean() >= -0.01
 
 
-def test_finds_the_best_return_with_memory():
+def test_finds_the_best_return_of_recall_with_a_recurrent_network():
     algo = dataclasses.replace(TOY, network=MEMORY)
     _, metrics = learn(algo, batch(Recall(), 16), 60, 0)
     assert metrics["episode_return"][-5:].mean() >= 0.99
 
 
-def test_without_memory_recall_is_a_coin_flip():
-    _, metrics = learn_task(HASTY, "recall", ITERATIONS)
+def test_without_memory_half_of_the_answers_in_recall_are_right():
+    _, metrics = learn_task(LOW_GAMMA, "recall", ITERATIONS)
     assert abs(metrics["episode_return"][-20:].mean() - 0.5) < 0.1
 
 
 def test_a_time_limit_is_bootstrapped():
-    """The value of an endless income is 1 / (1 - gamma) = 5; cut off after 5 steps it would be 3.4 at most."""
-    carry, _ = learn_task(HASTY, "income", ITERATIONS)
+    """The value of an endless income is 1 / (1 - gamma) = 5. Without bootstrapping after the 5 steps, it would be at most 3.4."""
+    carry, _ = learn_task(LOW_GAMMA, "income", ITERATIONS)
     np.testing.assert_allclose(first_value(carry), 5.0, rtol=0.02)
 
 
@@ -78,28 +76,30 @@ NETWORKS = {"mlp": SMALL, "lstm": functools.partial(networks.lstm, hidden=(16,),
 @pytest.mark.parametrize(
     ("network", "env"), [pytest.param("mlp", "jax:CartPole-v1", marks=pytest.mark.long), ("lstm", "jax:Pendulum-v1")]
 )
-def test_keeps_the_protocol(network, env):
+def test_ppo_passes_check_algorithm(network, env):
     algo = PPO(unroll=8, minibatch_size=16, network=NETWORKS[network], normalise_obs=True, total_steps=10_000)
     check_algorithm(algo, envs.make(env, num_envs=4))
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("x64", [False, True])
-def test_every_number_has_the_precision_asked_for(network, x64):
+def test_every_float_has_64_bits_with_x64_and_else_32(network, x64):
     with jax.enable_x64(x64):
         algo = PPO(unroll=8, minibatch_size=16, network=NETWORKS[network], normalise_obs=True, total_steps=10_000)
         out = jax.eval_shape(functools.partial(learn, algo, envs.make("jax:Pendulum-v1", num_envs=4), 2), 0)
         assert float_types(out) == {"float64" if x64 else "float32"}
 
 
-def test_the_learner_recomputes_what_the_actor_did():
-    """With memory, along whole sequences and across episode ends: the first ratio pi / pi_old is 1."""
+def test_the_learner_recomputes_the_probabilities_of_the_actor():
+    """The ratio pi / pi_old is 1 before the first update, also with memory and with ends of episodes in the sequence."""
     algo, env = PPO(unroll=11, minibatch_size=22, network=NETWORKS["lstm"]), batch(Recall(), 4)
     carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(2), x.shape), carry.train.params)
     fresh = algo.initial_state(params)
     act = jax.jit(lambda start, key: rollout(env, algo.act, params, start, key, 11, fresh=fresh)[:2])
-    start, _ = act(carry.position, jax.random.key(0))  # ends in the middle of an episode: 11 steps, 2 each
+    start, _ = act(
+        carry.position, jax.random.key(0)
+    )  # stops in the middle of an episode: 11 steps, and an episode has 2
     _, trajectory = act(start, jax.random.key(1))
     sequences = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
     assert trajectory.last.any() and jnp.abs(start.memory[0]).sum() > 0
@@ -110,8 +110,8 @@ def test_the_learner_recomputes_what_the_actor_did():
     assert np.asarray(acted).std() > 0.1  # the log-probabilities differ from step to step
 
 
-def test_one_step_of_gradient_descent_by_hand():
-    """One epoch, one minibatch, plain SGD: new parameters are old ones less the gradient of the textbook loss."""
+def test_one_sgd_step_follows_the_gradient_of_the_textbook_loss():
+    """There is one epoch, and it has one minibatch."""
     with jax.enable_x64(True):
         algo = PPO(unroll=16, minibatch_size=64, epochs=1, learning_rate=0.1, network=SMALL, optimizer=optax.sgd)
         carry, trajectory = trajectory_of(algo, envs.make("jax:CartPole-v1", num_envs=4))
@@ -142,11 +142,11 @@ def test_the_learning_rate_falls_to_zero():
 
 
 def test_without_total_steps_the_learning_rate_is_constant():
-    _, metrics = learn_task(HASTY, "match", ITERATIONS)
+    _, metrics = learn_task(LOW_GAMMA, "match", ITERATIONS)
     np.testing.assert_allclose(metrics["learning_rate"], 1e-2)
 
 
-def test_the_statistics_are_those_of_all_observations_so_far():
+def test_the_moments_are_the_mean_and_variance_of_all_observations_so_far():
     algo = dataclasses.replace(TOY, normalise_obs=True)
     env = batch(Aim(), 16)
     carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
@@ -168,17 +168,17 @@ def test_the_statistics_are_those_of_all_observations_so_far():
     assert moments.num == len(seen) == 3 * 8 * 16
 
 
-def test_greedy_takes_the_likeliest_action():
-    carry, _ = learn_task(HASTY, "match", ITERATIONS)
-    params = HASTY.policy(carry.train)
+def test_greedy_takes_the_most_likely_action():
+    carry, _ = learn_task(LOW_GAMMA, "match", ITERATIONS)
+    params = LOW_GAMMA.policy(carry.train)
     for sign in range(3):
-        action, _ = HASTY.act(params, jax.nn.one_hot(sign, 3), jax.random.key(0), greedy=True)
+        action, _ = LOW_GAMMA.act(params, jax.nn.one_hot(sign, 3), jax.random.key(0), greedy=True)
         assert action == sign
 
 
 def test_a_network_may_have_functions_among_its_leaves():
     class Plain(eqx.Module):
-        """Like Equinox's own networks, which have the activation function as a leaf."""
+        """A network that has the activation function as a leaf, as `eqx.nn.MLP` does."""
 
         body: eqx.nn.MLP
 
@@ -193,7 +193,7 @@ def test_a_network_may_have_functions_among_its_leaves():
     check_algorithm(dataclasses.replace(TOY, network=plain), batch(Match(), 16))
 
 
-def test_the_network_for_images_has_the_shapes_of_the_paper():
+def test_atari_cnn_has_the_shapes_of_the_paper():
     space = gymnasium.spaces.Box(0, 255, (84, 84, 4), np.uint8)
     build = functools.partial(networks.atari_cnn, space, gymnasium.spaces.Discrete(6), width=32)
     module = jax.eval_shape(build, jax.random.key(0))
@@ -226,14 +226,17 @@ def test_sizes_and_networks_that_do_not_fit_are_refused_before_anything_runs(alg
     assert fix in error.value.fix
 
 
-def test_an_unroll_of_no_steps_is_refused():
+def test_an_unroll_of_0_is_refused():
     with pytest.raises(AlgorithmError, match=r"PPO\(unroll=0\) must be at least 1"):
         PPO(unroll=0)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_the_program_is_the_same_for_any_number_of_environments(network):
-    """The compiler compares traces at two sizes. With 16 environments, 2,048 steps, `jax.random.permutation` would sort twice."""
+def test_8_and_16_environments_give_the_same_primitives(network):
+    """The compiler compares the traces of two sizes, so they must have the same equations.
+
+    `jax.random.permutation` would break this: for the 2,048 steps of 16 environments, it sorts twice.
+    """
     algo = PPO(unroll=128, minibatch_size=256, network=NETWORKS[network], normalise_obs=True, total_steps=10_000)
     assert _primitives(algo, num_envs=8) == _primitives(algo, num_envs=16)
 
@@ -256,12 +259,12 @@ def test_shards_stay_equal_and_average_their_gradients():
     algo = dataclasses.replace(TOY, unroll=4, minibatch_size=32, normalise_obs=True, epochs=2)
     train, metrics = iterate_on_two_shards(algo, batch(Aim(), 8))
     assert_shards_equal(train)
-    assert metrics["value_loss"][0] != metrics["value_loss"][1]  # each saw its own data
+    assert metrics["value_loss"][0] != metrics["value_loss"][1]  # the shards had different data
     assert train.params.moments.num[0] == 2 * 4 * 8
 
 
-def test_learns_with_a_flax_network():
-    """The network of examples/flax_network.py, on a task that takes seconds."""
+def test_finds_the_best_return_with_a_flax_network():
+    """The network is that of examples/flax_network.py. The task is smaller than in the example."""
     path = Path(__file__).parents[2] / "examples" / "flax_network.py"
     pytest.importorskip("flax", reason="the extra choreo[flax] is not installed")
     flax_network = runpy.run_path(str(path))["flax_network"]

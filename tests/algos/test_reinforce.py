@@ -1,4 +1,4 @@
-"""REINFORCE's gradient by hand, and episodes cut by the unroll. What the family shares is in test_one_gradient.py."""
+"""The gradient of REINFORCE, and episodes that are longer than the unroll. What the family shares is in test_one_gradient.py."""
 
 import jax
 import numpy as np
@@ -9,14 +9,14 @@ from choreo import envs
 from choreo.algos.reinforce import REINFORCE
 
 
-def test_an_episode_that_the_unroll_cuts_bootstraps_from_the_baseline():
-    """An endless income is worth 1 / (1 - gamma) = 5, also if an unroll of 3 steps cuts its episodes."""
+def test_an_episode_longer_than_the_unroll_is_bootstrapped_from_the_baseline():
+    """The value of an endless income is 1 / (1 - gamma) = 5, although an unroll has only 3 steps."""
     algo = REINFORCE(unroll=3, learning_rate=1e-2, gamma=0.8, entropy_coef=0.0, max_grad_norm=10.0, network=SMALL)
     carry, _ = learn_task(algo, "income", 400)
     np.testing.assert_allclose(first_value(carry), 5.0, rtol=0.02)
 
 
-def test_one_step_of_gradient_descent_by_hand():
+def test_one_sgd_step_follows_the_gradient_of_the_textbook_loss():
     """A return minus the baseline is the generalised advantage with lambda = 1."""
     with jax.enable_x64(True):
         algo = REINFORCE(unroll=16, learning_rate=0.1, network=SMALL, optimizer=optax.sgd)

@@ -1,6 +1,6 @@
-"""The family of DDPG, TD3 and SAC: tasks whose values are known, the first actions, learner shards, and what is refused.
+"""The family of DDPG, TD3 and SAC: tasks whose values are known, the first actions, learner shards, and wrong options.
 
-DDPG has a test in CI where the loop of the family decides the result; TD3 and SAC have the same test in `make test-long`.
+Where a result depends only on the loop that the family shares, CI tests DDPG, and `make test-long` tests TD3 and SAC too.
 """
 
 import dataclasses
@@ -54,8 +54,7 @@ ddpg_in_ci = pytest.mark.parametrize(
 
 
 @each_algorithm
-def test_finds_the_best_action_and_its_value(name):
-    """And the values of actions beside it."""
+def test_finds_the_best_action_and_the_values_of_actions_near_it(name):
     train = learn_task(TOY[name], "shoot", ITERATIONS)
     seen = np.linspace(-0.9, 0.9, 7, dtype=np.float32)
     obs, best = np.stack([seen, np.zeros(7, np.float32)], axis=1), 1 + seen
@@ -66,8 +65,8 @@ def test_finds_the_best_action_and_its_value(name):
 
 
 @each_algorithm
-def test_values_reach_back_over_a_step(name):
-    """The reward of the second step of Walk counts in the value of the first, discounted."""
+def test_values_of_the_first_step_include_the_reward_of_the_second(name):
+    """In the task Walk, only the second step has a reward. The value of the first step is this reward, discounted."""
     train = learn_task(TOY[name], "walk", ITERATIONS)
     start, there = np.zeros((1, 2), np.float32), np.array([[1.0, 0.5]], np.float32)
     network, best = train.learned, np.full(1, 2.0, np.float32)
@@ -88,7 +87,7 @@ def test_a_time_limit_is_bootstrapped(name):
 
 
 @ddpg_in_ci
-def test_until_enough_is_stored_actions_are_uniform_and_nothing_is_learned(name):
+def test_until_min_size_steps_are_stored_actions_are_uniform_and_nothing_is_learned(name):
     algo, env = TOY[name], shoot(16)
     iterate = jax.jit(algo.iterate, static_argnums=0)
     first = carry = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0))
@@ -107,7 +106,7 @@ def test_until_enough_is_stored_actions_are_uniform_and_nothing_is_learned(name)
 
 @pytest.mark.parametrize("name", ["TD3", "SAC"])
 def test_before_the_first_update_actions_are_uniform(name):
-    """By `act` alone. For DDPG, the test above shows this in CI."""
+    """Calls only `act`. In CI, the test above shows the same for DDPG."""
     algo = TOY[name]
     train = jax.jit(algo.init, static_argnums=0)(shoot(), jax.random.key(0)).train
     obs, keys = jnp.zeros(1), jax.random.split(jax.random.key(1), 500)
@@ -115,7 +114,7 @@ def test_before_the_first_update_actions_are_uniform(name):
 
 
 def check_first_actions(algo, train, taken):
-    """`taken` are uniform in the space of Shoot, which is [-1, 3]; the greedy action is in its middle."""
+    """The actions `taken` are uniform in [-1, 3], the action space of Shoot. The greedy action is near its middle, which is 1."""
     taken = np.asarray(taken)
     assert taken.min() < -0.8 and taken.max() > 2.8 and (-1 <= taken).all() and (taken <= 3).all()
     np.testing.assert_allclose([taken.mean(), taken.std()], [1.0, 4 / 12**0.5], atol=0.2)
@@ -125,22 +124,22 @@ def check_first_actions(algo, train, taken):
 @pytest.mark.parametrize(
     ("name", "options"), [("DDPG", {}), pytest.param("TD3", {"target_noise": 0.0}, marks=pytest.mark.long)]
 )
-def test_two_shards_learn_the_same_as_one_with_all_their_items(name, options):
-    """Without random numbers in the loss. SAC's loss draws actions: test_sac.py shows that its shards stay equal."""
+def test_two_shards_learn_the_same_as_one_shard_with_all_items(name, options):
+    """This needs a loss without random numbers. The loss of SAC draws actions, so test_sac.py tests only that shards stay equal."""
     with jax.enable_x64(True):
         algo = FAMILY[name](learning_rate=0.1, network=NETWORKS[name], optimizer=optax.sgd, **options)
         assert_shards_equal_whole(on_two_shards(algo), on_one_shard(algo))
 
 
 @ddpg_in_ci
-def test_keeps_the_protocol(name):
-    """In CI, all of TD3 and SAC runs in the law matrix."""
+def test_each_algorithm_passes_check_algorithm(name):
+    """In CI, TD3 and SAC run only in the law matrix (tests/laws)."""
     check_algorithm(with_all_its_parts(name), parts())
 
 
 @each_algorithm
 @pytest.mark.parametrize("x64", [False, True])
-def test_every_number_has_the_precision_asked_for(name, x64):
+def test_every_float_has_64_bits_with_x64_and_else_32(name, x64):
     with jax.enable_x64(x64):
         carry, metrics = jax.eval_shape(functools.partial(learn, with_all_its_parts(name), shoot(), 2), 0)
         out = carry.train, carry.replay.steps, metrics["critic_loss"], metrics["q"]
@@ -148,7 +147,7 @@ def test_every_number_has_the_precision_asked_for(name, x64):
 
 
 def with_all_its_parts(name):
-    """SAC learns its temperature."""
+    """The algorithm of `TOY`, but SAC with a learned temperature."""
     return dataclasses.replace(TOY["SAC"], temperature=None) if name == "SAC" else TOY[name]
 
 

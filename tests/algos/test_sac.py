@@ -1,4 +1,4 @@
-"""SAC's losses by hand, and its temperature. What the family shares is in test_replayed_control.py."""
+"""SAC's losses against numbers computed by hand, and its temperature. What the family shares is in test_replayed_control.py."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ def test_a_learned_temperature_holds_the_entropy_at_its_target():
     assert 0 < metrics["temperature"][-1] < 0.7 and metrics["temperature"][0] == 1
 
 
-def test_a_given_temperature_stays():
+def test_a_given_temperature_is_not_learned():
     losses = SAC(temperature=0.3).item_losses(by_hand(), by_hand().critics, window(), jax.random.key(0))
     np.testing.assert_allclose(losses["temperature"], 0.3)
 
@@ -45,6 +45,7 @@ jax.tree_util.register_dataclass(SamePi, ["pi"], ["bounds"])
 
 
 def by_hand(*, temperature: float = 0.5) -> Learned:
+    """A policy, critics and a temperature whose losses can be computed by hand."""
     one = bounds_of(spaces.Box(-1.0, 1.0, (1,), np.float32))
     pi = Squashed(jnp.array([0.3]), jnp.array([-1.0]), one)
     return Learned(SamePi(pi, one), lines(1.0, 2.0), jnp.log(jnp.float32(temperature)))
@@ -53,7 +54,7 @@ def by_hand(*, temperature: float = 0.5) -> Learned:
 @pytest.mark.parametrize(
     ("steps", "discount"), [(window(), 0.9), (window(discount=0.0, last=True), 0.0)], ids=["goes on", "terminates"]
 )
-def test_losses_by_hand(steps, discount):
+def test_losses_equal_numbers_computed_by_hand(steps, discount):
     learned, key = by_hand(), jax.random.key(3)
     losses = SAC(gamma=0.9, target_entropy=-0.2).item_losses(learned, lines(3.0, 4.0), steps, key)
     pi = learned.policy.pi
@@ -68,13 +69,13 @@ def test_losses_by_hand(steps, discount):
     np.testing.assert_allclose(losses["temperature_loss"], np.log(0.5) * (-float(log_prob) + 0.2), rtol=1e-5)
 
 
-def test_a_step_that_a_time_limit_cut_has_no_critic_loss():
+def test_the_last_step_before_a_time_limit_has_no_critic_loss():
     losses = SAC().item_losses(by_hand(), lines(3.0, 4.0), window(last=True), jax.random.key(0))
     assert losses["critic_loss"] == 0
 
 
-def test_each_loss_changes_its_own_part():
-    """Critics change only by their errors, the policy by the values of its actions, the temperature by the entropy."""
+def test_critics_policy_and_temperature_each_depend_on_their_own_loss_only():
+    """For each of the three parts, the gradient of its own loss equals the gradient of the sum of all losses."""
     algo, learned, target = SAC(gamma=0.9), by_hand(), lines(3.0, 4.0)
 
     def gradient(*names):
@@ -90,15 +91,15 @@ def test_each_loss_changes_its_own_part():
         ("policy", lambda x: x.policy),
         ("temperature", lambda x: x.log_temperature),
     ):
-        for alone, all_of_them in zip(jax.tree.leaves(gradient(name)), jax.tree.leaves(everything), strict=True):
-            assert alone.shape == all_of_them.shape
+        for alone, summed in zip(jax.tree.leaves(gradient(name)), jax.tree.leaves(everything), strict=True):
+            assert alone.shape == summed.shape
         own, joint = jax.tree.leaves(part(gradient(name))), jax.tree.leaves(part(everything))
         for x, y in zip(own, joint, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-6)
             assert np.any(x != 0)
 
 
-@pytest.mark.long  # in CI: the law matrix, under the layout multi_learner
+@pytest.mark.long  # in CI, the law matrix (tests/laws) tests it, with the layout multi_learner
 def test_shards_stay_equal():
     assert_shards_equal(on_two_shards(SAC(network=SMALL)))
 

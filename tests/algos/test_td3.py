@@ -1,4 +1,4 @@
-"""The three changes that TD3 makes to DDPG, against numbers by hand. What the family shares is in test_replayed_control.py."""
+"""The three differences between TD3 and DDPG. What the family shares is in test_replayed_control.py."""
 
 import functools
 
@@ -16,7 +16,7 @@ SMALL = functools.partial(deterministic, hidden=(32, 32))
 
 
 @pytest.mark.parametrize(("action", "slope"), [(0.5, 2.0), (-0.5, 3.0)])
-def test_the_target_is_the_smaller_of_two_values(action, slope):
+def test_the_target_takes_the_smaller_value_of_the_two_critics(action, slope):
     algo, network, target = TD3(gamma=0.9, target_noise=0.0), by_hand(0.0, [1.0, 4.0]), by_hand(action, [2.0, 3.0])
     key = jax.random.key(0)
     losses = algo.item_losses(network.critics, target, window(), key)
@@ -26,11 +26,11 @@ def test_the_target_is_the_smaller_of_two_values(action, slope):
     losses = algo.item_losses(network.critics, target, window(discount=0.0, last=True), key)
     np.testing.assert_allclose(losses["critic_loss"], 0.5 * ((-0.4 - 1) ** 2 + (-1.9 - 1) ** 2), rtol=1e-6)
     losses = algo.item_losses(network.critics, target, window(last=True), key)
-    assert losses["critic_loss"] == 0  # a time limit
+    assert losses["critic_loss"] == 0  # the last step before a time limit
 
 
-def test_targets_are_smoothed_over_actions_nearby():
-    """The noise is so large that it is almost always clipped: targets are those of the actions 0.1 below and above."""
+def test_targets_are_values_of_actions_with_clipped_noise():
+    """The noise is so large that it is almost always clipped. The actions are then 0.5 - 0.1 and 0.5 + 0.1."""
     algo = TD3(gamma=0.9, target_noise=1e4, target_noise_clip=0.1)
     network, target = by_hand(0.0, [1.0]), by_hand(0.5, [2.0])
     keys = jax.random.split(jax.random.key(0), 64)
@@ -40,7 +40,7 @@ def test_targets_are_smoothed_over_actions_nearby():
     np.testing.assert_allclose(np.unique(np.round(losses, 4)), expected, rtol=1e-4)
 
 
-def test_smoothed_actions_stay_in_the_space():
+def test_actions_with_noise_stay_in_the_action_space():
     algo = TD3(gamma=0.9, target_noise=1e4, target_noise_clip=0.4)
     keys = jax.random.split(jax.random.key(0), 64)
     step = functools.partial(algo.item_losses, by_hand(0.0, [1.0]).critics, by_hand(0.9, [2.0]), window())
@@ -49,14 +49,14 @@ def test_smoothed_actions_stay_in_the_space():
     np.testing.assert_allclose(np.unique(np.round(losses, 4)), expected, rtol=1e-4)
 
 
-def test_the_policy_ascends_the_first_critic():
+def test_the_policy_loss_is_minus_the_value_of_the_first_critic():
     steps = jax.tree.map(lambda x: x[None], window())
     network, algo = by_hand(0.25, [1.5, -9.0]), TD3()
     np.testing.assert_allclose(algo.policy_loss(*network, steps.obs), -(1.5 * 0.25 + 0.1), rtol=1e-6)
 
 
 def test_only_every_third_update_changes_the_policy_and_the_targets():
-    """Nor do the other updates change the state of the policy's optimiser."""
+    """The other updates do not change the state of the policy's optimiser either."""
     algo = TD3(policy_delay=3, network=SMALL)
     train = jax.jit(algo.init, static_argnums=0)(shoot(), jax.random.key(0)).train
     changed = []
@@ -67,8 +67,8 @@ def test_only_every_third_update_changes_the_policy_and_the_targets():
         parts = ("learned.policy", "target", "optimizer.0", "learned.critics", "optimizer.1")
         changed.append([_differ(train, after, part) for part in parts])
         train = after
-    rarely, always = [False, False, False, True, True], [True] * 5
-    assert changed == [rarely, rarely, always] * 2
+    critics_only, all_parts = [False, False, False, True, True], [True] * 5
+    assert changed == [critics_only, critics_only, all_parts] * 2
     assert optax.tree.get(train.optimizer[0], "count") == 2
 
 

@@ -1,4 +1,4 @@
-"""Tasks so small that their best return can be computed by hand. Each is a `JaxEnv`: one environment."""
+"""Tasks whose best return can be computed by hand. Each task is a `JaxEnv`, which is one environment without a batch axis."""
 
 import functools
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ def one_hot(i: jax.Array, num: int) -> jax.Array:
     return jax.nn.one_hot(i, num, dtype=jnp.result_type(float))
 
 
-def number(x: jax.Array) -> jax.Array:
+def as_float(x: jax.Array) -> jax.Array:
     return x.astype(jnp.result_type(float))
 
 
 @dataclass(frozen=True)
 class Match:
-    """One step: see one of three signs, name it. Best: 1; blind: 1/3."""
+    """One step. The observation is one of three signs, and the action must name it. Best return: 1; at random: 1/3."""
 
     name: str = "toy:Match"
     time_limit: int | None = None
@@ -37,12 +37,15 @@ class Match:
         return sign, one_hot(sign, 3)
 
     def step(self, sign, action, key):
-        return sign, EnvStep(one_hot(sign, 3), number(action == sign), jnp.ones((), bool))
+        return sign, EnvStep(one_hot(sign, 3), as_float(action == sign), jnp.ones((), bool))
 
 
 @dataclass(frozen=True)
 class TwoStep:
-    """The first action leads left (0) or right (1); the second pays 0.5 on the left, and on the right 1 for action 0. Best: 1."""
+    """Two steps. The first action leads to the left (0) or to the right (1).
+
+    On the left, any second action pays 0.5. On the right, action 0 pays 1, and action 1 pays 0. The best return is 1.
+    """
 
     name: str = "toy:TwoStep"
     time_limit: int | None = None
@@ -54,7 +57,7 @@ class TwoStep:
 
     def step(self, place, action, key):
         start, right = place == 0, place == 2
-        paid = jnp.where(right, number(action == 0), 0.5)
+        paid = jnp.where(right, as_float(action == 0), 0.5)
         reward = jnp.where(start, 0.0, paid)
         place = jnp.where(start, 1 + action, place)
         return place, EnvStep(one_hot(place, 3), reward, ~start)
@@ -62,7 +65,7 @@ class TwoStep:
 
 @dataclass(frozen=True)
 class Aim:
-    """One step, continuous: the best action is half of the observation. Best: 0."""
+    """One step. The action is a number, and the best action is the observation divided by 2. The best return is 0."""
 
     name: str = "toy:Aim"
     time_limit: int | None = None
@@ -79,7 +82,10 @@ class Aim:
 
 @dataclass(frozen=True)
 class Recall:
-    """See a sign, then nothing, then name the sign. Best: 1; without memory: 1/2."""
+    """Two steps. Only the first observation shows a sign, and the second action must name it. The best return is 1.
+
+    The mean return of a policy without memory is 1/2.
+    """
 
     name: str = "toy:Recall"
     time_limit: int | None = None
@@ -98,7 +104,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Income:
-    """Every step pays 1 for any action; only the time limit ends an episode. The value is 1 / (1 - gamma)."""
+    """Every step pays 1 for any action. Only the time limit ends an episode, so the value is 1 / (1 - gamma)."""
 
     name: str = "toy:Income"
     time_limit: int | None = 5
@@ -119,9 +125,9 @@ class Income:
 )
 @dataclass(frozen=True)
 class OneOf:
-    """One of several tasks, chosen by the array `which`, so that one compiled program serves all of them.
+    """One of several tasks. The array `which` chooses the task, so that one compiled program serves all of them.
 
-    Observations are padded with zeros to the longest; all tasks have the action space of the first.
+    Observations are padded with zeros to the length of the longest. The action space is that of the first task.
     """
 
     which: jax.Array
@@ -133,18 +139,19 @@ class OneOf:
 
     def reset(self, key):
         states, obs = zip(*(task.reset(key) for task in self.tasks), strict=True)
-        return states, self.chosen([self.filled(x) for x in obs])
+        return states, self.chosen([self.padded(x) for x in obs])
 
     def step(self, states, action, key):
         pairs = [task.step(state, action, key) for task, state in zip(self.tasks, states, strict=True)]
         states, steps = zip(*pairs, strict=True)
-        obs = self.chosen([self.filled(step.obs) for step in steps])
+        obs = self.chosen([self.padded(step.obs) for step in steps])
         return states, EnvStep(obs, self.chosen([x.reward for x in steps]), self.chosen([x.terminated for x in steps]))
 
     def chosen(self, each):
+        """The element of `each` that belongs to the chosen task."""
         return jnp.stack(each)[self.which]
 
-    def filled(self, obs):
+    def padded(self, obs):
         return jnp.pad(obs, (0, self.observation_space.shape[0] - obs.size))
 
 

@@ -1,4 +1,4 @@
-"""The replay rebuilds the same frame stacks as Gymnasium's FrameStackObservation made."""
+"""The frame stacks that the replay rebuilds equal those that Gymnasium's FrameStackObservation made."""
 
 import gymnasium
 import jax
@@ -11,7 +11,7 @@ from choreo.buffers import Replay, StoredStep, Table
 
 
 class Numbered(gymnasium.Env):
-    """Every frame is a different number; the lengths of episodes repeat `lengths` in a cycle."""
+    """Every frame holds a different number. The lengths of the episodes are `lengths`, repeated in a cycle."""
 
     observation_space = gymnasium.spaces.Box(0, 2**15, (2, 1), np.int32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -53,8 +53,8 @@ UNROLL = 3
 
 @pytest.mark.parametrize(("stack", "sampler"), [(2, "uniform"), (4, "prioritized")])
 @pytest.mark.parametrize("additions", [1, 4, 5, 6, 17], ids=lambda n: f"{n}_additions")
-def test_stacks_are_those_of_the_environment(stack, sampler, additions):
-    """Exactly the existing items are drawn: before the ring buffer is full, when it is just full, after it wrapped around."""
+def test_drawn_stacks_equal_those_of_the_environment(stack, sampler, additions):
+    """Exactly the stored items are drawn: before the ring buffer is full, when it has just become full, and after overwriting."""
     length = 3
     played = [play(lengths, additions * UNROLL, stack) for lengths in LENGTHS]
     obs, last = (np.stack(x, axis=1) for x in zip(*played, strict=True))  # [time, env, ...]
@@ -66,7 +66,7 @@ def test_stacks_are_those_of_the_environment(stack, sampler, additions):
     assert state.steps.obs.shape == (4, 15, 2, 1)  # single frames, not stacks
     oldest = 0 if len(obs) < 15 else len(obs) - 15 + stack - 1
     assert drawn.ready
-    steps = np.asarray(drawn.steps.action)  # the number of the step, since the run began
+    steps = np.asarray(drawn.steps.action)  # the number of each step, counted from the start of the run
     env = np.asarray(drawn.where.env)
     assert set(steps[:, 0]) == set(range(oldest, len(obs) - length + 1))
     for item in range(1024):

@@ -13,7 +13,7 @@ from buffers.model import ONE_STEP, steps
 from choreo.buffers import Replay, Table
 
 NUM_ENVS, UNROLL, BATCH = 4, 2, 16
-UNOPTIMISED = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
+UNOPTIMISED = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # conftest.py sets these variables for fast compilation
 
 
 def replay_of(capacity: int, sampler: str) -> Replay:
@@ -21,7 +21,7 @@ def replay_of(capacity: int, sampler: str) -> Replay:
 
 
 def iterations(replay: Replay, order: str):
-    """Two iterations. Each draws a batch and learns a weight from it; the rewards it stores depend on the weight before."""
+    """A function that runs two iterations. Each draws a batch and changes a weight with it; stored rewards depend on the weight."""
 
     def body(carry, key):
         state, weight = carry
@@ -42,7 +42,10 @@ def iterations(replay: Replay, order: str):
 
 
 def cases():
-    """In CI, every value occurs once. Prioritized tables, which are written twice per iteration, occur in both orders."""
+    """All combinations. CI runs four of them, in which every sampler, order and number of shards occurs.
+
+    CI runs prioritized tables in both orders, because they are written twice per iteration.
+    """
     in_ci = {
         ("prioritized", "add first", None),
         ("prioritized", "add last", 2),
@@ -81,12 +84,12 @@ def test_the_replay_is_updated_in_place(sampler, order, shards):
     assert memory.temp_size_in_bytes < 0.02 * stored
 
 
-RAW = 100_000 * 84 * 84
+RAW = 100_000 * 84 * 84  # bytes of the frames alone
 
 
 @pytest.mark.usefixtures("optimised")
-def test_pong_takes_at_most_a_tenth_more_than_its_frames():
-    """1e5 transitions of 84 x 84 frames, four to a stack; the memory that `add` and `sample` need is included."""
+def test_a_replay_of_pong_takes_at_most_ten_percent_more_than_its_frames():
+    """The replay holds 1e5 transitions of 84 x 84 frames, in stacks of four. The memory of `add` and `sample` is included."""
     replay = Replay(capacity=100_000, unroll=4, stack=4, tables=(Table(length=2, batch=32, sampler="prioritized"),))
     one = jax.eval_shape(lambda: ONE_STEP._replace(obs=jnp.zeros((84, 84, 4), jnp.uint8)))
     state = jax.eval_shape(lambda: replay.init(one, 8))
@@ -106,9 +109,8 @@ def test_pong_takes_at_most_a_tenth_more_than_its_frames():
 
 
 @pytest.mark.long
-def test_resident_memory_of_a_process_with_pong():
-    """The same bound for the measured memory of a process."""
-    # Without XLA's optimisations this would take three times as long.
+def test_the_measured_memory_of_a_process_with_pong_has_the_same_bound():
+    # Without XLA's optimisations, the process would need three times as long.
     environment = {name: value for name, value in os.environ.items() if name not in UNOPTIMISED}
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

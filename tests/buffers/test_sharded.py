@@ -1,4 +1,4 @@
-"""The number of updates in an iteration, from the update-to-data ratio."""
+"""The number of updates in an iteration follows from the update-to-data ratio."""
 
 import jax
 import pytest
@@ -16,12 +16,12 @@ EIGHT = envs.make("jax:CartPole-v1", num_envs=8)
     ("ratio", "unroll", "num_envs", "updates"),
     [(1.0, 1, 8, 8), (0.25, 4, 8, 8), (2.0, 1, 1, 2), (0.1, 5, 6, 3), (1 / 3, 3, 7, 7), (0.3333333333, 3, 7, 7)],
 )
-def test_updates_of_an_iteration(ratio, unroll, num_envs, updates):
+def test_the_number_of_updates_is_the_ratio_times_the_steps(ratio, unroll, num_envs, updates):
     assert num_updates(ratio, unroll, envs.make("jax:CartPole-v1", num_envs=num_envs)) == updates
 
 
-def test_steps_of_all_learner_shards_count():
-    """Within `iterate`, the environment is one shard's; the ratio is to the steps of all shards."""
+def test_the_ratio_refers_to_the_steps_of_all_learner_shards():
+    """`iterate` is given only the environments of one shard."""
     found = []
 
     def one_shard(x):
@@ -33,7 +33,7 @@ def test_steps_of_all_learner_shards_count():
 
 
 @pytest.mark.parametrize(
-    ("algo", "message", "ratio"),
+    ("algo", "message", "suggested"),
     [
         (
             SAC(updates_per_step=0.3),
@@ -44,7 +44,7 @@ def test_steps_of_all_learner_shards_count():
         (DQN(updates_per_step=1 / 3), "gives 10.6667 updates in an iteration of 32 steps", 0.34375),
     ],
 )
-def test_the_number_of_updates_must_be_whole(algo, message, ratio):
+def test_the_number_of_updates_must_be_whole(algo, message, suggested):
     env = envs.make("jax:Pendulum-v1" if isinstance(algo, SAC) else "jax:CartPole-v1", num_envs=8)
     with pytest.raises(AlgorithmError) as error:
         algo.init(env, jax.random.key(0))

@@ -1,4 +1,4 @@
-"""Items that a replay draws, compared with a simple model of it in Python lists."""
+"""A replay draws the same items as a simple model, made of Python lists."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from choreo.errors import AlgorithmError
 
 
 def filled(replay: Replay, num_envs: int, times: int):
-    """A replay after `times` additions, and the model of it."""
+    """The state of a replay after `times` additions, and its model."""
     model = Model(num_envs, replay.ring(num_envs))
     for i in range(times):
         model.add(i * replay.unroll, replay.unroll)
@@ -47,7 +47,7 @@ def one_table(batch: int = 64, *, capacity: int = 24, unroll: int = 2, length: i
 
 
 def replays(max_examples: int):
-    """Random replays. Hypothesis does not shrink a failing one, because that would compile a hundred more."""
+    """Give a test random replays. Hypothesis does not shrink a failing example: that would compile a hundred more replays."""
 
     def decorate(test):
         run = settings(max_examples=max_examples, phases=[Phase.explicit, Phase.generate])
@@ -67,13 +67,13 @@ def replays(max_examples: int):
 class TestEveryItemExists:
     @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo", "shuffled"])
     @replays(max_examples=1)
-    def test_consecutive_steps_of_one_environment_not_overwritten(self, sampler, **sizes):
+    def test_items_are_consecutive_stored_steps_of_one_environment(self, sampler, **sizes):
         self.check(sampler, **sizes)
 
     @pytest.mark.long
     @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo", "shuffled"])
     @replays(max_examples=10)
-    def test_consecutive_steps_of_one_environment_not_overwritten_in_more_replays(self, sampler, **sizes):
+    def test_items_are_consecutive_stored_steps_of_one_environment_in_more_replays(self, sampler, **sizes):
         self.check(sampler, **sizes)
 
     def check(self, sampler, *, capacity, unroll, length, num_envs, additions):
@@ -113,7 +113,7 @@ class TestEveryItemExists:
 
 
 class TestHowOften:
-    def test_uniform(self):
+    def test_a_uniform_table_draws_all_items_equally_often(self):
         replay = one_table(20_000)
         state, model = filled(replay, 2, 20)
         _, drawn = sample(replay, state, jax.random.key(3))
@@ -122,7 +122,7 @@ class TestHowOften:
         np.testing.assert_allclose(drawn.where.probability, 1 / len(model.items(3)), rtol=1e-6)
 
     @pytest.mark.parametrize("num_envs", [pytest.param(1, marks=pytest.mark.long), 3, 20])
-    def test_in_proportion_to_priorities(self, num_envs):
+    def test_a_prioritized_table_draws_in_proportion_to_priorities(self, num_envs):
         replay = one_table(30_000, capacity=12 * num_envs, sampler="prioritized", exponent=0.5)
         state, model = filled(replay, num_envs, 20)
         items = model.items(3)
@@ -152,11 +152,11 @@ class TestHowOften:
         assert Counter(numbers(after.steps)).most_common(1)[0] == (numbers(drawn.steps)[0], 64)
 
     @pytest.mark.parametrize("batch", [32, 256])
-    def test_never_an_item_without_weight(self, batch):
-        """At the very end of the total weight, rounding could lead beyond the last item."""
+    def test_an_item_without_weight_is_never_drawn(self, batch):
+        """Near the end of the total weight, rounding could lead beyond the last item."""
         weights = jnp.full((3, 5), 0.1)
         tree = jax.jit(lambda: sum_tree.set_consecutive(sum_tree.empty(3, 100, batch), jnp.arange(5), weights))()
-        # The largest number below 1. In the last of 32 parts, this position rounds to the total weight.
+        # The largest float32 below 1. In the last of the 32 strata, this position is rounded to the total weight.
         almost_one = jnp.full((32,), np.nextafter(np.float32(1), np.float32(0)))
         env, item, probability = jax.jit(sum_tree.find)(tree, almost_one)
         assert (np.asarray(probability) > 0).all()
@@ -173,7 +173,7 @@ class TestHowOften:
 
 
 def test_set_priorities_creates_no_items():
-    """A draw from an empty replay is not ready; setting priorities at its places must not create items there."""
+    """A draw from an empty replay is not ready, but has positions. New priorities at these positions must not create items."""
     replay = one_table(batch=8, sampler="prioritized")
     empty = replay.init(ONE_STEP, 2)
     _, drawn = sample(replay, empty, jax.random.key(0))
@@ -183,7 +183,7 @@ def test_set_priorities_creates_no_items():
 
 
 class TestFifo:
-    def test_first_in_first_out(self):
+    def test_a_fifo_table_draws_the_oldest_items_first(self):
         replay = one_table(4, capacity=40, sampler="fifo")
         state, model = filled(replay, 2, 10)
         seen = []
@@ -207,7 +207,7 @@ class TestFifo:
         _, drawn = sample(replay, state, jax.random.key(0))
         assert numbers(drawn.steps) == model.items(3)[:4]
 
-    def test_each_item_several_times(self):
+    def test_max_times_sampled_repeats_each_item(self):
         replay = one_table(4, capacity=40, sampler="fifo", max_times_sampled=2)
         state, model = filled(replay, 2, 10)
         state, one = sample(replay, state, jax.random.key(0))
@@ -226,9 +226,9 @@ class TestMaxTimesSampled:
             if drawn.ready:
                 counts.update(numbers(drawn.steps))
         assert max(counts.values()) == 2 and set(counts) <= set(items)
-        assert sum(counts.values()) > 2 * len(items) - 2 * 5  # the rest is too few for another batch
+        assert sum(counts.values()) > 2 * len(items) - 2 * 5  # the remaining draws are too few for a batch
 
-    def test_with_priorities(self):
+    def test_a_prioritized_table_keeps_the_same_limit(self):
         replay = one_table(1, capacity=16, sampler="prioritized", max_times_sampled=3)
         state, model = filled(replay, 2, 4)
         items, counts = model.items(3), Counter()
@@ -240,7 +240,7 @@ class TestMaxTimesSampled:
         _, drawn = sample(replay, state, jax.random.key(0))
         assert not drawn.ready
 
-    def test_new_items_may_be_drawn_again(self):
+    def test_new_items_are_drawn_after_the_old_ones_reached_their_limit(self):
         replay = one_table(1, capacity=8, length=1, max_times_sampled=1)
         state, _ = filled(replay, 1, 4)
         for i in range(8):
@@ -253,12 +253,12 @@ class TestMaxTimesSampled:
 
 class TestReady:
     @pytest.mark.parametrize("sampler", ["uniform", "prioritized", "fifo"])
-    def test_not_before_min_size_steps_are_stored(self, sampler):
+    def test_a_table_is_not_ready_before_min_size_steps_are_stored(self, sampler):
         replay = one_table(1, min_size=9, sampler=sampler)
         ready = [bool(sample(replay, filled(replay, 2, n)[0], jax.random.key(0))[1].ready) for n in range(5)]
         assert ready == [False, False, False, True, True]
 
-    def test_samples_per_insert_is_a_bound(self):
+    def test_samples_per_insert_limits_the_draws(self):
         replay = one_table(4, capacity=400, samples_per_insert=0.5)
         state, drawn_items = replay.init(ONE_STEP, 2), 0
         for i in range(40):
@@ -280,7 +280,7 @@ class TestReady:
             jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
-def test_several_tables_over_one_storage():
+def test_several_tables_share_the_same_steps():
     replay = Replay(
         capacity=40,
         unroll=2,
@@ -304,7 +304,7 @@ def test_several_tables_over_one_storage():
 
 
 class TestCountersDoNotOverflow:
-    """A round is subtracted from a counter before it reaches 2^31, and the replay draws the same items as before."""
+    """A `Count` is a number of rounds and a rest. When the rest becomes a whole round, the same items must still be drawn."""
 
     @pytest.mark.parametrize("stack", [1, 2])
     @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ class TestCountersDoNotOverflow:
         [{}, {"sampler": "prioritized"}, {"sampler": "fifo"}, {"max_times_sampled": 2}],
         ids=["uniform", "prioritized", "fifo", "shuffled"],
     )
-    def test_the_same_items_are_drawn(self, options, stack):
+    def test_the_same_items_are_drawn_before_and_after_a_round(self, options, stack):
         replay = dataclasses.replace(one_table(4, min_size=9, **options), stack=stack)
         young, _ = filled(replay, 2, 10)
         old = as_if_after(young, round_of_steps(replay.ring(2)) - replay.ring(2))
@@ -332,7 +332,7 @@ class TestCountersDoNotOverflow:
         assert young.inserted.rounds == 0 and old.inserted.rounds == 1
         assert replay.metrics(old)["replay_size"] == replay.metrics(young)["replay_size"]
 
-    def test_a_fifo_table_skips_overwritten_items(self):
+    def test_a_fifo_table_skips_overwritten_items_after_a_round(self):
         replay = one_table(4, sampler="fifo")
         state, model = filled(replay, 2, 10)
         size = round_of_steps(replay.ring(2))
@@ -353,21 +353,21 @@ class TestCountersDoNotOverflow:
         _, drawn = sample(replay, state._replace(tables={"items": table}), jax.random.key(0))
         assert drawn.ready and numbers(drawn.steps) == model.items(3)[:4]
 
-    def test_samples_per_insert_is_a_bound(self):
+    def test_samples_per_insert_limits_the_draws(self):
         replay = one_table(4, samples_per_insert=0.5)
         state, _ = filled(replay, 2, 10)
         size = round_of_steps(replay.ring(2))
-        # About 2^33 steps of two environments.
+        # Four rounds, each of about 2^30 steps of two environments.
         state = state._replace(inserted=Count(state.inserted.rest, jnp.int32(4)))
-        most = 0.5 * 2 * 4 * size / 4  # draws
+        most_draws = 0.5 * 2 * 4 * size / 4
         for share, ready in ((0.99, True), (1.01, False)):
-            rounds, rest = divmod(int(share * most), LARGEST_ROUND)
+            rounds, rest = divmod(int(share * most_draws), LARGEST_ROUND)
             table = state.tables["items"]._replace(draws=Count(jnp.int32(rest), jnp.int32(rounds)))
             after, drawn = sample(replay, state._replace(tables={"items": table}), jax.random.key(0))
             assert bool(drawn.ready) == ready
             np.testing.assert_allclose(replay.metrics(after)["samples_per_insert"], 0.5 * share, rtol=1e-6)
 
-    def test_the_count_goes_on_after_a_round(self):
+    def test_a_count_is_still_right_after_a_round(self):
         count = Count(jnp.int32(LARGEST_ROUND - 2), jnp.int32(0))
         for more in range(4):
             assert int(count.rounds) * LARGEST_ROUND + int(count.rest) == LARGEST_ROUND - 2 + more
@@ -383,7 +383,7 @@ class TestCountersDoNotOverflow:
 
 
 def as_if_after(state: ReplayState, more: int) -> ReplayState:
-    """The same replay, as if `more` additional steps had been stored before; `more` is a multiple of the ring's length."""
+    """The same replay, as if `more` additional steps had been stored earlier. `more` is a multiple of the ring buffer's length."""
 
     def later(table):
         return table if table.next is None else table._replace(next=(table.next[0] + more, table.next[1]))
@@ -393,13 +393,13 @@ def as_if_after(state: ReplayState, more: int) -> ReplayState:
 
 
 class TestMistakes:
-    def test_names(self):
+    def test_names_of_tables_must_differ_and_exist(self):
         with pytest.raises(AlgorithmError, match="each with a name of its own"):
             Replay(capacity=9, unroll=1, tables=(Table(length=1, batch=1), Table(length=2, batch=1)))
         with pytest.raises(AlgorithmError, match="It has 'items'"):
             one_table().table("item")
 
-    def test_options(self):
+    def test_wrong_options_are_refused(self):
         jaxtyping.config.update("jaxtyping_disable", True)  # users have no run-time type checks
         with pytest.raises(AlgorithmError, match="is not known"):
             Table(length=1, batch=1, sampler="lifo")  # pyright: ignore[reportArgumentType]
@@ -408,18 +408,18 @@ class TestMistakes:
         with pytest.raises(AlgorithmError, match="a multiple of max_times_sampled"):
             Table(length=1, batch=3, sampler="fifo", max_times_sampled=2)
 
-    def test_min_size_above_the_capacity(self):
+    def test_a_min_size_above_the_capacity_is_refused(self):
         with pytest.raises(AlgorithmError, match=r"(?s)1,000 steps are stored.*room for 24.*smaller min_size"):
             one_table(min_size=1000)
 
-    def test_priorities_for_a_table_without_priorities(self):
+    def test_priorities_are_refused_for_a_table_without_priorities(self):
         replay = one_table()
         state, _ = filled(replay, 2, 4)
         state, drawn = sample(replay, state, jax.random.key(0))
         with pytest.raises(AlgorithmError, match='Table\\(sampler="prioritized"\\)'):
             replay.set_priorities(state, drawn.where, jnp.ones(64))
 
-    def test_wrong_number_of_steps_added(self):
+    def test_a_wrong_number_of_new_steps_is_refused(self):
         replay = one_table()
         state = replay.init(ONE_STEP, 2)
         with pytest.raises(AlgorithmError, match=r"takes 2 steps of 2 environments .* given \[3, 2\]"):
@@ -427,8 +427,8 @@ class TestMistakes:
         with pytest.raises(AlgorithmError, match=r"given \[2, 1\]"):
             replay.add(state, steps(0, 2, 1))
 
-    def test_more_than_memory(self):
-        """Refused before memory is allocated, also under `jax.eval_shape`."""
+    def test_a_replay_larger_than_the_memory_is_refused(self):
+        """`init` raises before it allocates memory, also under `jax.eval_shape`."""
         frame = ONE_STEP._replace(obs=jax.ShapeDtypeStruct((1000, 1000), jnp.float32))
         replay = one_table(capacity=10**9)
         for init in (replay.init, lambda step, n: jax.eval_shape(lambda: replay.init(step, n))):

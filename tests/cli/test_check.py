@@ -1,4 +1,4 @@
-"""`choreo check`: small sizes, a table, an exit code."""
+"""`choreo check` chooses small sizes, prints a table, and exits with 1 if a result differs too much."""
 
 import dataclasses
 import json
@@ -30,19 +30,19 @@ def test_a_correct_layout_passes(capsys):
     assert err == ""
 
 
-def test_json_of_a_check_with_python_environments(capsys):
+def test_a_check_with_python_environments_prints_json(capsys):
     assert main(["check", TINY, "CartPole-v1", "--layout", "fine", "--num-envs", "2", "--unroll", "4", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert found["ok"] and found["num_envs"] == 2 and found["unroll"] == 4 and found["iterations"] == 3
     names = {deviation["name"] for deviation in found["deviations"]}
     assert {"carry.train.weights", "carry.position.obs", "metrics['loss']", "metrics['episode_return']"} <= names
-    assert {deviation["allowed"] for deviation in found["deviations"]} == {0.0}  # the same compiled shapes
+    assert {deviation["allowed"] for deviation in found["deviations"]} == {0.0}  # all shapes are those of the reference
 
 
 @pytest.fixture
 def found(monkeypatch):
-    """Replaces the deviations that the check finds; nothing is run."""
+    """Replaces the deviations that the check finds, so that the check runs nothing."""
     loss = Deviation(name="metrics['loss']", difference=0.5, allowed=0.0, reference="jax.jit(iterate)")
     found = [dataclasses.replace(loss, name="carry.train.weights", difference=0.0), loss]
     monkeypatch.setattr(check, "deviations", lambda *_, **__: found.copy())
@@ -57,7 +57,7 @@ def test_a_deviation_is_printed_and_gives_exit_code_1(found, capsys):
     assert "metrics['loss']" in out and "1 other" in out and "nothing but time" not in out
     assert err == (
         "PartitionError: In this layout, `metrics['loss']` is off by 5.0e-01 from jax.jit(iterate) after 2 iterations; "
-        "0 is allowed.\nPlease report this program: a plan that is wrong should have been refused.\n"
+        "0 is allowed.\nPlease report this program: Choreo should have refused to make a wrong plan.\n"
     )
     assert main([*args, "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out)
@@ -103,7 +103,7 @@ def test_train_suggests_check_for_an_algorithm_in_a_file(capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     args = ["train", TINY, CARTPOLE, "--steps", "64", "--unroll", "8", "--layout", "coarse", "--runtime", "inprocess"]
     assert main(args) == 0
-    line = f"Does the layout change nothing but time? See `choreo check {TINY} {CARTPOLE} --layout coarse`.\n"
+    line = f"To test that the layout changes nothing but time: `choreo check {TINY} {CARTPOLE} --layout coarse`.\n"
     assert capsys.readouterr().err.endswith(line)
 
 
@@ -111,7 +111,7 @@ def test_train_suggests_check_for_an_algorithm_in_a_file(capsys, tmp_path, monke
     ("layout", "num_envs"),
     [(fused(), 6), (coarse(2), 6), (coarse(4), 8), (coarse(2, exact=True), 8), (multi_learner(4), 8), (apex(3, 2), 12)],
 )
-def test_the_number_of_environments_in_a_check(layout, num_envs):
+def test_a_check_uses_few_environments_that_the_layout_can_divide(layout, num_envs):
     assert few_envs(Tiny(), layout) == num_envs
     layout.check_counts(num_envs)
 
@@ -119,9 +119,9 @@ def test_the_number_of_environments_in_a_check(layout, num_envs):
 def test_sizes_at_their_defaults_are_made_small():
     env = envs.make(CARTPOLE, 6)
     assert small(PPO(), env, fused(), 3) == PPO(unroll=8, minibatch_size=24, epochs=2, total_steps=144)
-    assert small(PPO(unroll=12), env, fused(), 3).unroll == 12  # a size that was given stays
+    assert small(PPO(unroll=12), env, fused(), 3).unroll == 12  # differs from the default, so the user chose it
     dqn = small(DQN(), env, apex(2, 1), 3)
-    assert dqn.unroll * env.num_envs >= dqn.min_size >= dqn.batch_size == 8  # it learns from the second iteration on
+    assert dqn.unroll * env.num_envs >= dqn.min_size >= dqn.batch_size == 8  # one iteration stores enough to learn
     assert dqn.capacity == 4 * dqn.min_size
 
 
@@ -136,5 +136,5 @@ class Particular(Tiny):
         return super().init(env, key)
 
 
-def test_an_algorithm_that_refuses_small_sizes_keeps_its_own():
+def test_an_algorithm_that_refuses_small_sizes_keeps_its_defaults():
     assert small(Particular(), envs.make(CARTPOLE, 6), fused(), 3).unroll == 16

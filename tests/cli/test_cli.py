@@ -1,3 +1,5 @@
+"""The commands of `choreo`: output, exit codes and errors."""
+
 import json
 import os
 import re
@@ -31,7 +33,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def fails(capsys, *args, code=2):
-    """Standard error of a command that fails, without a traceback."""
+    """Standard error of a command that must fail with exit code `code`, and without a traceback."""
     assert main(list(args)) == code
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
@@ -41,7 +43,7 @@ def fails(capsys, *args, code=2):
 # Training.
 
 
-def test_json_is_the_last_line_of_stdout_and_everything_else_goes_to_stderr(capsys):
+def test_with_json_stdout_has_only_one_line_and_everything_else_goes_to_stderr(capsys):
     assert main([*TRAIN, "--steps", "512", "--seed", "3", "--out", "x", "--json"]) == 0
     out, err = capsys.readouterr()
     (line,) = out.splitlines()
@@ -125,13 +127,13 @@ def test_ctrl_c_says_where_the_last_checkpoint_is_and_leaves_nothing_half_writte
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_stdout_ends_the_command_quietly(unbuffered):
-    """`choreo --help | head -1`"""
+    """As in `choreo --help | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "choreo", "--help"]
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    with os.fdopen(writer, "wb") as nobody:
-        ran = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, env=env, check=False)
+    with os.fdopen(writer, "wb") as closed_pipe:
+        ran = subprocess.run(command, stdout=closed_pipe, stderr=subprocess.PIPE, env=env, check=False)
     assert ran.stderr == b"" and ran.returncode == 1
 
 
@@ -139,7 +141,7 @@ def test_a_closed_stdout_ends_the_command_quietly(unbuffered):
 
 
 def write_run_toml(folder, *, layout=None, **options):
-    """Write a run.toml without a run."""
+    """Write the run.toml of a run that was never started. Returns the path of the file."""
     config = RunConfig(
         algo=resolve.algorithm_class(TINY)(learning_rate=0.25),
         env=resolve.environment(CARTPOLE, 4),
@@ -175,7 +177,7 @@ def test_options_beside_a_run_toml_replace_those_of_the_file(capsys):
     assert (config.stop_at_return, config.checkpoint_every) == (1e9, 2)
 
 
-def test_workers_changes_the_layout_of_a_run_toml_only_if_it_is_a_preset(capsys):
+def test_the_option_workers_changes_a_layout_of_a_run_toml_only_if_the_layout_is_a_preset(capsys):
     file = write_run_toml("runs/x", layout=coarse(workers=2, exact=True))
     assert main(["graph", file]) == 0
     assert "env+actor" in capsys.readouterr().out
@@ -198,7 +200,7 @@ def test_workers_changes_the_layout_of_a_run_toml_only_if_it_is_a_preset(capsys)
         (coarse(2, exact=True), ["--no-exact"], coarse(2)),
         (coarse(2), ["--max-lag", "2"], coarse(2, max_lag=2)),
         (coarse(2, max_lag=2), ["--workers", "4", "--max-lag", "0"], coarse(4)),
-        # Shards change the results, so they stay.
+        # The number of shards changes the results, so the option --workers does not change it.
         (multi_learner(4), ["--workers", "2"], multi_learner(2, shards=4)),
         (sebulba(2, 2), ["--learners", "1", "--shards", "4"], sebulba(2, 1, shards=4)),
         (central(2, max_lag=4, merge="any"), ["--merge", "all"], central(2, shards=1, max_lag=4)),
@@ -206,7 +208,7 @@ def test_workers_changes_the_layout_of_a_run_toml_only_if_it_is_a_preset(capsys)
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.name,
 )
 def test_options_change_the_layout_of_a_run_toml(before, options, after):
-    """Tests the layout that `train` would be given, without training."""
+    """Checks the layout that `train` would use, without training."""
     run_toml = write_run_toml("x", layout=before)
     parser = arguments.make_parser("graph", "")
     arguments.add_layout(parser, default=None)
@@ -215,7 +217,7 @@ def test_options_change_the_layout_of_a_run_toml(before, options, after):
     assert arguments.layout_of(parsed) == after
 
 
-def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
+def test_the_help_of_a_run_toml_shows_its_hyper_parameters(capsys):
     with pytest.raises(SystemExit) as end:
         main(["train", write_run_toml("runs/x"), "--help"])
     assert end.value.code == 0
@@ -227,8 +229,8 @@ def test_the_help_of_a_file_has_its_hyper_parameters(capsys):
     ("old", "new", "message"),
     [
         ("[run]", "[run", "x/run.toml is not valid TOML: Expected"),
-        ("[environment]", "[env]", "x/run.toml has no table [environment].\nTake the run.toml of a run"),
-        ("seed = 3", "sede = 3", "x/run.toml has an option `sede` in [run], which no run has.\nDid you mean `seed`?"),
+        ("[environment]", "[env]", "x/run.toml has no table [environment].\nUse the run.toml of a run"),
+        ("seed = 3", "sede = 3", "x/run.toml has an unknown option `sede` in [run].\nDid you mean `seed`?"),
         ("seed = 3", "", "x/run.toml has no `seed` in [run].\n"),
         ("seed = 3", 'seed = "3"', "x/run.toml says `seed = '3'` in [run], which must be of type int.\n"),
         ("seed = 3", "seed = true", "x/run.toml says `seed = True` in [run], which must be of type int.\n"),
@@ -266,9 +268,9 @@ def test_the_error_about_a_wrong_run_toml_names_the_entry(capsys, old, new, mess
     assert os.listdir() == ["x"] and os.listdir("x") == ["run.toml"]
 
 
-def test_a_run_toml_replaces_both_names(capsys):
+def test_a_run_toml_stands_for_an_algorithm_and_an_environment(capsys):
     file = write_run_toml("x")
-    assert "`jax:Pendulum-v1` is one argument too many: x/run.toml has" in fails(
+    assert "`jax:Pendulum-v1` is one argument too many: x/run.toml already names" in fails(
         capsys, "train", file, "jax:Pendulum-v1"
     )
     assert fails(capsys, "train", "x", "--seed", "1") == (
@@ -277,7 +279,7 @@ def test_a_run_toml_replaces_both_names(capsys):
     assert "gone.toml cannot be read: No such file or directory" in fails(capsys, "train", "gone.toml", code=1)
 
 
-# Beginning with the weights of another run.
+# Starting from the weights of another run.
 
 
 def test_init_from_begins_with_the_weights_of_another_run(capsys):
@@ -287,7 +289,7 @@ def test_init_from_begins_with_the_weights_of_another_run(capsys):
     assert main([*command, "--out", "second"]) == 0
     begun = json.loads(capsys.readouterr().out)
     assert begun["params_hash"] == load("first").training_summary["params_hash"]
-    # run.toml records it: training from the file begins with the same weights.
+    # run.toml records --init-from, so training from the file begins with the same weights.
     assert main(["train", "second/run.toml", "--seed", "1", "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["params_hash"] == begun["params_hash"]
     err = fails(capsys, *TRAIN, "--init-from", "first", "--out", "first", "--overwrite")
@@ -301,7 +303,7 @@ def test_init_from_begins_with_the_weights_of_another_run(capsys):
 # Graphs, lists and help.
 
 
-def test_graph_prints_or_draws(capsys):
+def test_graph_prints_fragments_or_draws_a_plan(capsys):
     assert main(["graph", TINY, CARTPOLE]) == 0
     fragments = capsys.readouterr().out
     assert "learn" in fragments
@@ -320,7 +322,7 @@ def test_list_prints_the_known_names(capsys, kind, name):
     assert any(line.split()[0] == name for line in capsys.readouterr().out.splitlines())
 
 
-def test_list_layouts_says_which_systems_each_stands_for(capsys):
+def test_list_layouts_names_the_systems_that_use_each_layout(capsys):
     assert main(["list", "layouts"]) == 0
     presets, others = capsys.readouterr().out.split("\n\nother names:\n")
     lines = {line.split()[0]: line for line in presets.splitlines()}
@@ -369,7 +371,7 @@ def test_every_command_has_help(capsys):
         assert f"choreo {command}" in capsys.readouterr().out
 
 
-def test_the_help_of_an_algorithm_has_the_docstrings_of_its_fields(capsys):
+def test_the_help_of_an_algorithm_shows_the_docstrings_of_its_fields(capsys):
     with pytest.raises(SystemExit) as end:
         main(["train", TINY, "--help"])
     assert end.value.code == 0
@@ -403,7 +405,7 @@ def test_the_progress_line_fits_a_terminal():
     )
 
 
-def test_the_folder_of_compiled_programs(monkeypatch):
+def test_environment_variables_choose_the_folder_of_compiled_programs(monkeypatch):
     monkeypatch.setenv("CHOREO_CACHE", "off")
     assert cache_folder() is None
     monkeypatch.setenv("CHOREO_CACHE", "/elsewhere")
@@ -415,7 +417,7 @@ def test_the_folder_of_compiled_programs(monkeypatch):
     assert cache_folder() == Path.home() / ".cache/choreo/jax"
 
 
-# Refused.
+# Wrong commands.
 
 
 @pytest.mark.parametrize(
@@ -425,10 +427,13 @@ def test_the_folder_of_compiled_programs(monkeypatch):
         (["train", "pqo", CARTPOLE], "UnknownNameError: There is no algorithm `pqo`.\nDid you mean `ppo`?"),
         (["train", "ppo", "jax:Cartpole"], "UnknownNameError: There is no environment `jax:Cartpole`.\nDid you mean"),
         ([*TRAIN, "--layout", "corse"], "UnknownNameError: There is no layout `corse`.\nDid you mean `coarse`?"),
-        ([*TRAIN, "--workers", "2"], "LayoutError: Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"),
+        (
+            [*TRAIN, "--workers", "2"],
+            "LayoutError: Layout `fused` takes no `workers`.\nLayouts that take it: coarse, fine",
+        ),
         (
             [*TRAIN, "--layout", "fine", "--max-lag", "2"],
-            "LayoutError: Layout `fine` takes no `max_lag`.\nLayouts that do: coarse, sebulba, central, apex.\n",
+            "LayoutError: Layout `fine` takes no `max_lag`.\nLayouts that take it: coarse, sebulba, central, apex.\n",
         ),
         ([*TRAIN, "--layout", "coarse", "--merge", "some"], "LayoutError: merge='some' is not known.\nUse "),
         (
@@ -446,7 +451,7 @@ def test_the_folder_of_compiled_programs(monkeypatch):
         ),
         (
             ["check", TINY, CARTPOLE, "--tolerance", "-1"],
-            "UsageError: --tolerance -1.0 is negative.\nGive 0 for the",
+            "UsageError: --tolerance -1.0 is negative.\nGive 0 to require",
         ),
         (
             ["check", TINY, CARTPOLE, "--layout", "coarse", "--workers", "4", "--num-envs", "6"],
@@ -473,14 +478,14 @@ def test_the_folder_of_compiled_programs(monkeypatch):
         (["list", "environments"], "UsageError: Argument kind: invalid choice: 'environments'"),
     ],
 )
-def test_misuse_is_two_lines_and_exit_code_2(capsys, args, message):
+def test_a_wrong_command_prints_two_lines_and_exits_with_2(capsys, args, message):
     err = fails(capsys, *args)
     assert err.startswith(message)
     assert len(err.splitlines()) == 2
     assert os.listdir() == []
 
 
-def test_failures_have_exit_code_1(capsys):
+def test_a_command_that_fails_exits_with_1(capsys):
     Path("file").write_text("mine")
     err = fails(capsys, *TRAIN, "--out", "file", code=1)
     assert err == "RunError: file is a file; a run needs a folder.\nChoose another --out, or remove the file.\n"
@@ -498,7 +503,7 @@ def test_choreo_traceback_shows_the_traceback(monkeypatch):
         main(["train", "pqo", CARTPOLE])
 
 
-def test_a_bug_of_the_users_keeps_its_traceback():
+def test_an_error_in_the_users_code_keeps_its_traceback():
     Path("broken.py").write_text("from dataclasses import dataclass\n\nclass MyPPO:\n    unroll = 1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         main(["train", "broken.py:MyPPO", CARTPOLE])

@@ -1,4 +1,7 @@
-"""Every file and every name in backticks in docs/architecture.md exists, and names in brackets after a file are in that file."""
+"""Every file and every name in backticks in docs/architecture.md exists.
+
+Where names in brackets follow a file, this file defines the names.
+"""
 
 import ast
 import difflib
@@ -12,23 +15,23 @@ PAGE = ROOT / "docs" / "architecture.md"
 MAP = re.compile(r"<!-- module map: begin.*?<!-- module map: end -->", re.DOTALL)
 FILE = r"[\w./-]+\.(?:py|md|toml)"
 PLACEHOLDER = "NAME"
-"""Stands for a name that the reader chooses."""
-ELSEWHERE = ("jax.", "subprocess.", "vmap")
-"""Beginnings of names that are not ours."""
+"""The page writes this word for a name that the reader chooses, as in `algos/NAME.py`."""
+NOT_OURS = ("jax.", "subprocess.", "vmap")
+"""Names that begin like this are not names of Choreo."""
 
 
 def page() -> str:
-    """The page without the module map, whose words come from docstrings."""
+    """The text of the page without the module map. A tool writes the map, from docstrings."""
     return MAP.sub("", PAGE.read_text())
 
 
-def test_files_exist():
+def test_every_file_in_backticks_exists():
     files = [file for file in re.findall(rf"`({FILE})`", page()) if PLACEHOLDER not in file]
     lost = [suggest(file, map(short, sources())) for file in files if find(file) is None]
     assert len(files) > 50 and not lost, f"docs/architecture.md names files that do not exist: {'; '.join(lost)}"
 
 
-def test_names_are_in_the_files_that_they_follow():
+def test_names_in_brackets_are_defined_in_the_file_before_the_brackets():
     wrong = []
     for file, names in re.findall(rf"`({FILE})` \((`[^)]*`)\)", page()):
         path = find(file)
@@ -38,14 +41,14 @@ def test_names_are_in_the_files_that_they_follow():
     assert not wrong, "docs/architecture.md:\n" + "\n".join(wrong)
 
 
-def test_names_exist():
+def test_every_name_in_backticks_exists():
     spans = sorted(set(re.findall(r"`([^`\n]+)`", page())))
     known = {name for path in sources() for name in defined_in(path)}
     lost = [suggest(span, known) for span in spans if is_name(span) and not exists(span)]
-    assert not lost, f"docs/architecture.md names what the source does not define: {'; '.join(lost)}"
+    assert not lost, f"docs/architecture.md has names that the source does not define: {'; '.join(lost)}"
 
 
-def test_the_checks_see_what_is_wrong():
+def test_the_checks_find_files_and_names_that_do_not_exist():
     assert find("partition/cut.py") and not find("partition/no_such.py")
     assert exists("choreo.testing.check_env") and exists("choreo.runtime.worker") and exists("Layout") and exists("ops")
     assert not exists("choreo.testing.no_such") and not exists("choreo.no_such.worker") and not exists("no_such_name")
@@ -54,13 +57,13 @@ def test_the_checks_see_what_is_wrong():
 
 
 def find(file: str) -> Path | None:
-    """A file of the package, or of the repository."""
+    """The path of a file of the package or of the repository, or None if there is no such file."""
     return next((path for path in (PACKAGE / file, ROOT / file) if path.exists()), None)
 
 
 def is_name(span: str) -> bool:
-    """Whether a span is a name in our code; not a file, a command, an option, or something of JAX."""
-    return bool(re.fullmatch(r"\w+(\.\w+)*", span)) and not re.fullmatch(FILE, span) and not span.startswith(ELSEWHERE)
+    """Whether a text in backticks is a name of Choreo, and not a file, a command, an option, or a name of a library."""
+    return bool(re.fullmatch(r"\w+(\.\w+)*", span)) and not re.fullmatch(FILE, span) and not span.startswith(NOT_OURS)
 
 
 def exists(name: str) -> bool:
@@ -80,7 +83,7 @@ def module_files(name: str) -> list[Path]:
 
 
 def imported_by(file: Path) -> set[str]:
-    """The names that a file imports: a package re-exports names of its modules."""
+    """The names that a file imports. An `__init__.py` re-exports names of its modules in this way."""
     imports = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.ImportFrom)]
     return {alias.asname or alias.name for node in imports for alias in node.names}
 

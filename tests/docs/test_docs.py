@@ -4,12 +4,12 @@ Each document is one test. Its blocks run from top to bottom in an empty folder 
 
     ```python                      is executed
     ```python title="my_ppo.py"    is also written to that file, for the commands below it
-    ```console                     each `$ choreo ...` is run, and its output compared with the lines below it (`...` matches
-                                   anything). Commands run in this process, where JAX is loaded already. Only `evaluate`
-                                   in the README runs in a new process, to show that it finds the files of the run before
-    ```text, ```sh                 are not run
+    ```console                     each command `$ choreo ...` is run. The lines below it are the expected output, in which
+                                   `...` matches any text
+    ```text, ```sh                 is not run
 
-We do not use sybil: it supports neither titles nor commands, and the rest of its work is the twenty lines of `blocks_in`.
+Commands run in this process, because it has loaded JAX already. Only `evaluate` in the README runs in a new process, to show
+that it finds the files of the run before it. We do not use the package sybil, because it supports neither titles nor commands.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Block:
     title: str | None
     text: str
     line: int
-    """Number of its first line of text in the document, counted from 1."""
+    """The line number, in the document, of the first line of `text`."""
 
 
 def blocks_in(document: str) -> list[Block]:
@@ -57,24 +57,24 @@ def blocks_in(document: str) -> list[Block]:
 
 
 def commands_in(block: Block) -> list[tuple[str, str]]:
-    """(command, expected output) pairs of a console block; a backslash continues a command on the next line."""
+    """The commands of a console block, each with its expected output. After a backslash, a command continues on the next line."""
     found: list[tuple[str, str]] = []
     for line in block.text.replace("\\\n", " ").splitlines():
         if line.startswith("$ "):
             found.append((line[2:], ""))
         elif line.strip():
-            assert found, f"line {block.line}: a console block begins with `$ `"
+            assert found, f"line {block.line}: a console block must begin with `$ `"
             found[-1] = (found[-1][0], found[-1][1] + line + "\n")
     return found
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_document(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_code_block_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in TERMINAL.items():
         monkeypatch.setenv(name, value)
-    # Users have JAX's default promotion rules, not the strict ones of our own tests.
+    # Users have JAX's default promotion rules, while our other tests have strict rules.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         run_blocks(path)
 
@@ -85,7 +85,7 @@ def run_blocks(path: Path) -> None:
         if block.language == "python":
             if block.title:
                 Path(block.title).write_text(block.text)
-            # Empty lines in front, so that a traceback shows the line number in the document.
+            # The empty lines in front make a traceback show line numbers of the document.
             exec(compile("\n" * (block.line - 1) + block.text, path, "exec"), names)
         elif block.language == "console":
             for command, expected in commands_in(block):
@@ -94,34 +94,34 @@ def run_blocks(path: Path) -> None:
 
 
 def run_command(command: str, expected: str, place: str, run: Callable[[list[str]], tuple[int, str]]) -> None:
-    """Run `choreo ...` and compare its output; other commands (make, pip) are not run."""
+    """Run a command `choreo ...` and compare its output. Other commands, such as make and pip, are not run."""
     program, *args = shlex.split(command, comments=True)
     if program != "choreo":
         return
     code, printed = run(args)
-    # A document may show a command that fails; then it must also show the error message.
+    # A document may show a command that fails, but only together with the error message.
     assert code == 0 or expected, f"{place}: `{command}` failed:\n{printed}"
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     assert not expected or doctest.OutputChecker().check_output(expected, printed, options), (
-        f"{place}: `{command}` is said to print\n{expected}but prints\n{printed}"
+        f"{place}: `{command}` should print\n{expected}but prints\n{printed}"
     )
 
 
 def as_user(args: list[str]) -> tuple[int, str]:
-    """Run a command in a new process; returns its exit code and its output."""
+    """Run a command in a new process, as a user does. Returns its exit code and its output."""
     done = subprocess.run([sys.executable, "-m", "choreo", *args], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 
 def in_process(args: list[str]) -> tuple[int, str]:
-    """Run a command in this process, which is faster; returns its exit code and its output."""
+    """Run a command in this process, which is faster. Returns its exit code and its output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(args)
     return code, out.getvalue() + err.getvalue()
 
 
-def test_documents_are_found():
+def test_the_documents_include_the_readme_and_the_main_pages():
     names = {p.name for p in DOCUMENTS}
     assert {"README.md", "index.md", "your-own-algorithm.md", "layouts.md", "law.md", "cli.md"} <= names
 
@@ -137,24 +137,24 @@ def test_links_lead_to_files_that_exist():
 
 
 class TestCollector:
-    """The collector of this file must not skip blocks silently."""
+    """The functions above must not skip a block or a command without an error."""
 
-    def test_blocks(self):
+    def test_it_finds_titles_line_numbers_and_continued_commands(self):
         text = 'a\n```python title="x.py"\nassert 1\n```\n```console\n$ choreo list \\\n  algos\nppo\n```\n'
         code, console = blocks_in(text)
         assert (code.language, code.title, code.text, code.line) == ("python", "x.py", "assert 1\n", 3)
         assert commands_in(console) == [("choreo list    algos", "ppo\n")]
 
-    def test_an_open_fence_is_an_error(self):
+    def test_a_fence_that_is_not_closed_is_an_error(self):
         with pytest.raises(ValueError, match="not closed"):
             blocks_in("\n```python\nassert 1\n")
 
     @pytest.mark.parametrize("run", [as_user, in_process])
-    def test_a_failing_command_fails(self, run):
+    def test_a_command_that_fails_without_expected_output_is_an_error(self, run):
         with pytest.raises(AssertionError, match="failed:\n.*There is no command"):
             run_command("choreo no-such-command", "", "here:1", run)
 
     @pytest.mark.parametrize("run", [as_user, in_process])
-    def test_a_wrong_output_fails(self, run):
-        with pytest.raises(AssertionError, match="is said to print"):
+    def test_output_that_differs_from_the_document_is_an_error(self, run):
+        with pytest.raises(AssertionError, match="should print"):
             run_command("choreo --help", "something else\n", "here:1", run)

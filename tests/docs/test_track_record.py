@@ -1,4 +1,4 @@
-"""Every test that the track record and the page on security name exists, and every row names one."""
+"""Every row of the tables in docs/track-record.md and docs/security.md names a test, and every test that they name exists."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Gymnasium environments in a program: as values, their types, the compiled reference, and their entry in run.toml."""
+"""Gymnasium environments in a program: equality, types, steps under `jax.jit`, and their description in run.toml."""
 
 import gymnasium
 import jax
@@ -19,7 +19,7 @@ def make_count(length=3):
     return Count(length)
 
 
-def test_an_environment_is_a_value():
+def test_environments_with_equal_settings_are_equal_and_have_equal_hashes():
     env = envs.make("CartPole-v1", 4)
     assert env == envs.make("CartPole-v1", 4) == envs.make("gymnasium:CartPole-v1", 4)
     assert hash(env) == hash(envs.make("CartPole-v1", 4))
@@ -37,8 +37,8 @@ def test_tracing_makes_no_environment():
     assert len(made) == 1
 
 
-def test_an_edited_class_is_probed_again():
-    """As in a notebook: the function is the same, but it makes an environment of another class."""
+def test_the_spaces_of_an_edited_class_are_read_again():
+    """As after an edit in a notebook: the function is the same, but it makes an environment of a different class."""
     cell = {"made": Count}
     make = lambda: cell["made"]()  # noqa: E731
     before, same = envs.from_factory(make, 2), envs.from_factory(make, 2)
@@ -50,7 +50,7 @@ def test_an_edited_class_is_probed_again():
     assert sorted(obs) == ["action_mask", "obs"]
 
 
-def test_the_compiled_reference_steps_the_environments():
+def test_steps_under_jit_equal_those_of_gymnasium():
     env = envs.make("CartPole-v1", 3, max_episode_steps=6)
     single = [gymnasium.make("CartPole-v1", max_episode_steps=6) for _ in range(3)]
     keys = env.keys(jax.random.key(3))
@@ -80,7 +80,7 @@ def test_an_algorithm_runs_on_a_python_environment():
     assert metrics["episodes"] > 0 and metrics["episode_return"] == metrics["episode_length"]
 
 
-def test_types_of_nested_observations_in_32_and_64_bits():
+def test_nested_observations_have_types_of_32_bits_or_of_64_with_x64():
     env = envs.from_factory(Nested, 2)
     _, obs = env.reset(env.keys(jax.random.key(0)))
     assert jax.tree.map(lambda x: x.dtype.name, obs) == {
@@ -112,9 +112,9 @@ def test_actions_of_a_wrong_shape_are_refused_while_tracing():
     ("CartPole-v1", {"max_episode_steps": 20}), ("Pendulum-v1", {}), ("Taxi-v4", {}), (Nested, {}), (Masked, {}),
     ("CartPole-v1", {"vectorization_mode": "vector_entry_point"}),
 ])  # fmt: skip
-def test_environments_keep_the_contract(what, kwargs):
+def test_environments_keep_the_contract_unless_they_share_a_random_stream(what, kwargs):
     env = resolve.environment(what, 3, **kwargs)
-    if "vectorization_mode" in kwargs:  # its environments share one random stream
+    if "vectorization_mode" in kwargs:  # these environments share one random stream
         with pytest.raises(EnvError, match="depend on the "):
             check_env(env, steps=40)
     else:
@@ -208,7 +208,7 @@ def test_arguments_of_environments_are_parsed_from_the_command_line():
         arguments.env_settings(["--env.num_envs=3"])
 
 
-def test_an_environment_with_arguments_on_the_command_line(tmp_path, capsys):
+def test_arguments_on_the_command_line_reach_the_environment(tmp_path, capsys):
     file = tmp_path / "my_env.py"
     file.write_text("from host.toys import Count\n\ndef make_env(length):\n    return Count(length)\n")
     assert main.main(["graph", "ppo", f"{file}:make_env", "--env.length=4", "--num-envs", "4", "--unroll", "64"]) == 0

@@ -1,4 +1,4 @@
-"""The gymnax adapter; skipped if the extra is not installed."""
+"""The adapter for gymnax. These tests are skipped if gymnax is not installed."""
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ def test_environments_of_gymnax_keep_the_contract(name):
     check_env(envs.make(f"gymnax:{name}", num_envs=3), steps=60)
 
 
-def test_cartpole_equals_ours():
-    """Two implementations of one task, from the same state, with the same actions."""
+def test_cartpole_of_gymnax_equals_ours():
+    """Both begin in the same state and are given the same actions."""
     ours, theirs = envs.make("jax:CartPole-v1", 1).env, adapter.make_gymnax("gymnax:CartPole-v1")
     state, _ = ours.reset(jax.random.key(0))
     other = gymnax.environments.classic_control.cartpole.EnvState(**state._asdict(), time=jnp.int32(0))

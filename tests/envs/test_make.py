@@ -26,7 +26,7 @@ def test_built_in_environments_keep_the_contract_in_float64(name):
         assert obs.dtype == jnp.float64
 
 
-def test_an_environment_is_a_value():
+def test_environments_with_equal_settings_are_equal_and_have_equal_hashes():
     env = envs.make("jax:CartPole-v1", num_envs=4)
     assert env == envs.make("jax:CartPole-v1", num_envs=4)
     assert hash(env) == hash(envs.make("jax:CartPole-v1", num_envs=4))

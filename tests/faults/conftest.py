@@ -9,17 +9,17 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch):
-    """An environment variable that every process of the test inherits; after the test, no such process may be left."""
+    """The value of an environment variable that every process of the test inherits. After the test, none of them may run."""
     # Imported here, because `pytest tests/faults` imports this file before it sets XLA's flags, and `scenes` starts JAX.
-    from faults.scenes import traces
+    from faults.scenes import leftovers
 
     mark = uuid.uuid4().hex
     monkeypatch.setenv("FAULTS_MARK", mark)
-    gc.freeze()  # so that `gc.collect` in `traces` looks only at objects of this test
-    before = traces(mark)
+    gc.freeze()  # so that `gc.collect` in `leftovers` looks only at objects of this test
+    before = leftovers(mark)
     yield mark
-    deadline = time.monotonic() + 20.0  # shared memory of a test that runs at the same time disappears with that test
-    while (left := traces(mark) - before) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 20.0  # a test that runs at the same time has shared memory until it ends
+    while (left := leftovers(mark) - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     gc.unfreeze()
     assert not left

@@ -2,9 +2,9 @@
 
     python opening.py SCRATCH load:1 replay:60        `load` every changed copy, `replay` every 60th
 
-This is a process of its own, because an audit hook cannot be removed. SCRATCH holds the folders `ppo` and `gym` as `make_folders`
-made them. Each is changed in turn: every string and every table of its run.toml becomes each of `payloads`, and every file
-becomes a link. Prints one JSON object: the number of opened cases, and the findings.
+This script needs a separate process, because an audit hook cannot be removed. SCRATCH holds the folders `ppo` and `gym`, which
+`make_folders` has made. Each case changes one thing in a copy of a folder. It replaces a string or a table of run.toml with one of
+`payloads`, or a file with a link, a pipe or a folder. Prints one JSON object: the number of opened cases, and the findings.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ import tomli_w
 COMMANDS = ("load", "compare", "graph", "evaluate", "resume", "replay", "train")
 """From the fastest to the slowest."""
 IGNORED = ("versions", "layout.fields.name")
-"""Entries that may be any text. With a change there the command succeeds, which takes seconds for some commands."""
+"""Entries of run.toml that may be any text. If one of them is changed, a command succeeds, and most commands then take
+seconds. Only the fast commands try these cases."""
 FILES = (
     "run.toml",
     "metrics.jsonl",
@@ -40,6 +41,7 @@ FILES = (
     "curve.png",
 )
 EVIL = "import os\nopen(os.environ['CANARY'], 'w').close()\nmake = x = Algo = os.system\n"
+"""Code that must never run. It would make the file CANARY."""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 STARTS = (
     "subprocess.Popen",
@@ -51,6 +53,7 @@ STARTS = (
     "os.forkpty",
     "pty.spawn",
 )
+"""Audit events that start a process."""
 CHANGES = (
     "os.remove",
     "os.rename",
@@ -62,11 +65,13 @@ CHANGES = (
     "os.chmod",
     "os.chown",
 )
+"""Audit events that change the file system."""
 REACHES = ("socket.connect", "socket.bind", "socket.getaddrinfo", "ctypes.dlopen", "webbrowser.open", "urllib.Request")
+"""Audit events that use the network or load a library."""
 
 
 def make_folders(scratch: Path) -> None:
-    """Two small runs, and code that must never run."""
+    """Make the folders of two small runs, and files with code that must never run."""
     import choreo
     from choreo import networks
 
@@ -144,7 +149,7 @@ def changes(scratch: Path) -> list[tuple[str, str, Any]]:
         data = tomllib.loads((scratch / folder / "run.toml").read_text())
         tables = (
             ("run", "algorithm", "environment", "layout") if folder == "ppo" else ("environment",)
-        )  # the other tables are as in ppo
+        )  # the other tables are the same as in ppo
         places = [path for path in positions(data) if path[0] in tables or path == ("versions", "jax")]
         for path, payload in itertools.product(places, payloads(scratch)):
             text = tomli_w.dumps(replaced(data, path, payload))
@@ -197,14 +202,14 @@ class Watch:
             return
         case, self.case = self.case, None  # events inside of this hook are not recorded
         try:
-            if (what := self._wrong(event, args)) is not None:
+            if (what := self._forbidden(event, args)) is not None:
                 self.seen.append(what)
                 if event in STARTS:
                     raise PermissionError(f"refused by the audit hook: {what}")
         finally:
             self.case = case
 
-    def _wrong(self, event: str, args: tuple[Any, ...]) -> str | None:
+    def _forbidden(self, event: str, args: tuple[Any, ...]) -> str | None:
         if event in STARTS or event in REACHES:
             return f"{event} {args[0]!r}"
         if event == "import" and args[0] not in sys.modules:
@@ -221,7 +226,7 @@ class Watch:
 
     def _may_write(self, path: Any, nofollow: bool) -> bool:
         if not isinstance(path, str | bytes | os.PathLike):
-            return True  # a descriptor: its opening was checked
+            return True  # a file descriptor: the hook has checked the call that opened it
         path = os.path.abspath(os.fsdecode(path))
         real = (
             os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
@@ -262,7 +267,7 @@ def main() -> None:
     os.chdir(scratch)
     sys.path.insert(0, str(scratch))  # as with `python -m choreo`: modules in the current folder can be imported
     os.environ["CANARY"] = str(scratch / "CANARY")
-    for command in commands:  # imports the modules that the commands need in any case
+    for command in commands:  # without the hook: imports the modules that the commands need for every folder
         for folder in ("ppo", "gym"):
             _open_copy(scratch, folder, command, lambda folder: None, None)
     watch, wrong, count = Watch(), [], 0

@@ -1,9 +1,9 @@
-"""Shared by the tests of faults: small plans, an environment that fails as a test asks, and a check for what a run leaves behind.
+"""Shared by the tests of faults: small plans, an environment with a fault, and a search for processes and files that a run leaves.
 
 The environment reads its fault from environment variables of its process, so that one plan serves all faults:
 
-    MISDEED=segfault              the fault
-    UNLUCKY=<seed>                the seed of the environment that has it, at step FAULT_STEP
+    FAULT=segfault                the fault; `misbehave` has all of them
+    UNLUCKY=<seed>                the seed of the environment that has the fault, in its step number FAULT_STEP
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def naughty(layout: str) -> Plan:
 
 
 def naughty_factory():
-    """A class defined within a function, so that it is pickled by value: workers cannot import the tests."""
+    """Returns a class that is pickled by value, because a function defines it. Workers could not import it from the tests."""
 
     class Naughty(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -72,14 +72,14 @@ def naughty_factory():
             return obs, 1.0, False, False, {}
 
         def misbehave(self, obs):
-            match os.environ["MISDEED"]:
+            match os.environ["FAULT"]:
                 case "raise":
                     raise ValueError("the pole fell off the table")
                 case "hang":
                     while True:
                         time.sleep(0.01)
-                case "hang, alone":
-                    ctypes.PyDLL(None).sleep(600)  # without releasing the interpreter lock
+                case "hang with the GIL":
+                    ctypes.PyDLL(None).sleep(600)  # does not release the GIL, so no other thread runs
                 case "wrong shape":
                     return np.zeros(5, np.float32)
                 case "nan":
@@ -102,13 +102,13 @@ def naughty_factory():
 
 
 def unlucky(index: int) -> dict[str, str]:
-    """The environment variables that choose the environment that misbehaves."""
+    """The environment variables that give environment number `index` the fault."""
     init_key = jax.random.wrap_key_data(jnp.asarray(split_key(KEY)[0]))
     return {"UNLUCKY": str(seeds(jax.random.split(init_key, NUM_ENVS))[index])}
 
 
 def play(runtime, *, halfway: Callable[[], None] = lambda: None):
-    """The metrics and the carry of a run of 40 iterations; `halfway` is called after 10, when everything has been compiled."""
+    """Run 40 iterations; returns the metrics and the carry. Calls `halfway` after 10 iterations, when everything is compiled."""
     with contextlib.closing(runtime):
         runtime.start(KEY)
         first = runtime.run(0, 10)
@@ -118,7 +118,7 @@ def play(runtime, *, halfway: Callable[[], None] = lambda: None):
 
 @functools.cache
 def alone(layout: str):
-    """The same run in this process, without faults: the reference."""
+    """The reference: the results of the same run in this process, without faults."""
     return play(InProcess(cartpole(layout)))
 
 
@@ -126,8 +126,8 @@ def assert_same_bits(run, reference) -> None:
     jax.tree.map(np.testing.assert_array_equal, run, reference)
 
 
-def traces(mark: str) -> set[str]:
-    """All that a run might leave behind: processes with the mark, open files, named shared memory, listening ports."""
+def leftovers(mark: str) -> set[str]:
+    """Everything that a run might leave: processes with the mark, open files, named shared memory, listening ports."""
     gc.collect()
     files = {f"open file {fd}" for fd in os.listdir("/proc/self/fd")}
     memory = {f"shared memory {name}" for name in os.listdir("/dev/shm")}
@@ -136,7 +136,7 @@ def traces(mark: str) -> set[str]:
 
 
 def marked(mark: str) -> list[str]:
-    """Processes that were started with this mark among their environment variables."""
+    """The processes that have this mark in their environment variables."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -25,65 +25,70 @@ RETURNED = {
     "nan": r"NaN in its observation",
     "wrong type": r"an observation float64\[3\] where its space says float32\[3\]",
 }
-SAID = {
+ENV_ERRORS = {
     "raise": r"Environment 3 of `Naughty` raised ValueError in step: the pole fell off the table",
-    **{deed: rf"Environment 3 of `Naughty` returned from `step`: {what}" for deed, what in RETURNED.items()},
+    **{fault: rf"`step` of environment 3 of `Naughty` returned {what}" for fault, what in RETURNED.items()},
     "exit": r"Environment 3 .*SystemExit.*: enough of this",
     "hang": r"Environment 3 hangs: it has not returned for 1 s\.",
 }
-ENDED = {
-    "hang, alone": r"An environment of worker `{}` hangs, and lets no other thread run\.",
+WORKER_ERRORS = {
+    "hang with the GIL": r"An environment of worker `{}` hangs, and lets no other thread run\.",
     "exit at once": r"Worker `{}` \(process \d+\) ended with exit code 3\.",
     "segfault": r"Worker `{}` \(process \d+\) was killed by SIGSEGV\.",
 }
 WORKER_OF_3 = {"coarse x2": "env+actor-1", "fine x2": "env-1"}
 IN_ONE_PROCESS = ("wrong shape", "wrong type")
-"""The same function raises these errors and `nan`, so workers report them in the same way; CI tests them in one process only."""
+"""CI tests these faults in one process only. That is enough, because the function that detects them also detects `nan`, and CI
+tests `nan` with workers."""
 
 
 @pytest.mark.parametrize(
-    ("deed", "layout"),
+    ("fault", "layout"),
     [
-        *[pytest.param(deed, "fine x2", marks=[pytest.mark.long] if deed in IN_ONE_PROCESS else []) for deed in SAID],
+        *[
+            pytest.param(fault, "fine x2", marks=[pytest.mark.long] if fault in IN_ONE_PROCESS else [])
+            for fault in ENV_ERRORS
+        ],
         pytest.param("raise", "coarse x2", marks=pytest.mark.long),
     ],
 )
-def test_the_error_names_the_environment_and_its_worker(deed, layout, misbehave):
-    error = misbehave(deed, lambda: Local(naughty(layout), env_timeout_s=1.0))
+def test_the_error_names_the_environment_and_its_worker(fault, layout, misbehave):
+    error = misbehave(fault, lambda: Local(naughty(layout), env_timeout_s=1.0))
     assert isinstance(error, EnvError)
-    assert re.match(SAID[deed], str(error)), str(error)
+    assert re.match(ENV_ERRORS[fault], str(error)), str(error)
     assert error.places["worker"] == WORKER_OF_3[layout]
     (note,) = error.__notes__
     assert note.startswith(f"In worker `{WORKER_OF_3[layout]}`:\n")
-    assert deed in RETURNED or "in misbehave" in note
+    assert fault in RETURNED or "in misbehave" in note
 
 
 @pytest.mark.parametrize(
-    ("deed", "layout"),
-    [*itertools.product(ENDED, ["fine x2"]), pytest.param("segfault", "coarse x2", marks=pytest.mark.long)],
+    ("fault", "layout"),
+    [*itertools.product(WORKER_ERRORS, ["fine x2"]), pytest.param("segfault", "coarse x2", marks=pytest.mark.long)],
 )
-def test_a_worker_ended_by_its_environment_is_named(deed, layout, misbehave):
-    error = misbehave(deed, lambda: Local(naughty(layout), env_timeout_s=1.0))
+def test_if_an_environment_kills_or_blocks_its_worker_the_error_names_the_worker(fault, layout, misbehave):
+    error = misbehave(fault, lambda: Local(naughty(layout), env_timeout_s=1.0))
     assert isinstance(error, WorkerError)
-    assert re.match(ENDED[deed].format(re.escape(WORKER_OF_3[layout])), str(error)), str(error)
+    assert re.match(WORKER_ERRORS[fault].format(re.escape(WORKER_OF_3[layout])), str(error)), str(error)
     assert "It was running environments 2 to 3." in str(error)
-    if deed != "exit at once":  # `os._exit` leaves no traceback
+    if fault != "exit at once":  # `os._exit` prints no traceback
         assert "in misbehave" in str(error)
 
 
-@pytest.mark.parametrize("deed", ["raise", *RETURNED])
-def test_in_one_process_the_error_names_no_worker(deed, misbehave):
-    error = misbehave(deed, lambda: InProcess(naughty("fused")))
+@pytest.mark.parametrize("fault", ["raise", *RETURNED])
+def test_in_one_process_the_error_names_no_worker(fault, misbehave):
+    error = misbehave(fault, lambda: InProcess(naughty("fused")))
     assert isinstance(error, EnvError)
-    assert re.match(SAID[deed], str(error)), str(error)
+    assert re.match(ENV_ERRORS[fault], str(error)), str(error)
     assert "worker" not in error.places
-    assert deed != "raise" or isinstance(error.__cause__, ValueError)
+    assert fault != "raise" or isinstance(error.__cause__, ValueError)
 
 
 @pytest.fixture
 def misbehave(monkeypatch):
-    def play(deed, make_runtime) -> ChoreoError:
-        for name, value in (unlucky(3) | {"MISDEED": deed}).items():
+    def play(fault, make_runtime) -> ChoreoError:
+        """Run with a fault in environment 3; returns the error."""
+        for name, value in (unlucky(3) | {"FAULT": fault}).items():
             monkeypatch.setenv(name, value)
         with contextlib.closing(make_runtime()) as runtime, pytest.raises(ChoreoError) as caught:
             runtime.start(KEY)
@@ -93,8 +98,8 @@ def misbehave(monkeypatch):
     return play
 
 
-def test_the_output_of_workers_is_passed_on(monkeypatch, capsys):
-    for name, value in (unlucky(2) | {"MISDEED": "speak"}).items():
+def test_the_coordinator_prints_the_output_of_workers(monkeypatch, capsys):
+    for name, value in (unlucky(2) | {"FAULT": "speak"}).items():
         monkeypatch.setenv(name, value)
     with contextlib.closing(Local(naughty("fine x2"))) as local:
         local.start(KEY)
@@ -121,7 +126,7 @@ def test_a_factory_that_cannot_be_pickled_is_refused_before_any_process_starts(m
         Local(plan)
 
 
-def test_a_worker_names_the_module_that_it_cannot_import(monkeypatch):
+def test_the_error_names_the_module_that_a_worker_cannot_import(monkeypatch):
     ghost = types.ModuleType("ghost_of_a_module")
     monkeypatch.setitem(sys.modules, "ghost_of_a_module", ghost)
     ghost.__dict__["Env"] = type("Env", (naughty_factory(),), {"__module__": "ghost_of_a_module"})
@@ -129,7 +134,7 @@ def test_a_worker_names_the_module_that_it_cannot_import(monkeypatch):
     with contextlib.closing(Local(plan)) as local, pytest.raises(EnvError) as caught:
         local.start(KEY)
     assert "No module named 'ghost_of_a_module'" in str(caught.value)
-    assert "must be installed" in str(caught.value)
+    assert "Install the modules that the factory imports, or put them into the folder" in str(caught.value)
     assert caught.value.places["worker"] == "env-0"
 
 

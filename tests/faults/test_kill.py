@@ -1,4 +1,5 @@
-"""After `kill -9` of any worker at any moment, the run ends within seconds, names the worker, and leaves nothing behind."""
+"""After `kill -9` of any worker at any moment, the run ends within seconds with an error that names the worker. It leaves nothing
+behind."""
 
 import contextlib
 import itertools
@@ -31,17 +32,18 @@ NAMES = {
 
 
 CI = range(5, 10)
-"""These seeds have each scene once, three of them during the start. `test_learners.py` kills learners that use collectives."""
+"""The seeds that CI runs. They include each scene once, and three of them kill a worker while the run starts.
+`test_learners.py` kills learners that use collectives."""
 
 
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed in CI else [pytest.mark.long]) for seed in range(20)]
 )
 def test_a_killed_worker_ends_the_run(seed):
-    (layout, carrier), chance = SCENES[seed % len(SCENES)], random.Random(seed)
-    plan, who = cartpole(layout), chance.randrange(len(NAMES[layout]))
-    starting = seed % 2  # starting takes a second or two, an iteration takes milliseconds
-    with Killer(workers=len(NAMES[layout]), who=who, after_s=chance.uniform(0.0, 1.5 if starting else 0.2)) as killer:
+    (layout, carrier), rng = SCENES[seed % len(SCENES)], random.Random(seed)
+    plan, who = cartpole(layout), rng.randrange(len(NAMES[layout]))
+    starting = seed % 2  # a start takes one or two seconds, an iteration takes milliseconds
+    with Killer(workers=len(NAMES[layout]), who=who, after_s=rng.uniform(0.0, 1.5 if starting else 0.2)) as killer:
         if starting:
             killer.allowed.set()
         with pytest.raises(WorkerError) as caught:
@@ -65,7 +67,7 @@ def run_for_ever(local, running: threading.Event):
 
 
 class Killer:
-    """Kills worker number `who`, in the order of process ids, `after_s` after `allowed` is set."""
+    """Kills one worker, `after_s` seconds after `allowed` is set. `who` is the index of the worker in the order of process ids."""
 
     def __init__(self, *, workers: int, who: int, after_s: float):
         self.workers, self.who, self.after_s = workers, who, after_s
@@ -103,15 +105,14 @@ def our_workers() -> list[int]:
 
 def parents_factory():
     class Parent(gymnasium.Env):
-        """Starts two processes: a program, and a fork of the worker, which inherits all its sockets."""
+        """Starts two processes: a program, and a fork of the worker. The fork inherits all sockets of the worker."""
 
         observation_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
         action_space = gymnasium.spaces.Discrete(2)
 
         def reset(self, *, seed=None, options=None):
-            if (
-                "CHILDREN" in os.environ
-            ):  # in a worker, not in the coordinator, which makes one environment to read its spaces
+            # Not in the coordinator, which makes an environment to read its spaces before the test sets this variable.
+            if "CHILDREN" in os.environ:
                 self.program = subprocess.Popen(["sleep", "600"])
                 if os.fork() == 0:
                     time.sleep(600)

@@ -1,4 +1,4 @@
-"""If one of several learners that combine gradients is killed, the run ends with an error that names it, and no learner hangs."""
+"""If one of several learners is killed, no other learner hangs. The run ends with an error that names the killed learner."""
 
 import functools
 import re

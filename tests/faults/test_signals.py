@@ -1,4 +1,4 @@
-"""Signals to a worker (stopped for a while, killed) and to a coordinator (interrupted, terminated, killed)."""
+"""Signals suspend a worker for a while, or kill it. Other signals interrupt, terminate or kill the coordinator."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ import pytest
 from choreo.runtime.local import Local
 from faults.scenes import alone, assert_same_bits, cartpole, marked, play
 
-STOPPED_S = 3.0
+SUSPENDED_S = 3.0
 TINY = Path(__file__).parents[1] / "tiny.py"
 
 
@@ -24,10 +24,10 @@ TINY = Path(__file__).parents[1] / "tiny.py"
     ("layout", "carrier", "who"),
     [("fine x2", "shm", "env-1"), pytest.param("coarse x2", "tcp", "env+actor-0", marks=pytest.mark.long)],
 )
-def test_a_worker_that_is_stopped_for_a_while_does_not_change_the_results(layout, carrier, who):
+def test_a_worker_that_is_suspended_for_a_while_does_not_change_the_results(layout, carrier, who):
     local = Local(cartpole(layout), carrier=carrier)
     worker = psutil.Process(local.pool.handles[who].process.pid)
-    wake = threading.Timer(STOPPED_S, worker.resume)
+    wake = threading.Timer(SUSPENDED_S, worker.resume)
 
     def halfway():
         worker.suspend()
@@ -57,7 +57,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(layouts, carrier):
         (signal.SIGKILL, -signal.SIGKILL, "fine"),
     ],
 )
-def test_no_worker_outlives_the_command(number, code, layout, tmp_path, mark):
+def test_no_worker_outlives_the_train_command(number, code, layout, tmp_path, mark):
     with command(tmp_path, layout) as (process, log):
         assert len(marked(mark)) == 4, marked(mark)
         os.kill(process.pid, number)
@@ -67,7 +67,7 @@ def test_no_worker_outlives_the_command(number, code, layout, tmp_path, mark):
         assert "Traceback" not in log.read_text()
 
 
-def test_the_command_names_the_killed_worker_once(tmp_path, mark):
+def test_the_train_command_names_the_killed_worker_once(tmp_path, mark):
     with command(tmp_path, "fine") as (process, log):
         worker = psutil.Process(process.pid).children()[0]
         worker.kill()
@@ -82,7 +82,7 @@ def test_the_command_names_the_killed_worker_once(tmp_path, mark):
 
 @contextlib.contextmanager
 def command(folder: Path, layout: str):
-    """The process of a `choreo train` that has begun to train, and the file with its output."""
+    """Start `choreo train`. Yields its process, after the first metrics are written, and the file with its output."""
     out, log = folder / "run", folder / "log"
     words = f"train {TINY}:Tiny CartPole-v1 --num-envs 4 --layout {layout} --workers 2 --steps 1e9 --unroll 4 --quiet"
     with open(log, "wb") as file:

@@ -1,4 +1,5 @@
-"""Attacks on the ports of a run and of an agent: strangers, peers with the key that send nonsense, men in the middle."""
+"""Attacks on the ports of a run and of an agent: by strangers, by peers that know the token but send nonsense, and by a man in the
+middle. Also failures of hosts, workers and agents during a run on other hosts."""
 
 import contextlib
 import itertools
@@ -46,9 +47,9 @@ TOO_MUCH = GREETING + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
 """The greeting, then a command that announces a size of 2^63 bytes."""
 
 
+# These two calls open files that stay open, so they come before the first check for leaks.
 context_of_process().socket(zmq.PAIR).close()
 authenticator()
-# Both open files that stay open, so they are called before the first check for leaks.
 
 
 @pytest.fixture
@@ -57,26 +58,27 @@ def agent(tmp_path):
         yield started
 
 
-def knock(stack: ExitStack, address: str, port: int, said: bytes) -> socket.socket:
+def knock(stack: ExitStack, address: str, port: int, data: bytes) -> socket.socket:
+    """Connect as a stranger and send these bytes. The stack closes the connection."""
     stranger = stack.enter_context(socket.create_connection((address, port)))
     with contextlib.suppress(OSError):  # the server may have closed the connection already
-        stranger.sendall(said)
+        stranger.sendall(data)
     return stranger
 
 
 def run_there(agent: Agent, **options):
-    """A whole run whose environments and learner are workers of the agent."""
+    """The results of a whole run. The agent starts its workers: one for the environments, and one for the learner."""
     return play(Local(cartpole("fine x1"), cluster=agent.cluster, **options))
 
 
 class TestStrangers:
     """Clients that do not know the token."""
 
-    def test_a_thousand_at_once_do_not_keep_a_coordinator_out(self, agent):
+    def test_a_thousand_connections_at_once_do_not_stop_a_coordinator(self, agent):
         with ExitStack() as stack:
-            chance = random.Random(0)
+            rng = random.Random(0)
             for i in range(1000):
-                knock(stack, agent.address, agent.port, (b"", chance.randbytes(200), GREETING, TOO_MUCH)[i % 4])
+                knock(stack, agent.address, agent.port, (b"", rng.randbytes(200), GREETING, TOO_MUCH)[i % 4])
             assert_same_bits(run_there(agent), alone("fine x1"))
         assert agent.process.poll() is None
 
@@ -84,19 +86,19 @@ class TestStrangers:
         """They connect to all ports of all workers while the run goes on."""
         with ExitStack() as stack:
 
-            def bother():
+            def knock_at_all_ports():
                 for process in psutil.Process(agent.process.pid).children():
                     for port in {c.laddr.port for c in process.net_connections() if c.status == psutil.CONN_LISTEN}:
                         ports.append(port)
-                        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(500), GREETING, TOO_MUCH, b"x" * 10**6):
-                            knock(stack, "127.0.0.1", port, said)
+                        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(500), GREETING, TOO_MUCH, b"x" * 10**6):
+                            knock(stack, "127.0.0.1", port, data)
 
             ports: list[int] = []
-            run = play(Local(cartpole("fine x1"), cluster=agent.cluster), halfway=bother)
+            run = play(Local(cartpole("fine x1"), cluster=agent.cluster), halfway=knock_at_all_ports)
         assert_same_bits(run, alone("fine x1"))
         assert len(ports) >= 2, "each of the two workers has a port for its coordinator"
 
-    def test_a_coordinator_with_another_token_is_refused_with_a_reason(self, agent, tmp_path):
+    def test_a_coordinator_with_a_wrong_token_is_refused_with_a_reason(self, agent, tmp_path):
         (tmp_path / "other").mkdir()
         cluster = Cluster(hosts=agent.cluster.hosts, token_file=make_token(tmp_path / "other"))
         with pytest.raises(RunError) as caught:
@@ -106,18 +108,18 @@ class TestStrangers:
             "Use the same token file on every host. Run there: choreo agent"
         )
 
-    def test_an_address_without_an_agent_is_named(self, tmp_path):
+    def test_the_error_names_an_address_without_an_agent(self, tmp_path):
         agent = Agent(make_token(tmp_path))
         agent.end()
         with pytest.raises(RunError, match=rf"There is no agent at 127.0.0.1:{agent.port}: .*refused"):
             Local(cartpole("fine x1"), cluster=agent.cluster)
 
-    def test_a_server_that_is_not_an_agent_is_named(self, tmp_path):
+    def test_a_server_that_is_not_an_agent_is_reported(self, tmp_path):
         """The server accepts connections, but sends nothing."""
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            host = Host(address="127.0.0.1", port=silent.getsockname()[1])
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            host = Host(address="127.0.0.1", port=server.getsockname()[1])
             cluster = Cluster(hosts=(host,), token_file=make_token(tmp_path))
-            with pytest.raises(RunError, match="does not answer as an agent does"):
+            with pytest.raises(RunError, match="does not answer like an agent"):
                 Local(cartpole("fine x1"), cluster=cluster)
 
 
@@ -125,30 +127,37 @@ class TestPeersWithTheKey:
     """Clients that know the token, and send nonsense to the agent and to workers of their own run."""
 
     def test_nonsense_does_not_end_an_agent(self, agent):
-        chance = random.Random(1)
-        order = {"run": "0", "name": "w", "host": "127.0.0.1", "key": KeyPair.new().public.decode(), "environment": {}}
-        good = json.dumps(order).encode()
-        wrong = [
-            b"", b"null", b"[]", b"{}", b"[" * 60_000, b"\xff\xfe", b"1" * 60_000, good[:-1], good + b"x",
-            *(json.dumps(order | {name: value}).encode() for name in order for value in (None, 7, [], "\0", "\n", "x" * 50_000)),
-            json.dumps(order | {"host": "no-such-host.invalid"}).encode(),
-            json.dumps(order | {"environment": {"A=B": "1"}}).encode(),
-            json.dumps(order | {"environment": {"": "1"}}).encode(),
-            *(mutated(good, chance) for _ in range(200)),
+        rng = random.Random(1)
+        request = {
+            "run": "0",
+            "name": "w",
+            "host": "127.0.0.1",
+            "key": KeyPair.new().public.decode(),
+            "environment": {},
+        }
+        valid = json.dumps(request).encode()
+        malformed = [
+            b"", b"null", b"[]", b"{}", b"[" * 60_000, b"\xff\xfe", b"1" * 60_000, valid[:-1], valid + b"x",
+            *(json.dumps(request | {name: value}).encode() for name in request
+              for value in (None, 7, [], "\0", "\n", "x" * 50_000)),
+            json.dumps(request | {"host": "no-such-host.invalid"}).encode(),
+            json.dumps(request | {"environment": {"A=B": "1"}}).encode(),
+            json.dumps(request | {"environment": {"": "1"}}).encode(),
+            *(mutated(valid, rng) for _ in range(200)),
         ]  # fmt: skip
-        with friend(agent) as dealer:
-            for data in wrong:
+        with client_with_the_token(agent) as dealer:
+            for data in malformed:
                 dealer.send(data)
             dealer.send_multipart([b"two", b"parts"])
-            dealer.send(b"x" * (1 << 20))  # too long: this connection is closed
+            dealer.send(b"x" * (1 << 20))  # too long, so the agent closes this connection
         assert_same_bits(run_there(agent), alone("fine x1"))
         assert agent.process.poll() is None
         logged = agent.end()
-        assert "Refused 127.0.0.1: ValueError('a request with other fields')" in logged
+        assert "Refused 127.0.0.1: ValueError('a request with unknown or missing fields')" in logged
         assert "Traceback" not in logged
 
-    def test_nonsense_to_a_worker_of_its_own_ends_only_that_worker(self, agent):
-        """Another run of the same agent goes on."""
+    def test_nonsense_to_a_worker_ends_only_that_worker(self, agent):
+        """A second run of the same agent goes on."""
         local = Local(cartpole("fine x1"), cluster=agent.cluster)
 
         def halfway():
@@ -181,19 +190,20 @@ class TestPeersWithTheKey:
             assert caught.value.places["worker"] == "env-0"
 
 
-def mutated(data: bytes, chance: random.Random) -> bytes:
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """A copy of a request in which some bytes are changed, so that it is not valid."""
     changed = bytearray(data)
-    for _ in range(chance.randint(1, 4)):
-        changed[chance.randrange(len(changed))] = chance.randrange(256)
+    for _ in range(rng.randint(1, 4)):
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
     try:
         SpawnRequest.from_bytes(bytes(changed))
     except ValueError:
         return bytes(changed)
-    return b""  # still a valid request: the agent would start a worker
+    return b""  # the changed request is still valid, and the agent would start a worker
 
 
 @contextlib.contextmanager
-def friend(agent: Agent):
+def client_with_the_token(agent: Agent):
     """A connection from a client that knows the token."""
     token = agent.token.read_bytes()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -230,7 +240,7 @@ def test_a_header_with_impossible_arrays_is_refused(arrays):
 
 
 class TestManInTheMiddle:
-    """A man in the middle relays the bytes between a coordinator and an agent, and adds to them."""
+    """An attacker between a coordinator and an agent: he relays their bytes and adds some, or takes the place of the agent."""
 
     def test_injected_bytes_end_the_run(self, agent):
         """Injected bytes end the connection, and are never used as data."""
@@ -239,7 +249,9 @@ class TestManInTheMiddle:
             local = Local(cartpole("fine x1"), cluster=Cluster(hosts=(host,), token_file=agent.token))
             with contextlib.closing(local):
                 local.start(KEY)
-                relay.inject(b"\x04\x20" + b"\x07MESSAGE" + bytes(24))  # a frame of CURVE, with zeros as its tag
+                relay.inject(
+                    b"\x04\x20" + b"\x07MESSAGE" + bytes(24)
+                )  # a frame of CURVE whose authentication tag is zero
                 relay.inject(b"\x00\x05spawn")  # a frame that is not encrypted
                 with pytest.raises(WorkerError):
                     for i in itertools.count():
@@ -248,7 +260,7 @@ class TestManInTheMiddle:
         assert "started" in agent.end()
 
     def test_an_impostor_of_the_agent_receives_nothing(self, tmp_path):
-        """The impostor admits every client and has a key pair, but not that of the agent."""
+        """The impostor admits every client. It has a key pair, but not the key pair of the agent."""
         with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
             impostor.set(zmq.CURVE_SERVER, 1)
             impostor.set(zmq.CURVE_SECRETKEY, KeyPair.new().secret)
@@ -260,7 +272,7 @@ class TestManInTheMiddle:
 
 
 def test_a_dropped_message_is_noticed():
-    """CURVE does not detect it, but a tunnel numbers its messages."""
+    """CURVE does not detect a dropped message, but a tunnel numbers its messages."""
     here, there = KeyPair.new(), KeyPair.new()
     listener, port = Tunnel.listen("127.0.0.1", there, here.public)
     with Relay(port) as relay, contextlib.closing(listener):
@@ -281,10 +293,10 @@ def test_a_dropped_message_is_noticed():
 
 
 class Relay:
-    """Accepts connections at a port of its own, and relays their bytes to the port `to`."""
+    """Accepts connections at `port`, and relays their bytes to the port `to` and back."""
 
     drops = False
-    """Drop data that is longer than a heartbeat?"""
+    """Whether to drop data that is longer than a heartbeat."""
 
     def __init__(self, to: int):
         self.to, self.listener = to, socket.create_server(("127.0.0.1", 0))
@@ -333,11 +345,13 @@ CANARIES = {
     name: f"canary-of-{name}-".encode().ljust(28, b"z")
     for name in ("closure", "observations", "parameters", "variable")
 }
+"""Secrets with bytes that are easy to find. No recorded network data may contain them."""
 IN_CLEAR = b"this canary flies in the open"
+"""Bytes that the test sends without encryption, to check that the recorder finds them."""
 
 
 def secretive(canary: str, seen: np.ndarray):
-    """Environments with a secret in the closure of their factory, and one in each observation."""
+    """A class of environments with two secrets: `canary` is in its closure, and `seen` is every observation."""
 
     class Secretive(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-np.inf, np.inf, seen.shape, np.float32)
@@ -354,12 +368,12 @@ def secretive(canary: str, seen: np.ndarray):
 
 
 def pattern(canary: bytes) -> np.ndarray:
-    """The bytes of a canary as float32; all of these are finite."""
+    """The bytes of a canary as float32 numbers, all of which are finite."""
     return np.frombuffer(canary, np.float32)
 
 
 class Marked(Tiny):
-    """`Tiny` with a canary as its weights, which learning does not change."""
+    """`Tiny` whose weights are a canary. With a learning rate of 0, they stay the canary."""
 
     def init(self, env, key):
         carry = super().init(env, key)
@@ -369,7 +383,8 @@ class Marked(Tiny):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="recording a network device needs root")
 def test_no_secret_is_readable_on_the_network(tmp_path, monkeypatch):
-    """A run between two hosts is recorded, and searched for canaries: token, variables, closure, observations, weights."""
+    """Records the network data of a run on two hosts. Then searches this data for the token, a secret key, and the canaries in an
+    environment variable, a closure, observations and weights."""
     variables = launching.environment_variables
     monkeypatch.setattr(
         launching, "environment_variables", lambda *args: variables(*args) | {"CANARY": CANARIES["variable"].decode()}
@@ -407,7 +422,8 @@ def test_no_secret_is_readable_on_the_network(tmp_path, monkeypatch):
 
 def send_in_clear(there: Namespace) -> None:
     with socket.create_server((there.gateway, 0)) as server:
-        code = f"import socket; s = socket.create_connection(('{there.gateway}', {server.getsockname()[1]})); s.sendall({IN_CLEAR!r})"
+        address = (there.gateway, server.getsockname()[1])
+        code = f"import socket; s = socket.create_connection({address!r}); s.sendall({IN_CLEAR!r})"
         subprocess.run([*there.enter, sys.executable, "-c", code], check=True)
         server.accept()[0].close()
 
@@ -417,7 +433,9 @@ class Recorder:
 
     def __init__(self, device: str):
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-        self.socket.setsockopt(socket.SOL_SOCKET, 33, 1 << 28)  # SO_RCVBUFFORCE: lose nothing
+        self.socket.setsockopt(
+            socket.SOL_SOCKET, 33, 1 << 28
+        )  # SO_RCVBUFFORCE: a buffer so large that no packet is lost
         self.socket.bind((device, 0))
         self.socket.settimeout(0.2)
         self.streams: dict[bytes, bytearray] = {}
@@ -448,10 +466,9 @@ class Recorder:
 
 
 class TestFailuresOnOtherHosts:
-    """The coordinator reports them."""
+    """The coordinator reports failures of workers on other hosts."""
 
-    def test_a_worker_that_cannot_start_shows_its_output(self, tmp_path):
-        """The output is part of the error at the coordinator."""
+    def test_the_error_shows_the_output_of_a_worker_that_cannot_start(self, tmp_path):
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(
             "import sys\nif 'choreo.runtime.worker' in sys.orig_argv: raise SystemExit('this installation is broken')"
@@ -475,8 +492,8 @@ class TestFailuresOnOtherHosts:
             RunError, match="`actor.buffer.learner` on 127.0.0.1 has started, but nobody with the worker's key"
         ):
             Local(cartpole("fine x1"), cluster=agent.cluster)
-        gone = time.monotonic() + 10
-        while (left := psutil.Process(agent.process.pid).children()) and time.monotonic() < gone:
+        deadline = time.monotonic() + 10
+        while (left := psutil.Process(agent.process.pid).children()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left
 
@@ -484,7 +501,7 @@ class TestFailuresOnOtherHosts:
         with pytest.raises(ClusterError, match="hosts with an agent, which asks for a token, but no token_file"):
             Local(cartpole("fine x1"), cluster=Cluster(hosts=agent.cluster.hosts))
 
-    def test_a_killed_worker_is_named(self, agent):
+    def test_the_error_names_a_killed_worker(self, agent):
         said = []
         local = Local(cartpole("fine x1"), cluster=agent.cluster, on_output=lambda *line: said.append(line))
         with contextlib.closing(local):
@@ -496,7 +513,7 @@ class TestFailuresOnOtherHosts:
                 local.run(0, 100)
 
     @pytest.mark.parametrize("who", ["env-0", "actor+buffer+learner"])
-    def test_a_frozen_worker_is_named(self, agent, who):
+    def test_the_error_names_a_frozen_worker(self, agent, who):
         local = Local(cartpole("fine x1"), cluster=agent.cluster)
         with contextlib.closing(local):
             local.start(KEY)
@@ -504,11 +521,11 @@ class TestFailuresOnOtherHosts:
             with pytest.raises(WorkerError) as caught:
                 local.run(0, 100)
         assert str(caught.value).startswith(f"Nothing heard from `{who}` (process "), str(caught.value)
-        assert "It is stopped, its machine is overloaded or asleep, or the network between them is cut." in str(
+        assert " is stopped, its machine is overloaded or asleep, or its network connection is cut." in str(
             caught.value
         )
 
-    def test_a_frozen_worker_on_this_machine_is_named(self):
+    def test_the_error_names_a_frozen_worker_on_this_machine(self):
         local = Local(cartpole("fine x1"), carrier="tcp")
         with contextlib.closing(local):
             local.start(KEY)
@@ -517,7 +534,7 @@ class TestFailuresOnOtherHosts:
                 local.run(0, 100)
 
     def test_workers_end_when_their_coordinator_is_killed(self, agent, mark, tmp_path):
-        """A worker that is stopped (SIGSTOP), and cannot notice it, ends as well."""
+        """One worker is suspended by SIGSTOP, so it cannot notice the end of the coordinator. It ends as well."""
         file = tmp_path / "cluster.toml"
         file.write_text(f'token_file = "token"\n[[hosts]]\naddress = "127.0.0.1"\nport = {agent.port}\ncpus = 2\n')
         coordinator = subprocess.Popen(
@@ -565,7 +582,7 @@ def test_a_stopped_agent_tells_the_coordinator_and_logs_the_end_of_its_workers(a
     with contextlib.closing(Local(cartpole("fine x1"), cluster=agent.cluster)) as local:
         local.start(KEY)
         agent.process.send_signal(signal.SIGINT)
-        with pytest.raises(WorkerError, match=r"The agent at 127.0.0.1:\d+ was stopped, and its worker `.*` with it"):
+        with pytest.raises(WorkerError, match=r"The agent at 127.0.0.1:\d+ was stopped, and so its worker `.*` ended"):
             for i in itertools.count():
                 local.run(i, i + 1)
     assert agent.end().count("ended with exit code -9") == 2
@@ -597,7 +614,7 @@ def test_an_agent_listens_on_loopback_unless_told_otherwise(tmp_path):
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 def test_files_in_the_current_folder_do_not_replace_installed_packages(tmp_path, monkeypatch, carrier):
-    """The current folder may be an unpacked run folder from somebody else, for example."""
+    """For example, the current folder may be a run folder from somebody else."""
     for module in ("numpy", "json", "zmq", "cloudpickle", "choreo"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
@@ -605,7 +622,7 @@ def test_files_in_the_current_folder_do_not_replace_installed_packages(tmp_path,
 
 
 def test_the_coordinator_unpickles_nothing(monkeypatch):
-    """Workers unpickle their programs. Their replies are not pickled, not even errors."""
+    """Only workers unpickle. They do not pickle their replies, not even errors."""
 
     def refuse(*_):
         raise AssertionError("the coordinator unpickles")

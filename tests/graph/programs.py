@@ -1,4 +1,4 @@
-"""A small program whose edges one can see by reading it: a loop in a loop, and a role that is not a standard one."""
+"""A small program whose edges can be counted by hand. It has a loop in a loop, and a non-standard role (`planner`)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """Environments on a line, without a `step`: the fragment `move` takes its place."""
+    """Environments on a line. They have no `step`: the program calls the fragment `move` instead."""
 
     num_envs: int = 2
     name: str = "toy:Line"

@@ -1,4 +1,4 @@
-"""Pictures of graphs are valid SVG, show every fragment and edge, and no words lie on top of others."""
+"""Pictures of graphs are valid SVG and show every fragment and edge. No text overlaps other text."""
 
 import pytest
 
@@ -25,15 +25,14 @@ def test_every_fragment_and_edge_is_in_the_picture(algo, env):
     words = texts(svg)
     assert {names[op] for op in shown.fragments()} | set(shown.roles) <= set(words)
     assert "× 5" in words or "× 16" in words
-    between = [
-        edge for edge in edges if edge.src is not edge.dst
-    ]  # an edge from a fragment to itself is text in its box
+    # An edge from a fragment to itself has no arrow: it is text in the box of the fragment.
+    between = [edge for edge in edges if edge.src is not edge.dst]
     assert len(arrows(svg)) == len(between)
     assert all(any(word.startswith(format_bytes(edge.nbytes)) for word in words) for edge in between)
     assert sum(word.startswith("keeps") for word in words) == len(edges) - len(between)
 
 
-def test_roles_keep_their_colours():
+def test_every_role_is_drawn_in_its_own_colour():
     assert role_colour("actor") == ROLE_COLOURS["actor"] and role_colour("planner") in OTHER_COLOURS
     svg = graph(Nested(), Line()).draw()
     assert all(role_colour(role) in svg for role in ("env", "planner", "learner"))

@@ -1,4 +1,4 @@
-"""Graphs as text: golden prints, and edges counted by reading the program."""
+"""The text of a graph equals a golden print, and its edges are those that one counts by hand in the program."""
 
 import re
 from dataclasses import replace
@@ -26,11 +26,11 @@ def ppo():
     return graph(PPO(unroll=16, minibatch_size=32), make("jax:CartPole-v1", 8))
 
 
-def test_print_of_ppo(ppo):
+def test_ppo_prints_its_golden(ppo):
     check_golden("graph_ppo", str(ppo))
 
 
-def test_print_of_nested_loops(nested):
+def test_nested_loops_print_their_golden(nested):
     check_golden("graph_nested", str(nested))
 
 
@@ -41,18 +41,18 @@ def test_print_is_short_and_names_no_folder(ppo, nested):
         assert not re.search(r"/\w+\.py", text), "the print names a folder"
 
 
-def test_runs_per_iteration(nested):
+def test_a_fragment_in_nested_loops_runs_once_per_round(nested):
     assert {op.name: n for op, n in runs(nested).items()} == {"think": 15, "move": 5, "learn": 1, "shrink": 1}
 
 
-def test_edges(nested):
+def test_edges_are_those_counted_by_hand(nested):
     names = end_names(nested)
     when = {e: "next" if e.next_of else "first" if e.first_only else "" for e in find_edges(nested)}
     found = {(names[e.src], names[e.dst], when[e]): (e.times, e.nbytes) for e in when}
     assert found == {
         ("carry", "think", ""): (15, 12),  # the parameters
-        ("carry", "think", "first"): (1, 8),  # the first of 3 thoughts begins with the place ...
-        ("think", "think", "next"): (10, 8),  # ... and each later one with the thought before it
+        ("carry", "think", "first"): (1, 8),  # the first of 3 calls of `think` reads the place ...
+        ("think", "think", "next"): (10, 8),  # ... and each later call reads the result of the call before
         ("move", "think", "next"): (4, 8),
         ("carry", "move", "first"): (1, 8),
         ("think", "move", ""): (5, 8),  # through the glue `-thought`

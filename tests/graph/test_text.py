@@ -19,7 +19,7 @@ from choreo.graph.text import WIDTH, format_bytes, format_type, table, wrap
         (2.5e9, "2.5 GB"),
     ],
 )
-def test_sizes_have_three_digits_and_a_unit(number, text):
+def test_sizes_have_at_most_three_digits_and_a_unit(number, text):
     assert format_bytes(int(number)) == text
 
 
@@ -33,7 +33,7 @@ def test_types_are_written_as_jax_does(dtype, text):
     assert format_type(aval) == text == jax.core.ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
 
 
-def test_type_of_keys():
+def test_random_keys_have_the_type_key():
     assert format_type(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4))) == "key[4]"
 
 

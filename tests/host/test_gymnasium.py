@@ -48,7 +48,7 @@ def test_results_of_a_call_are_never_changed_later():
 
 def test_episodes_of_different_environments_end_at_different_times():
     lengths = iter([2, 3])
-    block = batch(lambda: Count(length=next(lengths, 2)), range(2))  # the probe uses up the first length
+    block = batch(lambda: Count(length=next(lengths, 2)), range(2))  # `probe` makes one more first, which takes the 2
     rows = play(block, 6)
     assert [row[3].tolist() for row in rows] == [[t % 3 == 0, t % 2 == 0] for t in range(1, 7)]
     assert [row[6].tolist() for row in rows][2:4] == [[3, 1], [1, 2]]
@@ -63,7 +63,7 @@ def test_episodes_do_not_depend_on_the_division_into_blocks():
     assert whole[-1][3].shape == (4,) and any(row[3].any() for row in whole)
 
 
-def test_the_same_steps_as_gymnasium_itself():
+def test_a_batch_takes_the_same_steps_as_gymnasium():
     env, block = (
         gymnasium.make("CartPole-v1", max_episode_steps=15),
         batch("CartPole-v1", range(1), max_episode_steps=15),
@@ -84,7 +84,7 @@ def test_the_same_steps_as_gymnasium_itself():
     assert len(ends) == 2, "the test needs both a termination and a truncation"
 
 
-def test_time_limits_around_and_below_other_wrappers_end_episodes():
+def test_time_limits_outside_and_inside_of_other_wrappers_end_episodes():
     block = batch(lambda: TimeLimit(ClipReward(TimeLimit(Count(length=9), 4), 0, 0.5), 2))
     rows = play(block, 4)
     assert [row[3][0] for row in rows] == [False, True, False, True]
@@ -93,13 +93,13 @@ def test_time_limits_around_and_below_other_wrappers_end_episodes():
     assert [row[3][0] for row in inner] == [False, True, False, True]
 
 
-def test_gymnasiums_checker_is_skipped_after_its_first_step(monkeypatch):
+def test_the_checker_of_gymnasium_runs_in_the_first_episode_only(monkeypatch):
     calls = []
     step = PassiveEnvChecker.step
     monkeypatch.setattr(PassiveEnvChecker, "step", lambda self, action: calls.append(action) or step(self, action))
     rows = play(batch(lambda: PassiveEnvChecker(ClipReward(Count(length=3), 0, 0.5)), range(1)), 8)
     assert [row[3][0] for row in rows] == [False, False, True, False, False, True, False, False]
-    assert len(calls) == 3, "the checker runs in the first episode only"
+    assert len(calls) == 3, "the checker was called after the first episode, or was never called"
 
 
 def test_wrappers_are_applied():
@@ -125,7 +125,7 @@ def test_box_actions_are_clipped_and_copied():
     assert [x.tolist() for x in seen] == [[2], [-2]] and seen[0].dtype == np.float32
 
 
-def test_a_discrete_action_is_an_int_with_the_attributes_of_numpys():
+def test_a_discrete_action_is_an_int_with_the_attributes_of_a_numpy_integer():
     seen = []
 
     class Keeps(Count):
@@ -141,7 +141,7 @@ def test_a_discrete_action_is_an_int_with_the_attributes_of_numpys():
     assert (seen[1].item(), seen[1].dtype, seen[1].shape) == (7, np.int64, ())
 
 
-def test_trees_of_observations_and_actions():
+def test_observations_and_actions_may_be_trees():
     block = batch(Nested)
     push, jump = np.array([[0.5, 9.0], [0.0, -9.0]], np.float32), np.array([1, 3], np.int32)
     token, *obs = block.reset(seeds(0, 1))
@@ -156,7 +156,7 @@ def test_trees_of_observations_and_actions():
     assert (more[0] == 1).all() and (more[2] == 4).all()  # next_obs belongs to the old episode
 
 
-def test_wide_types_for_64_bits():
+def test_a_wide_batch_has_types_of_64_bits():
     token, *obs = batch(Nested, wide=True).reset(seeds(0, 1))
     assert [x.dtype.name for x in obs] == ["int64", "int8", "uint8", "int64", "float64"]
 
@@ -167,7 +167,7 @@ def test_wide_types_for_64_bits():
     ("Pendulum-v1", ["float32"]),
     ("Taxi-v4", ["int8", "int32"]),
 ])  # fmt: skip
-def test_types_of_observations_of_gymnasiums_environments(name, types):
+def test_observations_of_gymnasium_get_types_of_at_most_32_bits(name, types):
     block = batch(name, range(3))
     low = np.zeros((3, 1), np.float32) if name == "Pendulum-v1" else np.zeros(3, np.int32)
     token, *obs = block.reset(seeds(1, 2, 3))
@@ -248,7 +248,7 @@ def test_without_a_fault_there_is_no_error():
     assert len(play(batch(Faulty, range(4, 7), fault="nothing"), 6)) == 6
 
 
-def test_current_is_the_running_environment():
+def test_current_is_the_number_of_the_running_environment():
     numbers = []
 
     class Watched(Count):
@@ -262,6 +262,7 @@ def test_current_is_the_running_environment():
 
 
 def test_a_stale_token_is_refused():
+    """A token holds the number of steps so far. `reset` and `step` return it, and the next `step` needs it."""
     block = batch(Count)
     with pytest.raises(EnvError, match="should continue from step 0, but its environments have not been reset"):
         block.step(np.zeros(2, np.int32), np.zeros(2, np.int32))
@@ -282,7 +283,7 @@ def test_close_closes_every_environment():
         return made[-1]
 
     block = batch(make, range(3))
-    # The first was made by the probe, and is closed already.
+    # `probe` made the first environment, and has already closed it.
     assert [env.closed for env in made] == [True, False, False, False]
     block.close()
     assert all(env.closed for env in made)
@@ -297,7 +298,7 @@ def test_close_closes_every_environment():
      r"has a Sequence space at \['a'\]\[0\]"),
     (gymnasium.Env, "The `observation_space` of `Env` is None, which is not a Gymnasium space"),
 ])  # fmt: skip
-def test_unusable_environments_are_refused_by_the_probe(make, message):
+def test_unusable_environments_are_refused(make, message):
     with pytest.raises(EnvError, match=message):
         batch(make)
 

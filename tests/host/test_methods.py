@@ -1,4 +1,4 @@
-"""A site's Python object: made for its own block of environments, shared by its methods, checked at every call."""
+"""A site makes one Python object for its block of environments. All methods share the object; their results are checked."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ def test_a_site_has_one_object_for_its_own_environments():
     add(np.array([1, 2], np.int32))
     assert add(np.array([1, 2], np.int32))[0].tolist() == [2, 4]
     assert objects.bind(method("numbers"))()[0].tolist() == [2, 3]
-    assert len(objects.made) == 1, "methods with an equal `make` share the object"
+    assert len(objects.made) == 1, "two methods with an equal `make` did not share one object"
     (counters,) = objects.made.values()
     counters.current = 3
     assert objects.current() == 3 and objects.calls == 6

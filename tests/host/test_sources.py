@@ -1,4 +1,4 @@
-"""A source can be pickled and used in a process that does not have the user's program."""
+"""A `Source` makes environments. It can be pickled, and used in a process that does not have the user's program."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 
 
 def play_elsewhere(source: Source) -> list[str]:
-    """Step two environments in a new process that gets only the pickled object; returns what the process prints."""
+    """Step two environments in a new process, which is given only a pickled object. Returns the lines that it prints."""
     make = MakeBatch(source=source, form=probe(source))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -40,7 +40,7 @@ def play_elsewhere(source: Source) -> list[str]:
     return done.stdout.decode().splitlines()
 
 
-def test_a_worker_without_jax_needs_little_memory():
+def test_a_process_that_only_steps_environments_needs_no_jax_and_little_memory():
     obs, imported, megabytes = play_elsewhere(Source.of_id("CartPole-v1", {}))
     assert imported == "False"
     assert int(megabytes) <= 60
@@ -106,7 +106,7 @@ sys.stdout.buffer.write(pickle.dumps(MakeBatch(source=source, form=probe(source)
     assert done.stdout.decode().splitlines()[0] == "[[3.0], [3.0]]"
 
 
-def test_unpickled_in_the_same_process_a_source_is_the_original():
+def test_a_source_that_is_unpickled_in_the_same_process_equals_the_original():
     def make():
         return Count()
 
@@ -116,7 +116,7 @@ def test_unpickled_in_the_same_process_a_source_is_the_original():
         assert again.factory_call is source.factory_call
 
 
-def test_sources_are_equal_if_function_and_arguments_are():
+def test_sources_are_equal_if_their_functions_and_arguments_are_equal():
     make = lambda: Count()  # noqa: E731
     assert Source.of_factory(make, {"a": [1]}) == Source.of_factory(make, {"a": [1]})
     assert Source.of_factory(make, {"a": [1]}) != Source.of_factory(make, {"a": (1,)})

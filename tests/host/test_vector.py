@@ -33,7 +33,7 @@ def test_every_mode_equals_single_environments(mode, truncates):
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_every_mode_with_trees_of_observations(mode):
+def test_trees_of_observations_are_the_same_in_every_mode(mode):
     make = lambda num_envs: SyncVectorEnv([Nested] * num_envs, autoreset_mode=mode)  # noqa: E731
     action = (ONES, np.full((3, 2), 0.5, np.float32))
     for one, other in zip(
@@ -52,7 +52,7 @@ def test_an_async_vector_environment_resets_in_the_same_step():
 
 
 class Native(VectorEnv):
-    """A typical vector environment in mode NEXT_STEP: the step after an end ignores its action and begins an episode."""
+    """A typical vector environment in mode NEXT_STEP: the step after an episode ignores its action and begins the next episode."""
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
     single_observation_space, single_action_space = Count.observation_space, Count.action_space
@@ -74,13 +74,13 @@ class Native(VectorEnv):
         self.time = np.where(self.done, 0, self.time + 1)
         reward = np.where(self.done, 0.0, actions)
         self.done = self.time >= 2 + np.arange(self.num_envs)
-        nowhere = np.zeros_like(self.done)
-        ends = (nowhere, self.done) if self.truncates else (self.done, nowhere)
+        no_env = np.zeros_like(self.done)
+        ends = (no_env, self.done) if self.truncates else (self.done, no_env)
         return self.observe(), reward, *ends, {}
 
 
 @pytest.mark.parametrize("truncates", [False, True])
-def test_the_step_between_two_episodes_changes_no_return_and_no_target(truncates):
+def test_the_extra_step_of_mode_next_step_changes_no_return_and_no_target(truncates):
     rows = play(batch(lambda num_envs: Native(num_envs, truncates), range(3)), 12)
     obs, reward, discount, last, next_obs, episode_return, episode_length = (
         np.stack(x) for x in zip(*rows, strict=True)
@@ -88,14 +88,14 @@ def test_the_step_between_two_episodes_changes_no_return_and_no_target(truncates
     for i in range(3):
         length = 2 + i
         for t in range(12):
-            time = t % (length + 1) + 1  # `length` steps, and one between episodes
+            time = t % (length + 1) + 1  # an episode has `length` steps, and the extra step follows
             if time <= length:
                 assert next_obs[t, i, 0] == obs[t, i, 0] == time
                 assert (reward[t, i], episode_return[t, i], episode_length[t, i]) == (1, time, time)
                 assert last[t, i] == (time == length)
                 assert discount[t, i] == (1 if truncates or time < length else 0)
             else:
-                # The last observation again, then the first of a new episode.
+                # `next_obs` repeats the last observation; `obs` is the first observation of the next episode.
                 assert (next_obs[t, i, 0], obs[t, i, 0]) == (length, 0)
                 assert (reward[t, i], episode_return[t, i], episode_length[t, i]) == (0, 0, 0)
                 assert last[t, i] and discount[t, i] == (1 if truncates else 0)
@@ -111,16 +111,16 @@ def test_the_vector_entry_point_of_gymnasium_gives_complete_episodes():
     rows = play(block, 40, seed=1)
     lengths = [row[6][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
     returns = [row[5][i] for row in rows for i in range(3) if row[3][i] and row[6][i] > 0]
-    # All actions push to the right, so the pole falls at once.
+    # All actions push to the right, so the pole soon falls.
     assert lengths == returns and 8 <= min(lengths) <= max(lengths) <= 12
 
 
 def test_wrong_vector_environments_are_refused():
-    class Silent(Native):
+    class NoMode(Native):
         metadata = {}
 
-    with pytest.raises(EnvError, match="vector environment `Silent` does not say how it begins the next episode"):
-        batch(Silent)
+    with pytest.raises(EnvError, match="vector environment `NoMode` does not say how it begins the next episode"):
+        batch(NoMode)
 
     class Short(Native):
         def step(self, actions):

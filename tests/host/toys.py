@@ -10,7 +10,7 @@ from choreo.host.sources import Source
 
 
 def batch(factory, envs=range(2), *, info_keys=(), wide=False, **kwargs):
-    """A batch with the environments `envs`, of a factory or of an id."""
+    """The batch of the environments with the numbers `envs`, made by a factory or from a Gymnasium id."""
     source = Source.of_id(factory, kwargs) if isinstance(factory, str) else Source.of_factory(factory, kwargs)
     return MakeBatch(source=source, form=probe(source), info_keys=tuple(info_keys), wide=wide)(envs)
 
@@ -20,7 +20,7 @@ def seeds(*values):
 
 
 def play(block, count, *action, seed=0):
-    """The results of `count` steps, without tokens; `action` are the leaves of the actions, by default all 1."""
+    """The results of `count` steps, without tokens. `action` has one array per leaf of the action space; the default is 1."""
     action = action or (np.ones(len(block.envs), np.int32),)
     token, *_ = block.reset(np.arange(seed, seed + len(block.envs), dtype=np.uint32))
     rows = []
@@ -31,7 +31,7 @@ def play(block, count, *action, seed=0):
 
 
 class Count(gymnasium.Env):
-    """Observes the number of steps so far and the seed's last digit; reward = action; ends after `length` steps."""
+    """Observes the number of steps so far and a digit drawn with the seed. The reward is the action."""
 
     observation_space = spaces.Box(-1000, 1000, (2,), np.float32)
     action_space = spaces.Discrete(5)
@@ -58,23 +58,23 @@ class Count(gymnasium.Env):
 
 
 class Faulty(Count):
-    """Commits `fault` in step 2 of the second episode of the environment whose first seed was `seed`."""
+    """Makes the error `fault` in its second episode, in step 2 or in `reset`, if its first seed was `seed` (None: any seed)."""
 
     def __init__(self, fault="nothing", seed=None):
         super().__init__(length=3)
-        self.fault, self.seed, self.mine, self.episode = fault, seed, False, 0
+        self.fault, self.seed, self.is_faulty, self.episode = fault, seed, False, 0
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
-            self.mine, self.episode = self.seed in (None, seed), 0
+            self.is_faulty, self.episode = self.seed in (None, seed), 0
         self.episode += 1
-        if self.fault == "raise in reset" and self.mine and self.episode == 2:
+        if self.fault == "raise in reset" and self.is_faulty and self.episode == 2:
             raise ZeroDivisionError("no more episodes")
         return super().reset(seed=seed)
 
     def step(self, action):
         obs, reward, terminated, truncated, info = super().step(action)
-        if not (self.mine and self.episode == 2 and self.time == 2):
+        if not (self.is_faulty and self.episode == 2 and self.time == 2):
             return obs, reward, terminated, truncated, info
         if self.fault == "raise":
             raise ValueError("the motor is on fire")

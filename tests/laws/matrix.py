@@ -1,7 +1,8 @@
 """The cells of the law matrix: every algorithm of the registry in every layout of the registry.
 
-A new algorithm or layout gets its cells by being registered. `test_matrix.py` runs the cells, and `page` writes the table of
-`docs/matrix.md`. For each cell `kind` says what is promised: a refusal, law level 3 (1e-5), or law level 4 (a replay of the log).
+When an algorithm or a layout is registered, its cells are added. `test_matrix.py` runs the cells, and `page` writes the table
+of `docs/matrix.md`. For each cell, `kind` says what is promised: a refusal, law level 3 (1e-5), or law level 4 (a replay of the
+log).
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ CONTINUOUS = ("ddpg", "td3", "sac")
 USUAL = {"workers": 2, "learners": 2, "buffers": 2}
 """Arguments for presets; each preset gets those that it takes."""
 RELAXED = {"max_lag": {"max_lag": 2}, "merge": {"max_lag": 3, "merge": "any"}}
-"""By option: a preset that takes the option also runs with these arguments."""
+"""Arguments for relaxed layouts, by option. A preset that takes the option also runs with these arguments."""
 NO_AGENTS = "The layout divides an axis 'agent', but no fragment is called under a vmap of that axis_name."
 ONE_BY_ONE = 'With merge="any" the learner takes the results of one worker at a time, but `carry.replay.'
 """The beginnings of the two messages with which a cell may be refused."""
@@ -34,7 +35,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 
 @functools.cache
 def algorithm(name: str) -> Any:
-    """The algorithm with that name, made small; its network has one layer of eight units."""
+    """A small version of the algorithm with that name. Its network has one layer of eight units."""
     cls = ALGOS[name]
     fields = {field.name for field in dataclasses.fields(cls)}
     (network,) = [field.default for field in dataclasses.fields(cls) if field.name == "network"]
@@ -47,7 +48,11 @@ def environment(algo: str) -> envs.Env:
 
 
 def layouts() -> dict[str, Layout]:
-    """Each preset with its usual arguments, on two devices if it takes devices, and with each relaxation that it takes."""
+    """All layouts of the matrix, by title.
+
+    Every preset runs with the arguments of `USUAL`. If it takes `devices`, it also runs on two devices. If it takes an option of
+    `RELAXED`, it also runs relaxed.
+    """
     return {title: PRESETS[name](**arguments) for name in PRESETS for title, arguments in _variants(name)}
 
 
@@ -88,7 +93,7 @@ def cells_with_workers() -> list[tuple[str, str]]:
 
     Algorithms with replay take longest to compile, so each of them gets one layout: a layout whose buffer has its own sites,
     or a layout with few processes. The other algorithms take turns in the remaining layouts, beginning with the algorithm
-    that has fewest fields.
+    that has the fewest fields.
     """
     wanted = layouts()
     names = sorted(ALGOS, key=lambda algo: 0 if has_replay(algo) else len(dataclasses.fields(ALGOS[algo])))
@@ -125,12 +130,12 @@ TEXT = """\
 # The law, cell by cell
 
 The tests (`tests/laws/test_matrix.py`) write this page. They run every algorithm in every layout, in one process, and compare
-it with `jax.jit(iterate)`. Each algorithm, and each layout but `per_agent`, also runs at least once with worker processes.
+the results with `jax.jit(iterate)`. Each algorithm, and each layout but `per_agent`, also runs at least once with worker processes.
 
 {table}
 
 - `1e-5`: equal to the reference after three iterations, in float32 with the real optimiser ([law.md](law.md), level 3).
-- `replays`: a relaxed layout. No version that was read is older than allowed, and its log replays bit for bit (level 4).
+- `replays`: a relaxed layout. No worker read a version older than allowed, and the log replays bit for bit (level 4).
 - `refused`: the layout cannot run this algorithm, and the error gives the reason.
 
 The two reasons:

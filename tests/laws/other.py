@@ -4,7 +4,7 @@ A compiler that was made for PPO alone would compute each of these features wron
 
 - nested scans, and keys made by `fold_in` of the step and the number of the environment, as well as by `split`;
 - glue that takes a mean over all environments, inside both scans and outside;
-- a role of its own ("critic"), and a gradient that flows through fragments of two roles;
+- a role that is not a standard one ("critic"), and a gradient that flows through fragments of two roles;
 - a Flax network, whose parameters are a dict and not a module;
 - a carry with a counter, a value that never changes, and two values that swap places.
 """
@@ -56,7 +56,7 @@ class Other:
     steps: int = 3
     """Length of the inner scan: steps per environment and round."""
     optimizer: Any = None
-    """Makes the optimiser from the learning rate; None: SGD with momentum."""
+    """Makes the optimiser from the learning rate; None stands for SGD with momentum."""
 
     @property
     def unroll(self):

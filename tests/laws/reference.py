@@ -5,7 +5,7 @@ level 2, 3   `reference_run`       `jax.jit(iterate)` of the algorithm without m
              `merged_reference`    the same for merge="any": `iterate` on the environments of one worker at a time
 level 2      `assert_same_bits`    types and bits of every leaf and every metric
 level 3      `assert_close`        types, and numbers up to a tolerance
-level 4      `check_bounds`        which versions a relaxed run may read, according to its log
+level 4      `check_bounds`        a relaxed run read only versions that its layout allows
 """
 
 import collections
@@ -28,13 +28,13 @@ from choreo.runtime.inprocess import InProcess
 from choreo.testing import unmarked
 
 Run = dict[str, Any]
-"""All results that a user can see, by name: the structure of the carry, its leaves (arrays as NumPy arrays, other leaves as
-they are), and every metric of every iteration."""
+"""All results that a user can see, by name: the structure of the carry, its leaves, and every metric of every iteration. Arrays
+are NumPy arrays; other leaves are unchanged."""
 STRUCTURE = "the carry's structure"
 
 
 def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> Run:
-    """The result of `jax.jit` of the algorithm's own functions without marks; uses nothing else of Choreo."""
+    """The result of `jax.jit` of the algorithm's own functions, without marks. Nothing of Choreo is used but `unmarked`."""
     init_key, run_key = jax.random.split(key)
     iterate = eqx.filter_jit(lambda carry, key: algo.iterate(env, carry, key))
     with unmarked():
@@ -50,7 +50,7 @@ def sharded_reference(
 ) -> Run:
     """The result that S shards must give: `vmap` of `iterate` over shards, each with its own key.
 
-    Uses nothing of Choreo but the functions that divide a carry into shards.
+    Of Choreo, this uses only the functions that divide a carry into shards and that combine metrics.
     """
     init_key, run_key = jax.random.split(key)
     with unmarked():
@@ -129,7 +129,7 @@ def merged_reference(
 def env_axes(algo: Any, env: Any, carry: Any) -> list[int | None]:
     """The env axis of each array of the carry, or None.
 
-    It is the one axis with length E for E environments, and 2E for 2E environments.
+    The env axis is the only axis whose length is E for E environments, and 2E for 2E environments.
     """
     with unmarked():
         twice = eqx.filter_eval_shape(
@@ -190,7 +190,7 @@ def assert_same_bits(run: Run, reference: Run) -> None:
 def assert_close(run: Run, reference: Run, tolerance: float) -> None:
     """Assert law level 3: every leaf and every metric has the same type, and floats agree up to `tolerance`.
 
-    Replicas compute in other shapes, which round differently.
+    Replicas compute with smaller arrays, and rounding depends on the shape of an array.
     """
     assert run.keys() == reference.keys()
     for name, value in reference.items():
@@ -200,13 +200,13 @@ def assert_close(run: Run, reference: Run, tolerance: float) -> None:
 def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None) -> None:
     """Assert that two leaves have the same shape, type and values.
 
-    Floats may differ by `tolerance`. If it is None, they must have the same bits, so that -0.0 is not equal to 0.0.
+    Floats may differ by `tolerance`. If `tolerance` is None, floats must have the same bits: -0.0 is not equal to 0.0.
     """
     if not isinstance(found, np.ndarray) or not isinstance(wanted, np.ndarray):
         _assert_same_static(name, found, wanted, tolerance)
         return
     assert found.shape == wanted.shape, f"{name}: {found.shape}, not {wanted.shape}"
-    if name.startswith("metrics/"):  # metrics become rows of a table, where float64 may stand for float32
+    if name.startswith("metrics/"):  # a run may store a float32 metric as float64
         assert kind(found) == kind(wanted), f"{name}: {found.dtype}, not {wanted.dtype}"
     else:
         assert found.dtype == wanted.dtype, f"{name}: {found.dtype}, not {wanted.dtype}"
@@ -214,7 +214,7 @@ def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None
     precision = float(jnp.finfo(wanted.dtype).eps) if rounded and kind(wanted) == "floating" else 0.0
     found, wanted = plain(found), plain(wanted)
     if rounded:
-        allowed = max(tolerance or 0.0, 2 * precision)  # bfloat16 and float8 cannot be as close as 1e-5
+        allowed = max(tolerance or 0.0, 2 * precision)  # bfloat16 and float8 are too coarse for 1e-5
         np.testing.assert_allclose(found, wanted, rtol=allowed, atol=allowed, err_msg=name)
     else:
         np.testing.assert_array_equal(found, wanted, err_msg=name)
@@ -224,9 +224,10 @@ def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None
 
 
 def _assert_same_static(name: str, found: Any, wanted: Any, tolerance: float | None) -> None:
-    """Assert that two leaves have the same type and bits, where at least one of them is not an array.
+    """Assert that two leaves have the same type and bits. At least one of them is not an array.
 
-    Where the reference has a Python number, the run may have an array of that number's type: numbers that change become arrays.
+    If the reference has a Python number, the run may have an array of the type that JAX gives to this number, because numbers
+    that change become arrays.
     """
     if isinstance(found, np.ndarray) and isinstance(wanted, (bool, int, float, complex)):
         assert_same_leaf(name, found, np.asarray(jnp.asarray(wanted)), tolerance)
@@ -236,7 +237,7 @@ def _assert_same_static(name: str, found: Any, wanted: Any, tolerance: float | N
 
 
 def kind(array: np.ndarray) -> str:
-    """The kind of an array's type, also for types that NumPy does not know."""
+    """The kind of an array's type. This also works for types that NumPy does not know, such as bfloat16."""
     kinds = {"bool": jnp.bool_, "integer": jnp.integer, "floating": jnp.floating, "complex": jnp.complexfloating}
     return next(name for name, dtype in kinds.items() if jnp.issubdtype(array.dtype, dtype))
 

@@ -1,7 +1,7 @@
-"""`refuse_or_equal`: a program under a layout is either refused with the user's line, or gives the reference result.
+"""`refuse_or_equal` checks that a program is either refused with the user's line, or gives the reference result.
 
 This is law level 3 for programs of any kind: an accepted program is never silently wrong. The reference is the
-program without marks; the tolerance is 1e-5 unless a test says otherwise.
+program without marks. The tolerance is 1e-5 unless a test passes a different one.
 
 Segments are evaluated op by op, because these tests check which program each site gets, and not how XLA compiles it. This is
 also faster: an op is compiled once per shape for all tests. With `compiled=True` segments are compiled as in a run, with
@@ -52,7 +52,7 @@ KEY = 7
 
 @dataclass(frozen=True)
 class Pond:
-    """The smallest environment: its state is `width` numbers, and an action of the same shape moves it."""
+    """A minimal environment. Its state is an array of `width` numbers, and an action of the same shape changes the state."""
 
     num_envs: int = 6
     width: int = 3
@@ -73,7 +73,7 @@ class Pond:
 
 
 class OpByOp(InProcess):
-    """The in-process runtime, which evaluates segments op by op instead of compiling them."""
+    """An in-process runtime that evaluates segments op by op instead of compiling them."""
 
     def __init__(self, plan: Plan, **options: Any):
         super().__init__(plan, **options)
@@ -95,7 +95,7 @@ def refuse_or_equal(
     """Run `algo` for three iterations under each layout; return, for each layout's name, the refusal or None.
 
     Fails if a refusal names no line of `source` (the user's file, or folder of files), or if a result differs from the
-    reference. Pass `reference`, which computes the reference result, if several programs share one.
+    reference. `reference` is a function that returns the reference result; pass it if several programs share the result.
     """
     traced = functools.cache(lambda: trace(algo, env))
     reference = reference or functools.cache(
@@ -104,15 +104,15 @@ def refuse_or_equal(
     refusals: dict[str, ChoreoError | None] = {}
     for name, layout in layouts.items():
         try:
-            one_trace_serves = layout.shards == 1 and layout.merge == "all"
-            planned = plan_traced(traced() if one_trace_serves else trace_for(algo, env, layout), layout, title=name)
+            shares_trace = layout.shards == 1 and layout.merge == "all"
+            planned = plan_traced(traced() if shares_trace else trace_for(algo, env, layout), layout, title=name)
         except AlgorithmError as refusal:
             assert re.search(r"`carry|metric", str(refusal)), f"the refusal does not name a leaf or a metric: {refusal}"
             refusals[name] = refusal
             continue
         except (PartitionError, LayoutError) as refusal:
+            # A refusal because of merge="any" is about the layout, and names no line.
             if not (layout.is_relaxed and "merge" in str(refusal) and layout.merge == "any"):
-                # A refusal of merge="any" is about the layout, and names no line.
                 assert_names_a_line(refusal, source)
             refusals[name] = refusal
             continue
@@ -133,7 +133,7 @@ def refuse_or_equal(
 
 
 def reference_op_by_op(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> Run:
-    """The result of calling `init` and `iterate` of the program without marks, op by op: no `jax.jit` around them."""
+    """The result of the program without marks. `init` and `iterate` are not compiled, but evaluated op by op."""
     init_key, run_key = jax.random.split(key)
     with unmarked():
         carry, rows = as_jax(algo.init(env, init_key)), []
@@ -166,7 +166,7 @@ def run_and_log(
 
 
 def run_without_lag(planned: Plan, runtime: type[InProcess]) -> Run:
-    """Replay a relaxed plan with a log in which every read is of the newest version.
+    """Replay a relaxed plan with a log in which every worker reads the newest version.
 
     Without any lag, a relaxed layout must give the result of a layout that is not relaxed.
     """

@@ -1,7 +1,7 @@
 """Law levels 1 and 3 for layouts that divide the agents instead of the environments (`per_agent`).
 
-The reference is `jax.jit(iterate)`; in one process the result equals it up to 1e-5, and worker processes give the same bits
-as one process. A plan is refused if another axis could be mistaken for the agent axis.
+In one process, the result equals the reference, `jax.jit(iterate)`, up to 1e-5. Worker processes give the same bits as one
+process. A plan is refused if another axis could be mistaken for the agent axis.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class Bandits:
     """Policy gradient on tables of action preferences."""
 
     shared: bool = False
-    """One table for all agents; otherwise each agent has its own."""
+    """Whether all agents share one table. If not, each agent has its own table."""
     unroll: int = 4
     """Steps per environment and iteration."""
 
@@ -86,7 +86,7 @@ class Bandits:
 
     @choreo.fragment("learner")
     def learn(self, table, obs, action, reward):
-        """Learn for one agent from all environments: [time, env]."""
+        """Learn for one agent from all environments. The arrays are [time, env]."""
 
         def loss(table):
             log_prob = jax.nn.log_softmax(jnp.einsum("tea,ab->teb", obs, table))
@@ -111,7 +111,7 @@ class Bandits:
         return Carry(train, *state), {"reward": reward, "episode_return": reward, "episodes": jnp.ones(())}
 
 
-def test_agents_with_parameters_of_their_own():
+def test_agents_with_separate_parameters_give_the_reference_result():
     algo, env = Bandits(), Meeting(NUM_ENVS)
     the_plan = plan(algo, env, choreo.per_agent())
     assert the_plan.sites.replicas == {"env": None, "actor+buffer+learner": AGENTS}
@@ -126,9 +126,8 @@ def test_agents_that_share_parameters_combine_them_at_one_site():
     layout = choreo.Layout(choreo.Group("env"), choreo.Group("actor", axis="agent"), choreo.Group("learner"))
     run = run_of(InProcess(plan(algo, env, layout)), KEY)
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
-    run = run_of(
-        InProcess(plan(algo, env, choreo.per_agent())), KEY
-    )  # here the site of the environments computes the mean
+    # With `per_agent`, the site of the environments computes the mean.
+    run = run_of(InProcess(plan(algo, env, choreo.per_agent())), KEY)
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
 
 
@@ -150,9 +149,9 @@ def test_an_axis_that_no_vmap_names_is_refused():
     )
 
 
-def test_environments_and_agents_are_not_divided_at_once():
+def test_a_layout_that_divides_environments_and_agents_is_refused():
     layout = choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner", axis="agent"))
-    with pytest.raises(LayoutError, match="divides 'agent' and environments or shards at once"):
+    with pytest.raises(LayoutError, match="divides the axis 'agent' and also environments or shards"):
         plan(Bandits(), Meeting(NUM_ENVS), layout)
 
 
@@ -160,9 +159,9 @@ def test_as_many_environments_as_agents_are_refused():
     with pytest.raises(LayoutError) as refusal:
         plan(Bandits(), Meeting(AGENTS), choreo.per_agent())
     assert str(refusal.value) == (
-        "The axis 'agent' has size 2, and there are 2 environments: this layout finds the axis that it divides by its size, "
-        "and cannot tell the two apart.\n"
-        "Use another number of environments (--num-envs 4), or a layout that does not divide 'agent'."
+        "The axis 'agent' has size 2, and there are 2 environments. This layout recognises the axis 'agent' by its size, "
+        "so it cannot tell the two axes apart.\n"
+        "Use a different number of environments (--num-envs 4), or a layout that does not divide 'agent'."
     )
 
 
@@ -170,11 +169,11 @@ def test_as_many_environments_as_agents_are_refused():
 class TwoAxesOfEqualLength:
     """Three agents with three weights each, in one leaf [weight, agent].
 
-    Both axes have the length of the agent axis, and the first one is not the agent axis.
+    The second axis is the agent axis, and the first axis has the same length.
     """
 
     mixes: bool
-    """Whether the fragments also contract over the other axis."""
+    """Whether the fragments also contract over the axis of the weights."""
 
     def init(self, env, key):
         return {"w": jnp.linspace(0.0, 1.0, 9).reshape(3, 3), "s": jnp.linspace(-1.0, 1.0, 18).reshape(6, 3)}

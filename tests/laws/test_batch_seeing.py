@@ -1,8 +1,8 @@
 """Law level 3 for fragments under `vmap` whose primitives see the whole batch, such as a callback or `unvmap_any`.
 
-On a block of environments such a fragment would give another result than on all of them, without any error. It is refused
-with the user's line and a remedy (`independent=True`), or it is proved harmless and its result equals that of the program
-without marks up to 1e-5.
+On a block of environments such a fragment would give a different result than on all environments, without any error. Choreo
+must either refuse the fragment, with the user's line and a remedy (`independent=True`), or prove that it is harmless. A harmless
+fragment gives the result of the program without marks, up to 1e-5.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def learn(w, action):
 
 @dataclass(frozen=True)
 class Acts:
-    """An algorithm with a given function as its actor, which it calls once per environment, under `vmap`."""
+    """An algorithm that calls the given actor once per environment, under `vmap`."""
 
     act: Any
 
@@ -130,7 +130,7 @@ def by_diffrax(w, s, key):
 
 
 def by_callback(w, s, key):
-    """A Python callback on the whole batch. It treats each row by itself, but no compiler can see that."""
+    """A Python callback on the whole batch. It computes each row separately, but no compiler can see that."""
     return w * jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
 
 
@@ -244,12 +244,12 @@ def test_an_impure_call_is_not_made_by_each_replica(what, where):
     draw = jax.jit(draw) if where == "in a jit" else draw
 
     act = choreo.fragment("actor")(lambda w, s, key: jnp.broadcast_to(w, s.shape) * s + draw())
-    with pytest.raises(PartitionError, match=f"`{what}` may give another result in every call"):
+    with pytest.raises(PartitionError, match=f"`{what}` may give a different result in every call"):
         plan_traced(trace((Acts if where == "mapped" else ActsOnTheBatch)(act), Pond(E)), coarse(2), title="")
 
 
 def test_an_impure_value_is_computed_once_and_sent():
-    """Glue without operands is usually computed by each site for itself. A random draw must be made once and sent."""
+    """Usually each site computes glue without operands. But a random number must be drawn once and sent to the other sites."""
 
     @dataclass(frozen=True)
     class Drawn(Acts):
@@ -277,14 +277,14 @@ def test_a_fragment_that_the_user_vouches_for_is_replicated_and_the_plan_says_so
     assert "It is trusted, not proved, that environments do not mix in `by_callback`." in printed
 
 
-def test_the_plan_names_no_trusted_fragment_where_proof_succeeds_or_nothing_is_divided():
+def test_the_plan_names_no_trusted_fragment_if_it_is_proved_or_not_divided():
     algo = Acts(choreo.fragment("actor", independent=True)(lambda w, s, key: w * s))
     assert "trusted" not in str(plan_traced(trace(algo, Pond(E)), coarse(2), title=""))
     algo = Acts(choreo.fragment("actor", independent=True)(by_callback))
     assert "trusted" not in str(plan_traced(trace(algo, Pond(E)), coarse(1), title=""))
 
 
-def test_mctx_is_proved_and_equal():
+def test_mctx_is_proved_harmless_and_gives_the_reference_result():
     mctx = pytest.importorskip("mctx")
 
     def recurrent(w, key, action, embedding):
@@ -350,6 +350,6 @@ class TestCheckIndependent:
         ):
             choreo.testing.check_independent(Acts(choreo.fragment("actor", independent=True)(act)), Pond(E))
 
-    def test_a_proved_fragment_is_not_tried(self):
+    def test_a_proved_fragment_is_not_checked(self):
         algo = Acts(choreo.fragment("actor", independent=True)(lambda w, s, key: w * s))
         assert choreo.testing.check_independent(algo, Pond(E)) == []

@@ -1,7 +1,7 @@
 """Law levels 1 and 3 for replay buffers at sites of their own.
 
-The reference is `jax.jit(iterate)`; floats agree up to 1e-5 after five iterations, which overwrite the oldest steps. Worker
-processes give the same bits as one process, and a resumed run gives the same bits as an uninterrupted one.
+Floats agree with the reference, `jax.jit(iterate)`, up to 1e-5 after five iterations; by then, new steps have overwritten the
+oldest steps. Worker processes give the same bits as one process. A resumed run gives the same bits as an uninterrupted run.
 """
 
 import functools
@@ -40,20 +40,20 @@ def reference(algo: DQN):
     return reference_run(algo, CARTPOLE, KEY, iterations=5)
 
 
-@pytest.mark.long  # `make test` runs one buffer site with Python environments, below, and two in the matrix
+@pytest.mark.long  # `make test` runs one buffer site in a test below, and two buffer sites in the matrix
 @pytest.mark.parametrize("algo", [SMALL(), SMALL(head="c51", prioritized=True)], ids=["uniform", "prioritized c51"])
-def test_a_buffer_at_its_own_site(algo):
+def test_a_buffer_at_its_own_site_gives_the_reference_result(algo):
     assert_close(run_of(InProcess(plan(algo, CARTPOLE, OWN_SITE)), KEY, iterations=5), reference(algo), 1e-5)
 
 
 @pytest.mark.parametrize(("workers", "buffers"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.long)])
-def test_buffer_shards_at_several_sites(workers, buffers):
+def test_buffer_shards_at_several_sites_give_the_reference_result(workers, buffers):
     algo = SMALL(prioritized=True, buffer_shards=4)
     the_plan = plan(algo, CARTPOLE, apex(workers, buffers))
     assert_close(run_of(InProcess(the_plan), KEY, iterations=5), reference(algo), 1e-5)
 
 
-def test_with_workers_and_python_environments():
+def test_workers_with_python_environments_give_the_bits_of_one_process():
     """One worker and one buffer site; the matrix has two of each."""
     env = envs.make("CartPole-v1", 8)
     algo = SMALL(prioritized=True, buffer_shards=2)
@@ -63,7 +63,7 @@ def test_with_workers_and_python_environments():
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
 
 
-def test_a_checkpoint_contains_the_buffer(tmp_path):
+def test_a_resumed_run_continues_with_the_buffer_of_the_checkpoint(tmp_path):
     """A resumed run draws the same samples as an uninterrupted run: the rows after the checkpoint are equal."""
     algo = SMALL(prioritized=True, total_steps=320)
     train = functools.partial(

@@ -1,7 +1,7 @@
 """Law level 3 for carries with more than arrays in them: Python numbers, modules, strings, functions, weak types.
 
-The reference is a plain Python loop over `iterate` without marks, whose first iteration gets the Python numbers of `init`;
-floats agree up to 1e-6. A leaf that cannot be carried is refused, and the refusal names its path.
+The reference is a Python loop over `iterate` without marks; its first iteration gets the Python numbers of `init`. Floats agree
+up to 1e-6. A leaf that cannot be carried is refused, and the refusal names the path of the leaf.
 """
 
 from collections import OrderedDict, defaultdict
@@ -78,7 +78,7 @@ def decay(w, rate, grad):
 
 
 def change_one_by_the_other(w, pair, grad):
-    """`a` changes `b`, but `a` is 0 in the first iteration: only the second trace shows that `b` changes."""
+    """`b` grows by `a`, but `a` is 0 in the first iteration: only the second trace shows that `b` changes."""
     return w - 0.1 * pair["b"] * grad, {"a": pair["a"] + 1, "b": pair["b"] + pair["a"]}, jnp.sum(w)
 
 
@@ -110,14 +110,14 @@ CHANGING = {
         lambda: {"rate": np.float32(0.5), "row": np.zeros(3, np.float32)}, numpy_leaves
     ),
 }
-"""Programs with a leaf that changes. A leaf frozen at its first value gives wrong weights."""
+"""Programs with a leaf that changes. If the leaf were frozen at its first value, the weights would be wrong."""
 MERGED = Layout(Group("env", "actor", replicas=2), Group("learner"), max_lag=1, merge="any")
 
 
 @pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse x2"])
 @pytest.mark.parametrize("name", CHANGING)
-def test_leaves_that_change_from_one_iteration_to_the_next(name, layout):
-    equals_the_loop(CHANGING[name], layout)
+def test_changing_leaves_are_not_frozen(name, layout):
+    assert_equals_python_loop(CHANGING[name], layout)
 
 
 def test_learner_shards_share_a_counter():
@@ -126,7 +126,7 @@ def test_learner_shards_share_a_counter():
     def learn(w, updates, grad):
         return w - 0.1 * jnp.float32(updates) * choreo.all_reduce(grad), updates + 1, jnp.sum(w)
 
-    equals_the_loop(program(lambda: 0, learn), Layout(Group("env", "actor", "learner", replicas=2), shards=2))
+    assert_equals_python_loop(program(lambda: 0, learn), Layout(Group("env", "actor", "learner", replicas=2), shards=2))
 
 
 def test_with_merge_any_the_learner_counts_every_part():
@@ -138,8 +138,8 @@ def test_with_merge_any_the_learner_counts_every_part():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CHANGING)
-def test_changing_leaves_in_compiled_iterations(name):
-    equals_the_loop(CHANGING[name], fused(), runtime=InProcess)
+def test_changing_leaves_are_not_frozen_in_compiled_iterations(name):
+    assert_equals_python_loop(CHANGING[name], fused(), runtime=InProcess)
 
 
 class Boxed(eqx.Module):
@@ -199,14 +199,14 @@ def iterate_odd_leaves(env, carry, key):
 
 @pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse x2"])
 @pytest.mark.parametrize("runtime", [OpByOp, InProcess], ids=["op by op", "compiled"])
-def test_every_kind_of_leaf_and_container(layout, runtime):
-    equals_the_loop(Functions(odd_leaves, iterate_odd_leaves), layout, runtime=runtime)
+def test_every_kind_of_leaf_and_container_is_carried(layout, runtime):
+    assert_equals_python_loop(Functions(odd_leaves, iterate_odd_leaves), layout, runtime=runtime)
 
 
 class TestUnchanged:
-    """A Python leaf that `iterate` returns with the same type and bits stays a Python value, because Equinox branches on such leaves."""
+    """A Python leaf that `iterate` returns unchanged stays a Python value, because Equinox branches on such leaves."""
 
-    def test_dropout_and_attention(self):
+    def test_dropout_and_attention_keep_their_python_leaves(self):
         def more():
             key = jax.random.key(3)
             return {
@@ -223,7 +223,7 @@ class TestUnchanged:
             return w - 0.1 * x, nets | {"updates": nets["updates"] + 1}, jnp.sum(w)
 
         algo = program(more, learn)
-        equals_the_loop(algo, coarse(2))
+        assert_equals_python_loop(algo, coarse(2))
         carry = plan(algo, Pond(), fused()).carry
         nets = carry.train.more
         assert type(nets["dropout"].p) is float and nets["dropout"].inference is False
@@ -233,27 +233,27 @@ class TestUnchanged:
     @pytest.mark.parametrize(
         "value", [3, 2.5, True, float("nan"), -0.0, 1j, "name", jnp.tanh, None], ids=lambda x: repr(x)[:9]
     )
-    def test_any_leaf(self, value):
+    def test_any_unchanged_leaf_stays_the_same_object(self, value):
         form = plan(program(lambda: value, lambda w, more, grad: (w, more, jnp.sum(w))), Pond(), fused()).carry
         assert form.train.more is value
 
-    def test_a_computed_number_with_the_same_bits(self):
+    def test_a_computed_number_with_the_same_bits_stays_a_python_number(self):
         form = plan(program(lambda: 0.25, lambda w, x, grad: (w, x * 1.0, jnp.sum(w))), Pond(), fused()).carry
         assert type(form.train.more) is float
 
 
 class TestRefused:
-    """Leaves that change as no array could: the refusal names the path of the leaf and both values."""
+    """Leaves that change in a way that an array cannot. The refusal names the path of the leaf."""
 
-    def test_a_string(self):
+    def test_a_string_that_changes(self):
         text = refusal(lambda: {"name": "warm"}, lambda w, more, grad: (w, {"name": "cold"}, jnp.sum(w)))
         assert text == (
             "`Functions.iterate` must return a carry of the same form: `carry.train.more['name']` goes in as the str 'warm' "
-            "and comes back as the str 'cold'.\nOnly arrays and numbers may change from one iteration to the next: let "
-            "`iterate` return that leaf as it was given, or carry a number that selects one of them."
+            "and comes back as the str 'cold'.\nOnly arrays and numbers may change from one iteration to the next. Let "
+            "`iterate` return this leaf unchanged; or let the carry hold a number that selects one of several values."
         )
 
-    def test_a_function(self):
+    def test_a_function_that_changes(self):
         text = refusal(lambda: jnp.tanh, lambda w, f, grad: (w, jnp.sin, jnp.sum(w)))
         assert "`carry.train.more` goes in as the function tanh and comes back as the function sin." in text
 
@@ -270,7 +270,7 @@ class TestRefused:
         )
 
     @pytest.mark.parametrize(("value", "back"), [(1, True), (1, 1.0), (True, 1), (1.0, 1)])
-    def test_a_number_that_is_equal_and_of_another_type(self, value, back):
+    def test_a_number_that_becomes_an_equal_number_of_another_type(self, value, back):
         text = refusal(lambda: value, lambda w, n, grad: (w, back, jnp.sum(w)))
         assert f"goes in as the {type(value).__name__} {value}" in text and f"back as the {type(back).__name__}" in text
 
@@ -278,9 +278,9 @@ class TestRefused:
         text = refusal(lambda: False, lambda w, flag, grad: (w, not flag, jnp.sum(w)))
         assert text == (
             "`Functions.iterate` changes a number of the carry (`carry.train.more` goes in as the bool False and comes back "
-            "as the bool True), which is therefore traced as an array, as in jax.jit(iterate); but `iterate` uses it as a Python "
+            "as the bool True). Such a number is traced as an array, as in jax.jit(iterate); but `iterate` uses it as a Python "
             "number.\nIn place of `if`, `not`, `and`, range() and the like, use jnp.where, jnp.logical_not, lax.fori_loop; "
-            "or let `iterate` return the number as it was given."
+            "or let `iterate` return the number unchanged."
         )
 
     def test_a_number_that_no_array_can_hold(self):
@@ -290,7 +290,7 @@ class TestRefused:
             "it is too large for JAX's default type of integers."
         )
 
-    def test_a_static_field_that_is_equal_and_of_another_type(self):
+    def test_a_static_field_that_becomes_an_equal_value_of_another_type(self):
         class Net(eqx.Module):
             scale: Any = eqx.field(static=True)
 
@@ -301,28 +301,28 @@ class TestRefused:
 class TestWeakTypes:
     """A Python number has a weak type: the type of a result depends on the other operand."""
 
-    def test_weak_at_first_only(self):
+    def test_a_leaf_that_is_weak_only_at_first_gets_the_strong_type(self):
         """`init` gives the leaf a weak type, and `iterate` a strong one. The leaf gets the strong type from the start, as in
         `lax.scan`, provided that the program stays the same."""
 
         def start():
             return jnp.full((3,), 0.5)  # has a weak type
 
-        equals_the_loop(program(start, lambda w, x, grad: (w - x * grad, x * w, jnp.sum(w))), fused())
+        assert_equals_python_loop(program(start, lambda w, x, grad: (w - x * grad, x * w, jnp.sum(w))), fused())
 
     def test_a_literal_beside_a_weak_number_has_the_same_value_in_either_type(self):
         def learn(w, x, grad):
             return w - jnp.float32(x + 1) * grad, x + jnp.int32(2), jnp.sum(w)
 
-        equals_the_loop(program(lambda: 0, learn), fused())
+        assert_equals_python_loop(program(lambda: 0, learn), fused())
 
-    def test_weak_later_only(self):
+    def test_a_leaf_that_is_weak_only_later_is_carried(self):
         def learn(w, x, grad):
             return w - x * grad, jnp.where(jnp.sum(w) > 0, 0.25, 0.5), jnp.sum(w)
 
-        equals_the_loop(program(lambda: jnp.zeros(()), learn), fused())
+        assert_equals_python_loop(program(lambda: jnp.zeros(()), learn), fused())
 
-    def test_weak_throughout_stays_weak(self):
+    def test_a_leaf_that_is_always_weak_stays_weak(self):
         algo = program(lambda: 0.5, lambda w, x, grad: (w, x * 0.5, jnp.sum(x * jnp.ones(2, jnp.bfloat16))))
         running = OpByOp(plan(algo, Pond(), fused()))
         running.start(jax.random.key(KEY))
@@ -330,37 +330,38 @@ class TestWeakTypes:
         assert running.carry().train.more.weak_type
 
     @pytest.mark.parametrize("value", [0.5, jnp.full((), 0.5)], ids=["a Python number", "an array"])
-    def test_refused_where_the_second_iteration_is_another_program(self, value):
+    def test_refused_if_the_second_iteration_computes_in_other_types(self, value):
         def learn(w, x, grad):
             narrow = x * jnp.ones((), jnp.bfloat16)  # bfloat16 if x is weak, else float32
             return w - narrow.astype(jnp.float32), x * jnp.float32(0.5), jnp.sum(w)
 
         with jax.numpy_dtype_promotion("standard"):
             text = refusal(lambda: value, learn)
-        assert "computes in other types from its second iteration on: `carry.train.more` (" in text
+        assert "computes in different types from its second iteration on: `carry.train.more` (" in text
         assert "Give it a dtype in `init`" in text
 
-    def test_refused_where_strict_promotion_refuses_the_second_iteration(self):
+    def test_refused_if_strict_promotion_refuses_the_second_iteration(self):
         def learn(w, x, grad):
             return w - (x * jnp.ones((), jnp.bfloat16)).astype(jnp.float32), x * jnp.float32(0.5), jnp.sum(w)
 
-        assert "computes in other types from its second iteration on" in refusal(lambda: 0.5, learn)
+        assert "computes in different types from its second iteration on" in refusal(lambda: 0.5, learn)
 
 
 class TestArrivingParts:
-    """With merge="any" `init` runs for all environments, and `iterate` for the environments of one worker."""
+    """With merge="any", `init` runs for all E environments, and `iterate` runs for the environments of one worker."""
 
     @pytest.mark.parametrize(
         "shape", [lambda n: (4 * n,), lambda n: (n + 1,), lambda n: (n // 2,), lambda n: (n, n), lambda n: (n,) * (1 + (n > 4))],
         ids=["4E", "E+1", "E/2", "ExE", "rank"],
     )  # fmt: skip
     def test_a_shape_without_an_axis_of_exactly_E_is_refused(self, shape):
-        """A leaf of 4E rows was once divided as if it had E rows, and a mean of numbers below 1 came out as 2.4."""
+        """Choreo once divided a leaf of 4E rows as if it had E rows. The mean of numbers below 1 was then 2.4."""
         text = merged_refusal(lambda env: {"ring": jnp.zeros(shape(env.num_envs))})
         assert text.startswith(
             f"`carry['more']['ring']` of `Functions` is float32{_shape_text(shape(6))} for 6 environments and "
-            f'float32{_shape_text(shape(3))} for 3; with merge="any" a worker has 3 of them: its block is a part of an axis of '
-            "exactly 6.\nGive it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs]"
+            f'float32{_shape_text(shape(3))} for 3. With merge="any" a worker has 3 of the 6 environments, so its part must be '
+            "a block of an axis of length 6; this leaf has no such axis.\n"
+            "Give the leaf an axis for environments, as in [num_envs, 4] in place of [4 * num_envs]"
         )
 
     def test_a_number_that_depends_on_E_is_refused(self):
@@ -372,24 +373,26 @@ class TestArrivingParts:
 
     def test_blocks_and_shared_leaves_are_accepted(self):
         form = plan(
-            keeper(lambda env: {"none": None, "w": jnp.zeros(4), "empty": jnp.zeros((0, 2))}), Pond(), MERGED
+            unchanging_program(lambda env: {"none": None, "w": jnp.zeros(4), "empty": jnp.zeros((0, 2))}),
+            Pond(),
+            MERGED,
         ).carry
         assert form["s"].shape == (6, 3) and form["more"]["empty"].shape == (0, 2)
 
     def test_shards_refuse_a_shape_without_an_axis_of_exactly_E(self):
         with pytest.raises(AlgorithmError) as error:
             plan(
-                keeper(lambda env: jnp.zeros(4 * env.num_envs)),
+                unchanging_program(lambda env: jnp.zeros(4 * env.num_envs)),
                 Pond(),
                 Layout(Group("env", "actor", "learner"), shards=2),
             )
         assert str(error.value).startswith(
-            "`carry['more']` of `Functions` is float32[24] for 6 environments and float32[48] for 12; 2 shards can divide "
-            "only an array with one axis of exactly 6.\nGive it an axis of its own for environments"
+            "`carry['more']` of `Functions` is float32[24] for 6 environments and float32[48] for 12. To divide it among "
+            "2 shards, Choreo needs exactly one axis of length 6.\nGive the leaf an axis for environments"
         )
 
 
-def keeper(more: Callable[[Any], Any]) -> Functions:
+def unchanging_program(more: Callable[[Any], Any]) -> Functions:
     """An algorithm that carries `more(env)` and never changes it."""
 
     @choreo.fragment("learner")
@@ -410,7 +413,7 @@ def keeper(more: Callable[[Any], Any]) -> Functions:
 def merged_refusal(more: Callable[[Any], Any]) -> str:
     """The message that refuses an algorithm with `more(env)` in its carry under merge="any"."""
     with pytest.raises(AlgorithmError) as error:
-        plan(keeper(more), Pond(), MERGED)
+        plan(unchanging_program(more), Pond(), MERGED)
     return str(error.value)
 
 
@@ -431,7 +434,7 @@ def test_metrics_keep_their_names_in_any_mapping(kind):
     assert rows["each"].tolist() == [[0, 3, 6, 9, 12, 15]] * 2
 
 
-def equals_the_loop(algo: Any, layout: Layout, *, runtime: type[InProcess] = OpByOp) -> None:
+def assert_equals_python_loop(algo: Any, layout: Layout, *, runtime: type[InProcess] = OpByOp) -> None:
     """Assert that a run under the layout gives the carry and the metrics of a Python loop over `iterate` without marks."""
     env = Pond()
     running = runtime(plan(algo, env, layout))

@@ -1,9 +1,10 @@
 """Law level 3 for the edge cases of `edge_cases/`: odd leaves, containers, statics, configurations and sizes.
 
-The reference is the program without marks. All that a user can see is compared: structure and types of the carry, every
-metric of every row under its own name, summary and evaluation; floats up to 1e-5, everything else bit for bit.
+The reference is the program without marks. The tests compare all that a user can see: the structure and the types of the
+carry, every metric of every row under its own name, the summary and the evaluation. Floats agree up to 1e-5, everything else
+agrees bit for bit. E is the number of environments.
 
-`runs` asserts that a program runs under the given layouts and gives the reference result; most edge cases must.
+`runs` asserts that a program runs under the given layouts and gives the reference result. Most edge cases must pass it.
 `refused_or_equal` also allows a refusal that names the leaf, the metric or the user's line.
 """
 
@@ -74,7 +75,7 @@ def refused_or_equal(algo: Functions, layouts: dict[str, Layout], env: Pond = PO
 
 
 def cases(*names: Collection[Any], ci: Callable[..., bool]) -> list[Any]:
-    """All combinations as parameters. Those for which `ci` is False are marked `long`: only `make test-long` runs them."""
+    """All combinations as parameters. Only `make test-long` runs the combinations for which `ci` is False."""
     return [
         pytest.param(*cell, id=" - ".join(map(str, cell)), marks=[] if ci(*cell) else [pytest.mark.long])
         for cell in itertools.product(*names)
@@ -82,7 +83,7 @@ def cases(*names: Collection[Any], ci: Callable[..., bool]) -> list[Any]:
 
 
 def never(*_: Any) -> bool:
-    """For `cases`: every combination is long."""
+    """As `ci` of `cases`: `make test` runs no combination."""
     return False
 
 
@@ -95,14 +96,14 @@ def test_an_array_of_every_kind_is_carried_swapped_aliased_and_sent(name):
 
 
 @pytest.mark.parametrize(("name", "layout"), cases(ARRAYS, [*EVERY_LAYOUT], ci=never))
-def test_arrays_in_every_layout(name, layout):
+def test_arrays_are_refused_or_equal_in_every_layout(name, layout):
     refused_or_equal(with_leaf(*ARRAYS[name]), {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize(
     "name", ["bfloat16", "float8_e4m3fn", "int4", "bool", "key", "key rbg", "old-style key", "zero-size"]
 )
-def test_compiled_with_donation(name):
+def test_no_memory_is_donated_that_is_still_used(name):
     """Segments are compiled as in a run. Donating memory that another leaf still uses would give a wrong result."""
     runs(with_leaf(*ARRAYS[name]), FUSED, compiled=True)
 
@@ -120,12 +121,12 @@ def test_a_python_number_is_carried_swapped_and_changed(name):
         ci=lambda name, layout: layout == "fused" or name in ("int", "bool that flips", "in an actor"),
     ),
 )
-def test_a_python_number_that_the_learner_reads(name, layout):
+def test_the_learner_reads_the_current_value_of_a_python_number(name, layout):
     runs(COUNTERS[name], {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize("name", ["int", "bool that flips", "a chain"])
-def test_a_python_number_in_compiled_iterations(name):
+def test_the_learner_reads_the_current_value_in_compiled_iterations(name):
     runs(COUNTERS[name], FUSED, compiled=True)
 
 
@@ -145,7 +146,7 @@ def test_a_module_keeps_its_python_leaves(name, layout):
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_a_carry_in_every_container(name):
+def test_a_carry_may_be_in_any_container(name):
     runs(in_container(name), COARSE)
 
 
@@ -155,28 +156,28 @@ def test_a_fragment_takes_and_returns_every_container(name):
 
 
 @pytest.mark.parametrize(("name", "layout"), cases(CONTAINERS, [*EVERY_LAYOUT], ci=never))
-def test_containers_in_every_layout(name, layout):
+def test_containers_are_refused_or_equal_in_every_layout(name, layout):
     refused_or_equal(in_container(name), {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_metrics_in_every_container_and_type(name):
+def test_metrics_of_every_container_and_type_are_refused_or_equal(name):
     check = runs if name in METRICS_THAT_RUN else refused_or_equal
     check(with_metrics(name), FUSED | COARSE)
 
 
-def test_a_key_is_no_metric():
-    with pytest.raises(AlgorithmError, match="The metric `.*` of `Functions` is a random key, which is no number"):
+def test_a_random_key_is_refused_as_a_metric():
+    with pytest.raises(AlgorithmError, match="The metric `.*` of `Functions` is a random key, not a number"):
         plan(with_metrics("key"), POND, FUSED["fused"])
 
 
 @pytest.mark.parametrize(("name", "layout"), cases(METRICS, [*EVERY_LAYOUT], ci=never))
-def test_metrics_in_every_layout(name, layout):
+def test_metrics_are_refused_or_equal_in_every_layout(name, layout):
     refused_or_equal(with_metrics(name), {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize("layout", ["any", "shards", "lag"])
-def test_metrics_under_their_own_names(layout):
+def test_metrics_keep_their_names_in_relaxed_and_sharded_layouts(layout):
     runs(with_metrics("OrderedDict"), {layout: EVERY_LAYOUT[layout]})
 
 
@@ -184,7 +185,7 @@ def test_metrics_under_their_own_names(layout):
 
 
 MOST_USED = ("argument", "self", "static field")
-"""Places of a static value in which `make test` tries all values."""
+"""Places of a static value. `make test` tries all values in these places, and some values in the others."""
 
 
 def types_and_bits(result: Any) -> list[Any]:
@@ -197,7 +198,7 @@ def types_and_bits(result: Any) -> list[Any]:
     cases(HOLDERS, EQUALS, ci=lambda holder, values: values in ("one", "zero") or holder in MOST_USED),
 )
 def test_statics_that_compare_equal_are_told_apart(holder, values):
-    """The values are used one after the other, in both orders: no value may get the program of the one before."""
+    """The values are used one after the other, in both orders. No value may get the program of an earlier value."""
     call, x = HOLDERS[holder], jnp.float32([0.5, -2.0])
     for value in (*EQUALS[values], *reversed(EQUALS[values])):
         with unmarked():
@@ -220,7 +221,7 @@ def test_statics_that_compare_equal_are_told_apart_under_jit_vmap_and_grad(holde
     ("holder", "values"),
     cases(HOLDERS, NUMBERS, ci=lambda holder, values: (holder, values) in (("self", "one"), ("static field", "zero"))),
 )
-def test_programs_with_statics_that_compare_equal(holder, values):
+def test_programs_with_statics_that_compare_equal_give_the_reference_result(holder, values):
     for value in EQUALS[values][:3]:
         runs(with_static(value, holder), COARSE)
 
@@ -246,7 +247,7 @@ CONFIGURATIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("first", ["with", "without"])
-def test_a_configuration_changed_between_two_calls(name, first):
+def test_a_configuration_changed_between_two_calls_takes_effect(name, first):
     given = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3), jnp.float32([0.1, 0.2, 0.3]), jax.random.key(1)
     around = [CONFIGURATIONS[name], contextlib.nullcontext]
     for configuration in around if first == "with" else around[::-1]:
@@ -280,7 +281,7 @@ def configured() -> Functions:
 
 
 @pytest.mark.parametrize("name", cases(CONFIGURATIONS, ci=lambda name: name == "threefry"))
-def test_a_configuration_changed_between_two_plans(name):
+def test_a_configuration_changed_between_two_plans_takes_effect(name):
     algo = configured()
     for configuration in (CONFIGURATIONS[name], contextlib.nullcontext):
         with configuration():
@@ -305,19 +306,19 @@ def test_strict_promotion_refuses_again_after_standard_promotion():
         mixed(jnp.float32(2.0), jnp.int32(3))
 
 
-# Shapes that depend on E, and E equal to something else
+# Shapes that depend on E, and other sizes that equal E
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_that_depend_on_the_number_of_environments(name):
+def test_leaves_whose_shape_depends_on_the_number_of_environments_are_carried(name):
     runs(with_shape(name), FUSED | COARSE)
 
 
 @pytest.mark.parametrize(
     ("name", "layout"), cases(SHAPES, ["any", "shards"], ci=lambda name, layout: layout == "any" or name in ONE_AXIS)
 )
-def test_shapes_for_workers_and_shards_with_fewer_environments(name, layout):
-    """`init` makes the carry for all environments; each worker (merge="any") or shard has a part of them."""
+def test_shapes_are_refused_or_equal_for_workers_and_shards(name, layout):
+    """`init` makes the carry for all environments. Each worker (merge="any") or shard has a part of the environments."""
     refused_or_equal(with_shape(name), {layout: EVERY_LAYOUT[layout]})
 
 
@@ -325,17 +326,17 @@ def test_shapes_for_workers_and_shards_with_fewer_environments(name, layout):
     ("name", "layout"),
     cases(ONE_AXIS, ["any", "shards", "lag", "env x2, actor x3"], ci=lambda name, layout: layout in ("any", "shards")),
 )
-def test_rows_for_workers_and_shards_with_fewer_environments(name, layout):
+def test_rows_are_refused_or_equal_for_workers_and_shards(name, layout):
     refused_or_equal(with_rows(name), {layout: EVERY_LAYOUT[layout]})
 
 
 @pytest.mark.parametrize(("name", "layout"), cases(SHAPES, [*EVERY_LAYOUT], ci=never))
-def test_shapes_in_every_layout(name, layout):
+def test_shapes_are_refused_or_equal_in_every_layout(name, layout):
     refused_or_equal(with_shape(name), {layout: EVERY_LAYOUT[layout]})
 
 
 SIZES = [(3, 3), (2, 2), (2, 3), (1, 1), (1, 3), (4, 2), (6, 6)]
-"""Number of environments and width of the state: equal to each other, to the number of replicas, or to 1."""
+"""Number of environments and width of the state. They equal each other, the number of replicas, or 1."""
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ SIZES = [(3, 3), (2, 2), (2, 3), (1, 1), (1, 3), (4, 2), (6, 6)]
         SIZED, SIZES, ci=lambda name, sizes: sizes == (3, 3) or (name, sizes) in (("dense", (2, 2)), ("dense", (1, 3)))
     ),
 )
-def test_as_many_environments_as_something_else(name, sizes):
+def test_programs_with_other_sizes_equal_to_E_are_refused_or_equal(name, sizes):
     env = Pond(*sizes)
     replicas = next(n for n in (3, 2, 1) if env.num_envs % n == 0)
     layouts = {"coarse": coarse(replicas), "everything": Layout(Group("env", "actor", "learner", replicas=replicas))}
@@ -352,7 +353,7 @@ def test_as_many_environments_as_something_else(name, sizes):
 
 
 @pytest.mark.parametrize(("name", "sizes", "layout"), cases(SIZED, SIZES, [*EVERY_LAYOUT], ci=never))
-def test_sizes_in_every_layout(name, sizes, layout):
+def test_sizes_are_refused_or_equal_in_every_layout(name, sizes, layout):
     if sizes[0] % 6 == 0 or layout in ("fused", "three sites"):
         refused_or_equal(SIZED[name], {layout: EVERY_LAYOUT[layout]}, Pond(*sizes))
 
@@ -363,8 +364,8 @@ def test_sizes_in_every_layout(name, sizes, layout):
 @pytest.mark.parametrize(
     "layout", [fused(), pytest.param(coarse(2), marks=pytest.mark.long)], ids=["fused", "coarse x2"]
 )
-def test_a_run_shows_what_the_reference_computes(layout):
-    """Rows, train state, summary and evaluation of `choreo.train`, with E equal to the steps and to the size of an observation."""
+def test_a_run_shows_the_results_of_the_reference(layout):
+    """Checks rows, train state, summary and evaluation of `choreo.train`. E, the steps and the size of an observation are all 4."""
     algo, env = Learner(), choreo.envs.make("jax:CartPole-v1", 4)
     run = choreo.train(algo, env, steps=48, layout=layout, runtime="inprocess", eval_every=3, eval_episodes=2)
     wanted = reference_run(algo, env, run.config.key)
@@ -389,11 +390,11 @@ def test_a_run_shows_what_the_reference_computes(layout):
 
 
 MARKS = pytest.mark.parametrize("marks", [contextlib.nullcontext, unmarked], ids=["marked", "unmarked"])
-"""Without marks there is no cache of fragments, so that other caches must tell the algorithms apart."""
+"""Without marks there is no cache of fragments, and other caches must tell the algorithms apart."""
 
 
 @MARKS
-def test_evaluation_of_algorithms_that_compare_equal(marks):
+def test_evaluation_tells_algorithms_apart_that_compare_equal(marks):
     """Evaluation of `Learner(sign=1.0)` must not use the policy of `Learner(sign=1)`, although the two compare equal."""
     env, params = choreo.envs.make("jax:CartPole-v1", 4), jnp.zeros((4, 2))
     play = functools.partial(evaluate, env=env, params=params, key=jax.random.key(1), episodes=2)
@@ -404,7 +405,7 @@ def test_evaluation_of_algorithms_that_compare_equal(marks):
 
 
 @MARKS
-def test_acting_with_algorithms_that_compare_equal(marks):
+def test_act_tells_algorithms_apart_that_compare_equal(marks):
     """`Run.act` of `Learner(sign=1.0)` must not use the policy of `Learner(sign=1)`."""
     env, obs = choreo.envs.make("jax:CartPole-v1", 4), np.array([0.0, 0.0, 0.1, 0.1], np.float32)
     actions = {}

@@ -1,12 +1,13 @@
 """Law levels 2 and 3 for PPO and for the program of `other.py`, against `jax.jit(iterate)` after three iterations.
 
-Level 2: the same compiled shapes give the same bits. Level 3: replicas compute in other shapes, which round differently. In
-float64 with plain SGD they agree to 1e-10 (Adam would hide a wrong factor), in float32 with the real optimiser to 1e-5.
+Level 2: the same compiled shapes give the same bits. Level 3: replicas compute with smaller arrays, and rounding depends on the
+shape of an array. Their results agree to 1e-10 in float64 with plain SGD (Adam would hide a wrong factor), and to 1e-5 in
+float32 with the real optimiser.
 
-The limit of level 2: XLA on CPU rounds `a * b + c` once or twice, depending on the other ops of the compiled program. So the
-last bit may differ if a program is cut between a fragment and the arithmetic next to it. In the layouts of this file it
-differs in one case only, in one leaf: `Other` with Adam, whose gradient crosses sites. For that case
-`test_a_sum_that_xla_rounds_differently_when_it_is_divided` asks for 1e-6.
+Level 2 has a limit: XLA on CPU rounds `a * b + c` once or twice, depending on the other ops of the compiled program. So the
+last bit may differ if a program is cut between a fragment and the arithmetic next to it. In this file that happens in one leaf
+of one program only: `Other` with Adam, whose gradient crosses sites. `test_a_sum_that_xla_may_round_twice_agrees_to_1e_6` tests
+this program.
 """
 
 import contextlib
@@ -106,7 +107,7 @@ def run_in(layout, algorithm, x64=False):
 
 
 def without_repeats(cells):
-    """Leave out layouts of the same kind for Python environments: the host steps these in the same way in all of them."""
+    """Leave out some cells with Python environments: the host steps these environments alike in all layouts of one kind."""
     return [c for c in cells if c.values[0] != "ppo-gymnasium" or c.id.endswith(("fused", "sites", "x2", "actor x3"))]
 
 
@@ -127,8 +128,8 @@ def test_same_shapes_give_the_same_bits(algorithm, layout):
     ],
     ids=["coarse", "fine", "four"],
 )
-def test_a_sum_that_xla_rounds_differently_when_it_is_divided(layout):
-    """A gradient crosses sites and goes into Adam: a sum of two products, which XLA may round once or twice."""
+def test_a_sum_that_xla_may_round_twice_agrees_to_1e_6(layout):
+    """A gradient crosses sites and goes into Adam, which adds two products. XLA may round this sum once or twice."""
     assert_close(run_in(layout, "other-adam"), reference_of("other-adam")[-1], 1e-6)
 
 
@@ -161,7 +162,7 @@ def float64_cells():
 
 @contextlib.contextmanager
 def x64_everywhere():
-    """Enables float64 in all threads. `jax.enable_x64` is for one thread, and callbacks of the reference may run in another."""
+    """Enable float64 in all threads: callbacks of the reference may run in another thread, where `jax.enable_x64` has no effect."""
     jax.config.update("jax_enable_x64", True)
     try:
         yield

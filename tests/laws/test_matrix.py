@@ -3,7 +3,7 @@
 lockstep layouts, one process     the reference, `jax.jit(iterate)`, up to 1e-5 after three iterations (level 3)
 lockstep layouts, more processes  the bits of the same plan in one process (level 1)
 relaxed layouts                   a replay of the log gives the same bits, and no lag in it exceeds `max_lag` (level 4)
-cells that cannot exist           refused with the message that `matrix.py` states
+cells that cannot run             refused with the message that `matrix.py` states
 """
 
 import functools
@@ -45,7 +45,7 @@ def planned(algo: str, layout: str):
 
 @functools.cache
 def traced(algo: str, shards: int, one_by_one: Layout | None):
-    """The trace of an algorithm. One trace serves all layouts with that number of shards.
+    """The trace of an algorithm. All layouts with the same number of shards share one trace.
 
     A layout with merge="any" learns from workers one by one and needs its own trace: pass that layout as `one_by_one`.
     """
@@ -60,7 +60,7 @@ OTHERS = [cell for cell in matrix.CELLS if cell not in WITH_WORKERS and not matr
 
 @pytest.mark.parametrize(("algo", "layout"), matrix.CELLS)
 def test_cell(algo, layout):
-    """One cell in one process. The cells of `WITH_WORKERS` also run with worker processes, because their plan is compiled already."""
+    """Run one cell in one process. If it is in `WITH_WORKERS`, also run its plan, which is now compiled, with worker processes."""
     if refusal := matrix.refused(algo, layout):
         with pytest.raises((LayoutError, PartitionError)) as error:
             planned(algo, layout)
@@ -73,7 +73,7 @@ def test_cell(algo, layout):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("algo", "layout"), OTHERS)
-def test_with_worker_processes(algo, layout):
+def test_the_other_cells_keep_the_law_with_worker_processes(algo, layout):
     check_with_worker_processes(algo, layout, run_of(InProcess(planned(algo, layout)), KEY))
 
 
@@ -88,14 +88,14 @@ def check(runtime, algo: str):
 
 
 def check_log(runtime, run):
-    """A replay of the run's log gives the same bits, and the log stays within the bounds of its layout."""
+    """Assert that a replay of the log gives the same bits, and that the log keeps the bounds of the layout."""
     log = list(runtime.log)
     assert_same_bits(run_of(InProcess(runtime.plan, replay=log), KEY), run)
     check_bounds(log, run, runtime.plan.layout, iterations=3)
 
 
 def check_with_worker_processes(algo: str, layout: str, in_one_process):
-    """A relaxed run is replayed from its own log; any other run has the bits of the run in one process."""
+    """Run a cell with worker processes. Replay a relaxed run from its log; any other run must have the bits of `in_one_process`."""
     runtime = Local(planned(algo, layout))
     run = run_of(runtime, KEY)
     if runtime.plan.layout.is_relaxed:
@@ -104,12 +104,12 @@ def check_with_worker_processes(algo: str, layout: str, in_one_process):
         assert_same_bits(run, in_one_process)
 
 
-def test_every_algorithm_and_every_layout_has_cells():
+def test_every_algorithm_and_every_layout_has_a_cell_with_worker_processes():
     assert {algo for algo, _ in matrix.cells_with_workers()} == {algo for algo, _ in matrix.CELLS}
     assert {layout for _, layout in matrix.cells_with_workers()} == set(matrix.layouts()) - {"per_agent"}
 
 
 def test_the_docs_have_the_matrix():
     assert matrix.PAGE.read_text() == matrix.page(set(matrix.CELLS)), (
-        "a run of tests/laws/test_matrix.py writes the page"
+        "docs/matrix.md is out of date; a run of the whole tests/laws/test_matrix.py writes it"
     )

@@ -1,12 +1,14 @@
-"""Law level 3 for programs that mix environments: refused with the user's line, or the reference result up to 1e-5.
+"""Level 3 of the law (docs/law.md) for programs that mix environments: each program is either refused or computed correctly.
 
-A mixer is a function [env, 3] -> [env, 3] whose result for one environment depends, or seems to depend, on the others. On a
-block of environments a mixer gives another result than on all of them, without any error. Each mixer is tried
+A refusal is an error that names the user's line. A correct result equals the reference result up to 1e-5.
+
+A mixer is a function [env, 3] -> [env, 3] whose result for one environment depends, or seems to depend, on the others. If Choreo
+ran a mixer that does depend on the others on a block, the result would be wrong, and no error would show it. Each mixer is tried
 
     alone, and inside   scan, cond, while, custom_vjp, remat
     as                  glue, a fragment of the whole batch, a mapped fragment
 
-The reference is the program without marks, op by op. `odd_programs/` has whole programs for the same law.
+The reference is the program without its marks, evaluated op by op and not compiled. `odd_programs/` has whole programs for the same law.
 """
 
 import functools
@@ -36,12 +38,12 @@ from laws.refuse_or_equal import (
 )
 
 E = 6
-UNEVEN = {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}
-"""The layout in which two groups have blocks of different sizes. Tests with time for one layout use this hardest one."""
+UNEQUAL_GROUPS = {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}
+"""A layout in which two groups have blocks of different sizes. It is the hardest one, so most tests with a single layout use it."""
 
 
 def rows(values):
-    """[E] -> [E, 3]: the number of each environment, three times."""
+    """[E] -> [E, 3]: the value of each environment, three times."""
     return jnp.broadcast_to(values[:, None], (len(values), 3))
 
 
@@ -50,18 +52,18 @@ def every(values):
     return jnp.broadcast_to(values, (E, 3))
 
 
-def squares(x):
-    """[E, 3] -> [E, 3, 3]: a regular matrix for each environment."""
+def matrices(x):
+    """[E, 3] -> [E, 3, 3]: an invertible matrix for each environment."""
     return x[:, :, None] * x[:, None, :] + jnp.broadcast_to(jnp.diag(jnp.arange(1.0, 4.0)), (E, 3, 3))
 
 
 def merged(x):
-    """[E, 3] -> [2 E, 3]: time and environments merged to one axis, as for minibatches."""
+    """[E, 3] -> [2 E, 3]: two time steps of all environments, merged into one axis as for minibatches."""
     return jnp.stack([x, 2.0 * x]).reshape(2 * E, 3)
 
 
 def structure(x):
-    """A program whose number of equations depends on the number of environments: on a block it is another program."""
+    """The number of equations depends on the number of environments: a block would give a different program."""
     for i in range(len(x)):
         x = x.at[i].set(jnp.sin(x[i] + i))
     return x if len(x) > 4 else -x
@@ -79,7 +81,7 @@ MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "literal of E": lambda x: x + rows(jnp.arange(E, dtype=x.dtype) * (2.0 * len(x))),
     "structure": structure,
 }
-"""The ten basic ways in which environments mix, or in which a program depends on their number."""
+"""The ten basic mixers. In each, environments mix, or the result depends on the number of environments."""
 
 ROTATION = jnp.roll(jnp.eye(E), 1, axis=0)
 LINE = jnp.linspace(-1.0, 1.0, E)
@@ -127,7 +129,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "map with row numbers, rolled": lambda x: lax.map(lambda r: r[0] * r[1], (x, jnp.roll(jnp.arange(float(E)), 1))),
     "map by row number": lambda x: lax.map(lambda i: x[i], jnp.arange(E)),
     "scan over environments that counts": lambda x: lax.scan(lambda n, row: (n + 1.0, row * n), 0.0, x)[1],
-    "solve of each": lambda x: jnp.linalg.solve(squares(x), x[:, :, None])[:, :, 0],
+    "solve of each": lambda x: jnp.linalg.solve(matrices(x), x[:, :, None])[:, :, 0],
     "solve for all": lambda x: jnp.linalg.solve(x @ x.T + jnp.eye(E), x),
     "scan with a table": lambda x: lax.scan(lambda c, i: (c.at[i].set(c[i - 1] + 1.0), ()), x, jnp.arange(1, E))[0],
     "associative scan": lambda x: lax.associative_scan(jnp.multiply, x),
@@ -151,7 +153,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
         x.at[jnp.arange(E), jnp.argmax(x, axis=1) * 2].get(mode="fill", fill_value=9.0)
     ),
     "own row, written": lambda x: x.at[jnp.arange(E), jnp.argmax(x, axis=1) * 2 - 1].set(x[:, 0], mode="drop"),
-    "own row of a square": lambda x: rows((x @ TABLE.T)[jnp.arange(E), jnp.argmax(x, axis=1)]),
+    "own row of a product": lambda x: rows((x @ TABLE.T)[jnp.arange(E), jnp.argmax(x, axis=1)]),
     "the next row": lambda x: rows(x[jnp.arange(E) + 1, jnp.argmax(x, axis=1)]),
     "the row from the end": lambda x: x.at[-jnp.arange(E), jnp.argmax(x, axis=1)].set(7.0),
     "rows reversed": lambda x: x.at[jnp.arange(E)[::-1], jnp.argmax(x, axis=1)].add(x[:, 0]),
@@ -215,7 +217,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gradient of a mean": lambda x: jax.grad(lambda x: jnp.mean(x) ** 2)(x),
     "gradient, sorted": lambda x: jax.grad(lambda x: jnp.sum(jnp.sort(x, axis=0) * rows(LINE)))(x),
     "jacobian": lambda x: jax.jacfwd(lambda x: jnp.sum(x**2, axis=1))(x).sum(axis=1),
-    # Further pairs of functions that look alike, of which one mixes environments and the other does not.
+    # More pairs of similar functions: one mixes environments, the other does not.
     "tiled by features": lambda x: jnp.tile(x, (1, 2))[:, 1:4] + jnp.tile(x, (2, 1, 1))[1],
     "tiled, then cut": lambda x: jnp.tile(x, (2, 1))[E:],
     "gamma by env key": lambda x: (
@@ -230,21 +232,23 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     ),
     "checkpoint name": lambda x: checkpoint_name(jnp.sin(x), "hidden"),
     "fft of features": lambda x: jnp.real(jnp.fft.fft(x, axis=1)),
-    "matrices of each": lambda x: jnp.linalg.eigvalsh(squares(x)) + jnp.linalg.inv(squares(x))[:, 0],
+    "matrices of each": lambda x: jnp.linalg.eigvalsh(matrices(x)) + jnp.linalg.inv(matrices(x))[:, 0],
     "factors of each": lambda x: (
-        jnp.linalg.svd(squares(x), compute_uv=False) + jnp.abs(jnp.linalg.qr(squares(x))[1][:, 2])
+        jnp.linalg.svd(matrices(x), compute_uv=False) + jnp.abs(jnp.linalg.qr(matrices(x))[1][:, 2])
     ),
     "singular values of all": lambda x: x * every(jnp.linalg.svd(x, compute_uv=False)),
     "custom rule of vmap": lambda x: jax.vmap(centre_under_vmap)(x),
-    "unrolled by jit": jax.jit(lambda x: x - jnp.mean(x, axis=0, keepdims=True)),
+    "inside jit": jax.jit(lambda x: x - jnp.mean(x, axis=0, keepdims=True)),
 }
-"""Functions that mix environments, and functions that look alike and do not: a rule must tell them apart."""
+"""Functions that mix environments, and similar functions that do not. The rules must tell them apart."""
 
 
 @jax.custom_batching.custom_vmap
 def centre_under_vmap(row):
-    """One row as it is; under `vmap`, each row minus the mean of all rows. It stands in this file because a refusal must name
-    a line of this file."""
+    """Return the row unchanged. Under `vmap`, the result is each row minus the mean of all rows.
+
+    The function is in this file because a refusal must name a line of this file.
+    """
     return row
 
 
@@ -299,7 +303,7 @@ def batched(role):
 
 
 def mapped(role):
-    """A fragment under `vmap` over the number i of the environment: it mixes all environments and returns row i."""
+    """Calls a fragment under `vmap`, once for each environment i. The fragment mixes all environments and returns row i."""
     return lambda mix: lambda x: jax.vmap(choreo.fragment(role)(lambda x, i: mix(x)[i]), (None, 0))(x, jnp.arange(E))
 
 
@@ -352,85 +356,87 @@ def reference(mixer: str, around: str) -> Run:
 
 
 def case(*parts: str, ci: bool) -> Any:
-    """One parameter; only `make test-long` runs it if `ci` is False."""
+    """The arguments of one test. If `ci` is False, only `make test-long` runs it."""
     return pytest.param(*parts, id=" - ".join(parts), marks=[] if ci else [pytest.mark.long])
 
 
-def ten_ways() -> list[Any]:
-    """All combinations. `make test` runs every mixer as every kind of call; the constructs of `AROUND` take turns."""
+def mixer_cases() -> list[Any]:
+    """All combinations. `make test` runs each pair of a mixer and an entry of `KINDS`, with one entry of `AROUND` for each pair."""
     cells = itertools.product(enumerate(MIXERS), enumerate(AROUND), enumerate(KINDS))
     return [case(mixer, around, kind, ci=(m + k) % len(AROUND) == a) for (m, mixer), (a, around), (k, kind) in cells]
 
 
-@pytest.mark.parametrize(("mixer", "around", "kind"), ten_ways())
-def test_the_ten_ways_to_mix(mixer, around, kind):
+@pytest.mark.parametrize(("mixer", "around", "kind"), mixer_cases())
+def test_the_ten_ways_to_mix_are_refused_or_equal(mixer, around, kind):
     algo = Algo(KINDS[kind](AROUND[around](MIXERS[mixer])))
-    layouts = LAYOUTS if around in ("alone", "scan") else UNEVEN
+    layouts = LAYOUTS if around in ("alone", "scan") else UNEQUAL_GROUPS
     refusals = refuse_or_equal(algo, Pond(E), __file__, layouts, reference=lambda: reference(mixer, around))
     if kind == "glue":  # glue can run at the site of the learner, which has all environments
         assert not any(refusals.values()), refusals
 
 
 def more_ways() -> list[Any]:
-    """All combinations. `make test` runs every mixer in an actor fragment, and two thirds of them also as glue or in an
+    """All combinations. `make test` runs every mixer in an actor fragment, and two thirds of the mixers also as glue or in an
     env fragment."""
     cells = itertools.product(enumerate(MORE_MIXERS), enumerate(["glue", "batched env", "batched"]))
     return [case(mixer, kind, ci=kind == "batched" or m % 3 == k) for (m, mixer), (k, kind) in cells]
 
 
 @pytest.mark.parametrize(("mixer", "kind"), more_ways())
-def test_more_ways_to_mix(mixer, kind):
+def test_more_ways_to_mix_are_refused_or_equal(mixer, kind):
     algo = Algo(KINDS[kind](MORE_MIXERS[mixer]))
-    refuse_or_equal(algo, Pond(E), __file__, UNEVEN, reference=lambda: reference(mixer, "alone"))
+    refuse_or_equal(algo, Pond(E), __file__, UNEQUAL_GROUPS, reference=lambda: reference(mixer, "alone"))
 
 
 @pytest.mark.parametrize(
     "mixer",
-    ["own row, by arange", "own row, out of range", "own row, written", "own row of a square", "gamma by env key",
+    ["own row, by arange", "own row, out of range", "own row, written", "own row of a product", "gamma by env key",
      "tiled by features", "checkpoint name", "fft of features", "matrices of each", "map over environments", "solve of each"],
 )  # fmt: skip
 def test_functions_that_do_not_mix_run_on_blocks(mixer):
-    """These only look like mixers, and run on blocks. If a rule were lost, they would be refused, and no other test would fail."""
+    """These functions only look like mixers. If Choreo lost the rule for one of them, only this test would fail."""
     algo = Algo(batched("actor")(MORE_MIXERS[mixer]))
     assert not any(
-        refuse_or_equal(algo, Pond(E), __file__, UNEVEN, reference=lambda: reference(mixer, "alone")).values()
+        refuse_or_equal(algo, Pond(E), __file__, UNEQUAL_GROUPS, reference=lambda: reference(mixer, "alone")).values()
     )
 
 
 def places() -> list[Any]:
-    """Every mixer in both places; `make test` runs every mixer in one of them."""
+    """Every mixer in both places. `make test` runs every mixer in one of the two places."""
     cells = itertools.product(enumerate(MIXERS), enumerate(["state", "step"]))
     return [case(mixer, where, ci=m % 2 == w) for (m, mixer), (w, where) in cells]
 
 
 @pytest.mark.parametrize(("mixer", "where"), places())
-def test_mixing_in_the_carry_and_in_a_scan(mixer, where):
+def test_mixing_in_the_carry_or_in_a_scan_is_refused_or_equal(mixer, where):
     refuse_or_equal(Algo(MIXERS[mixer], where), Pond(E), __file__, MORE_LAYOUTS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_odd_programs(name, capfd):
-    refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN | {"everything x2": EVERYTHING_REPLICATED})
+def test_odd_programs_are_refused_or_equal(name, capfd):
+    refuse_or_equal(
+        Program(name), Pond(E), odd_programs.FOLDER, UNEQUAL_GROUPS | {"everything x2": EVERYTHING_REPLICATED}
+    )
 
 
 @pytest.mark.parametrize(
     "name",
     ["a metric that is carried", "donated and read again", "same value twice", "carry swapped", "carry unchanged"],
 )
-def test_compiled_with_donation(name):
+def test_no_memory_is_donated_that_is_still_used(name):
     """Segments are compiled as in a run. Donating memory that another value still uses would give a wrong result."""
-    refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN, compiled=True)
+    refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEQUAL_GROUPS, compiled=True)
 
 
 @pytest.fixture
 def arrays_as_literals():
-    """Array constants of a program are literals of its jaxpr in this test."""
+    """During the test, the array constants of a program are literals of its jaxpr."""
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     yield
     jax.config.update("jax_use_simplified_jaxpr_constants", False)
 
 
 @pytest.mark.parametrize("name", ["constant arrays given to fragments", "a scan with constant arrays"])
-def test_arrays_as_literals(name, arrays_as_literals):
-    refusals = refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEVEN)
+def test_arrays_as_literals_are_accepted(name, arrays_as_literals):
+    refusals = refuse_or_equal(Program(name), Pond(E), odd_programs.FOLDER, UNEQUAL_GROUPS)
     assert not any(refusals.values()), refusals

@@ -1,15 +1,15 @@
 """Law level 3 for random programs: each is refused with the user's line, or equals the program without marks up to 2e-5.
 
 A program has three lists of instructions: one before a scan over `env.step`, one inside the scan, one after it. An
-instruction is an op on values of some kinds, and says how the op is called: as glue, in a fragment of some role or in a
-mapped fragment, and inside a scan, cond, while, jit or nothing. The kinds of values are
+instruction names an op, the operands, and how the op is called. The call is glue, a fragment of some role, or a mapped fragment.
+There may be a scan, cond, while or jit around the op. With E environments and T steps, the kinds of values are
 
     env [E, 3]     shared [3]     time [T, E, 3]     count [E] of integers
 
 All floats are squashed by tanh, so that rounding errors do not grow.
 
-A wide program also has odd leaves in its carry, a container around the carry, metrics out of order and other types, and may
-have as many environments as there are numbers in a state, steps in the scan, or replicas.
+A wide program also has odd leaves in its carry, the carry in a container, metrics out of order, and ops in other types. Its
+number of environments may equal the width of a state, the number of steps in the scan, or the number of replicas.
 """
 
 import collections
@@ -35,7 +35,7 @@ from laws.refuse_or_equal import MORE_LAYOUTS, Pond, refuse_or_equal
 T = 3
 WEIGHTS = jnp.linspace(-0.5, 0.5, 9).reshape(3, 3)
 Ops = dict[str, tuple[tuple[str, ...], str, Any]]
-"""By name: kinds of the operands, kind of the result, and the function."""
+"""By the name of an op: the kinds of its operands, the kind of its result, and its function."""
 
 
 @functools.cache
@@ -140,7 +140,7 @@ OTHER_TYPES: dict[str, Callable[[jax.Array], jax.Array]] = {
     ),
     "by nothing": lambda x: x + jnp.sum(x[..., :0], axis=-1, keepdims=True),
 }
-"""Ops that compute in other types on the way. Each works on a batch and on one environment."""
+"""Ops whose intermediate values have other types than float32. Each op works on a batch and on one environment."""
 NARROW_OPS = sorted(set(ops(6)) - set(OTHER_TYPES))
 """The ops of programs that are not wide."""
 
@@ -157,7 +157,7 @@ ROWS: dict[str, Any] = {
     "time total": lambda x: jnp.sum(x, axis=0),
     **OTHER_TYPES,
 }
-"""Ops as functions of one environment, which mapped fragments call."""
+"""The functions that mapped fragments call. Each is the op of that name for one environment."""
 ROLES = ("env", "actor", "buffer", "learner")
 
 
@@ -173,7 +173,7 @@ class Instruction(NamedTuple):
     around: str
     """Control flow around the op: "" (none), "scan", "cond", "while" or "jit"."""
     operands: tuple[int, int, int]
-    """Which of the values of each kind are the operands."""
+    """For each operand, its index among the values of its kind, modulo their number."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class RandomProgram:
     after: tuple[Instruction, ...]
     """Instructions after the scan."""
     picks: tuple[int, ...]
-    """Which values become the carry and the metrics."""
+    """Indices of the values that become the carry and the metrics, modulo the number of values of the same kind."""
 
     def init(self, env, key):
         E = env.num_envs
@@ -251,7 +251,7 @@ def squash(x):
 
 
 def execute(instructions, pool, key):
-    """The pool of values by kind, with the result of each instruction appended."""
+    """Return a copy of the pool (the values by kind) with the result of each instruction appended."""
     table = ops(len(pool["env"][0]))
     pool = {kind: list(values) for kind, values in pool.items()}
     for i, (name, kind, role, around, operands) in enumerate(instructions):
@@ -321,7 +321,7 @@ class CarryTuple(NamedTuple):
 
 
 class CarryModule(eqx.Module):
-    """The carry of a random program as a module, with its fields in another order."""
+    """The carry of a random program as a module, with the fields in a different order."""
 
     past: Any
     count: Any
@@ -363,7 +363,7 @@ class WideProgram:
     container: str
     """Container of the carry."""
     leaves: tuple[tuple[str, str], ...]
-    """Further leaves: the kind of each, and what an iteration does with it (kept, changed, swapped, doubled or read)."""
+    """Further leaves: the name of each in `LEAVES`, and its entry in `TREATMENTS`, which says what an iteration does with it."""
     metrics: str
     """Container of the metrics."""
 
@@ -377,23 +377,25 @@ class WideProgram:
         carry, leaves = carry
         make, take = CONTAINERS[self.container]
         carry, metrics = take(carry), {}
-        for (name, deed), (leaf, _) in zip(self.leaves, leaves, strict=True):
-            if deed == "read" and "key" not in name:
+        for (name, treatment), (leaf, _) in zip(self.leaves, leaves, strict=True):
+            if treatment == "read" and "key" not in name:
                 number = jnp.sum(jnp.real(jnp.asarray(leaf)).astype(jnp.float32))
                 carry["weights"] = carry["weights"] + 0.1 * jnp.tanh(jnp.where(jnp.isfinite(number), number, 1.0))
         after, metrics = self.program.iterate(env, carry, key)
-        leaves = [self.changed(name, deed, *pair) for (name, deed), pair in zip(self.leaves, leaves, strict=True)]
+        leaves = [
+            self.changed(name, treatment, *pair) for (name, treatment), pair in zip(self.leaves, leaves, strict=True)
+        ]
         metrics = {"z": jnp.sum(after["count"]), "any": jnp.any(after["state"] > 0), "two": 2, **metrics}
         return (make(after), leaves), METRICS[self.metrics](metrics)
 
-    def changed(self, name, deed, one, other):
-        """The new values of a pair of leaves of that kind."""
+    def changed(self, name, treatment, one, other):
+        """The new values of a pair of leaves. `name` is the name of both in `LEAVES`."""
         change = LEAVES[name][1]
-        if deed == "kept":
+        if treatment == "kept":
             return one, other
-        if deed == "swapped":
+        if treatment == "swapped":
             return other, one
-        return (change(one), other) if deed in ("changed", "read") else (change(other), change(other))
+        return (change(one), other) if treatment in ("changed", "read") else (change(other), change(other))
 
 
 WIDE_INSTRUCTIONS = st.builds(
@@ -404,7 +406,7 @@ WIDE_INSTRUCTIONS = st.builds(
     around=st.sampled_from(["", "", "", "scan", "cond", "while", "jit"]),
     operands=st.tuples(*[st.integers(0, 7)] * 3),
 )
-DEEDS = ("kept", "changed", "swapped", "doubled", "read")
+TREATMENTS = ("kept", "changed", "swapped", "doubled", "read")
 WIDE_PROGRAMS = st.builds(
     WideProgram,
     program=st.builds(
@@ -415,7 +417,7 @@ WIDE_PROGRAMS = st.builds(
         picks=PARTS["picks"],
     ),
     container=st.sampled_from(sorted(CONTAINERS)),
-    leaves=st.lists(st.tuples(st.sampled_from(sorted(LEAVES)), st.sampled_from(DEEDS)), max_size=4).map(tuple),
+    leaves=st.lists(st.tuples(st.sampled_from(sorted(LEAVES)), st.sampled_from(TREATMENTS)), max_size=4).map(tuple),
     metrics=st.sampled_from(sorted(METRICS)),
 )
 
@@ -432,7 +434,7 @@ replicas."""
 SIZES = st.sampled_from([6, 3, 3, 2, 1])
 
 # Hypothesis derives the random programs from name and source of each test below (`derandomize` in tests/conftest.py):
-# renaming a test, or adding a docstring, gives it other programs.
+# a test that is renamed, or gets a docstring, runs other programs.
 
 
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
@@ -441,7 +443,7 @@ def test_random_programs_are_refused_or_equal(program):
     refuse_or_equal(program, Pond(6), __file__, SOME_LAYOUTS, tolerance=2e-5)
 
 
-# No phase that shrinks a failing program, because shrinking takes minutes. `test_many_more_wide_ones_are` has that phase.
+# Hypothesis does not shrink a failing program here, because that takes minutes. `test_many_more_wide_ones_are` does shrink.
 @settings(max_examples=2, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 @given(program=WIDE_PROGRAMS, size=SIZES)
 def test_wide_programs_are_refused_or_equal(program, size):

@@ -1,8 +1,8 @@
 """Law level 4: a relaxed run (`max_lag`, `merge="any"`) replays bit for bit from its log.
 
 The log says which version of the parameters each worker read, and in which order the learner used the workers' parts. No
-version is more than `max_lag` updates old. Without lag, and for one algorithm with lag, the result is also compared with a
-hand-written loop (1e-5).
+version is more than `max_lag` updates old. For one run without lag and one run with lag, the result also agrees with a
+hand-written loop, up to 1e-5.
 """
 
 import functools
@@ -49,7 +49,7 @@ def logged_run(runtime, iterations: int = 6):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_run_in_one_process_replays_and_keeps_its_bounds(cell):
+def test_a_run_in_one_process_replays_and_keeps_the_bounds_of_its_layout(cell):
     check_replay(InProcess(planned(cell)))
 
 
@@ -65,7 +65,7 @@ def test_a_run_with_python_environments_over_tcp_replays_in_one_process():
 
 
 def check_replay(runtime):
-    """A replay of the run's log in one process gives the same bits, and the log stays within the bounds of the layout."""
+    """Assert that a replay of the log in one process gives the same bits, and that the log keeps the bounds of the layout."""
     run, log = logged_run(runtime)
     assert_same_bits(run_of(InProcess(runtime.plan, replay=log), KEY, 6), run)
     check_bounds(log, run, runtime.plan.layout, iterations=6)
@@ -112,32 +112,32 @@ def test_a_schedule_never_stops_and_never_exceeds_the_lag(workers, max_lag, tota
 
 
 @pytest.mark.parametrize(
-    ("layout", "what"),
+    ("layout", "message"),
     [
         (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner"), max_lag=1),
          "The layout custom has max_lag=1, but nothing in it may be out of date"),
         (choreo.Layout(choreo.Group("env", "actor", "learner"), max_lag=1),
-         "The layout custom has max_lag=1, but nothing in it may be out of date: no group sends another group only values that "
-         "it carries from iteration to iteration.\nLeave out max_lag=1, or use a layout whose workers act with parameters of a "
-         "learner: coarse, sebulba, central."),
+         "The layout custom has max_lag=1, but nothing in it may be out of date. A group may read old values only from a "
+         "group that sends it nothing but values that are carried from iteration to iteration.\nLeave out max_lag=1, or use a layout whose workers act "
+         "with parameters of a learner: coarse, sebulba, central."),
         (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", "learner"), merge="any"),
-         'The layout custom has merge="any", but nothing in it may be out of date: no group sends another group only values that '
-         'it carries from iteration to iteration.\nLeave out merge="any", or use a layout whose workers act with parameters of a '
-         "learner: coarse, central."),
+         'The layout custom has merge="any", but nothing in it may be out of date. A group may read old values only from a '
+         'group that sends it nothing but values that are carried from iteration to iteration.\nLeave out merge="any", or use a layout whose workers act '
+         "with parameters of a learner: coarse, central."),
         (choreo.Layout(choreo.Group("env", replicas=2), choreo.Group("actor", replicas=2), choreo.Group("learner"),
                        merge="any"),
          'Layout(Group(\'env\', replicas=2), Group(\'actor\', replicas=2), Group(\'learner\'), merge=\'any\'): merge="any" '
-         "needs one group of workers"),
+         "needs one group with replicas (the workers)"),
     ],
 )  # fmt: skip
-def test_layouts_that_cannot_be_relaxed_are_refused(layout, what):
+def test_layouts_that_cannot_be_relaxed_are_refused(layout, message):
     with pytest.raises(LayoutError) as refusal:
         plan(ALGO, ENV, layout)
-    assert str(refusal.value).startswith(what)
+    assert str(refusal.value).startswith(message)
 
 
 def act_twice(env, w, slow, s):
-    """Two steps with weights that glue computes from two carried values."""
+    """Take two steps. Glue computes the weights of the actor from two carried values."""
     half = 0.5 * w + 1.0
     both = half * slow
     for _ in range(2):

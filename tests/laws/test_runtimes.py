@@ -27,8 +27,8 @@ THREE_SITES = {
     "jax": Layout(Group("env", replicas=2), Group("actor"), Group("learner")),
     "gymnasium": Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner")),
 }
-"""By kind of environment. Python environments get more sites, with blocks of two sizes: their workers start fast, because they
-do not import JAX."""
+"""Layouts by kind of environment. Python environments get more sites, with blocks of two sizes: their workers start fast, because
+they do not import JAX."""
 LAYOUTS = {
     "fused": fused(),
     "coarse x1": coarse(1),
@@ -40,8 +40,7 @@ LAYOUTS = {
 ENVS = {"jax": "jax:CartPole-v1", "gymnasium": "CartPole-v1"}
 CELLS = [(env, name, layout) for env in ENVS for name, layout in (LAYOUTS | {"three sites": THREE_SITES[env]}).items()]
 CI = {("gymnasium", "fused"), ("gymnasium", "fine x1"), ("gymnasium", "three sites")}
-"""Cells that `make test` runs. Together with the tests over TCP, each layout runs once. The matrix runs JAX environments
-over shared memory."""
+"""Cells that `make test` runs. The tests over TCP run other layouts, and the matrix runs JAX environments over shared memory."""
 OPTIMISED = ("jax", "coarse x1")
 
 
@@ -56,7 +55,8 @@ def planned(env: str, layout: Layout):
 
 
 @functools.cache
-def serial(env: str, layout: Layout):
+def in_one_process(env: str, layout: Layout):
+    """The result in one process."""
     return run_of(InProcess(planned(env, layout)), KEY)
 
 
@@ -70,8 +70,8 @@ def marks(env: str, name: str):
     ("env", "layout"),
     [pytest.param(env, layout, id=f"{env}-{name}", marks=marks(env, name)) for env, name, layout in CELLS],
 )
-def test_workers_over_shared_memory(env, layout):
-    assert_same_bits(run_of(Local(planned(env, layout)), KEY), serial(env, layout))
+def test_workers_over_shared_memory_give_the_same_bits(env, layout):
+    assert_same_bits(run_of(Local(planned(env, layout)), KEY), in_one_process(env, layout))
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,17 @@ def test_workers_over_shared_memory(env, layout):
         pytest.param("gymnasium", THREE_SITES["gymnasium"], id="gymnasium-three sites", marks=pytest.mark.long),
     ],
 )
-def test_workers_over_tcp(env, layout):
+def test_workers_over_tcp_give_the_same_bits(env, layout):
     """All workers are on one host; `TestTwoHosts` has two hosts."""
-    assert_same_bits(run_of(Local(planned(env, layout), carrier="tcp"), KEY), serial(env, layout))
+    assert_same_bits(run_of(Local(planned(env, layout), carrier="tcp"), KEY), in_one_process(env, layout))
 
 
 @pytest.mark.long  # `make test` runs exact blocks in one process, in test_layouts.py
-def test_workers_in_exact_blocks():
+def test_workers_in_exact_blocks_give_the_same_bits():
     """With `exact=True` the size of a block does not depend on the number of workers: four workers give the bits of two."""
     run = run_of(Local(planned("jax", coarse(4, exact=True))), KEY)
-    assert_same_bits(run, serial("jax", coarse(4, exact=True)))
-    assert_same_bits(run, serial("jax", coarse(2, exact=True)))
+    assert_same_bits(run, in_one_process("jax", coarse(4, exact=True)))
+    assert_same_bits(run, in_one_process("jax", coarse(2, exact=True)))
 
 
 def test_a_runtime_continues_from_the_carry_of_another():
@@ -122,5 +122,5 @@ class TestTwoHosts:
             pytest.param("gymnasium", coarse(2), id="coarse"),
         ],
     )
-    def test_the_same_bits(self, env, layout, two_hosts):
-        assert_same_bits(run_of(Local(planned(env, layout), cluster=two_hosts), KEY), serial(env, layout))
+    def test_workers_on_two_hosts_give_the_same_bits(self, env, layout, two_hosts):
+        assert_same_bits(run_of(Local(planned(env, layout), cluster=two_hosts), KEY), in_one_process(env, layout))

@@ -1,7 +1,7 @@
-"""Law levels 1 and 3 for S learner shards: the number of sites or devices that carry them changes nothing.
+"""With S learner shards, results do not depend on the number of sites or devices on which the shards run.
 
 The reference is `vmap` of `iterate` on E/S environments, each shard with its own key. Results agree with it to 1e-10 in
-float64 with plain SGD, and to 1e-5 in float32. A program or layout that does not fit the shards is refused.
+float64 with plain SGD, and to 1e-5 in float32 (levels 1 and 3 of docs/law.md). A program or layout that does not fit the shards is refused.
 """
 
 import functools
@@ -39,7 +39,7 @@ LAYOUTS = {
     "4 workers, 2 learners": choreo.sebulba(4, 2),
     "2 workers, 4 learners": choreo.sebulba(2, 4),
 }
-DEVICES = ["one site", "2 devices", "4 devices"]
+ON_ONE_SITE = ["one site", "2 devices", "4 devices"]
 NETWORK = functools.partial(networks.mlp, hidden=(16,))
 
 
@@ -68,16 +68,16 @@ def planned(make, float64: bool, layout: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", DEVICES)
-def test_any_number_of_devices_carries_the_shards(layout):
+@pytest.mark.parametrize("layout", ON_ONE_SITE)
+def test_any_number_of_devices_gives_the_same_results(layout):
     run = run_of(InProcess(planned(ppo, False, layout)), KEY)
     assert_close(run, reference(ppo, float64=False), 1e-5)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", DEVICES)
-def test_in_float64_with_plain_gradient_descent(layout):
-    """PPO; `make test` runs float64 with A2C, which compiles faster, in the next test."""
+@pytest.mark.parametrize("layout", ON_ONE_SITE)
+def test_any_number_of_devices_gives_the_same_results_in_float64(layout):
+    """With PPO, which compiles slowly. `make test` skips this test; the next test checks float64 with A2C."""
     with jax.enable_x64(True):
         run = run_of(InProcess(planned(ppo, True, layout)), KEY)
         assert_close(run, reference(ppo, float64=True), 1e-10)
@@ -87,15 +87,15 @@ def test_in_float64_with_plain_gradient_descent(layout):
     "layout",
     [pytest.param(name, marks=[pytest.mark.long] if name == "4 devices" else []) for name in LAYOUTS],
 )
-def test_any_number_of_sites_or_devices_carries_the_shards(layout):
+def test_any_number_of_sites_or_devices_gives_the_same_results(layout):
     with jax.enable_x64(True):
         run = run_of(InProcess(planned(a2c, True, layout)), KEY)
         assert_close(run, reference(a2c, float64=True), 1e-10)
 
 
 @pytest.mark.long
-def test_on_two_processes():
-    """`make test` runs two processes with Python environments: `test_python_environments`."""
+def test_two_processes_give_the_same_results():
+    """`make test` skips this test; there, `test_python_environments_give_the_same_results` covers two processes."""
     with jax.enable_x64(True):
         the_plan = planned(ppo, True, "2 sites")
         run = run_of(Local(the_plan), KEY)
@@ -103,9 +103,9 @@ def test_on_two_processes():
         assert_same_bits(run, run_of(InProcess(the_plan), KEY))
 
 
-@pytest.mark.long  # `make test` runs other numbers of sites and devices, above
-def test_more_replicas_than_devices():
-    """Eight replicas on four devices: several replicas take turns on one device."""
+@pytest.mark.long  # `make test` checks other numbers of sites and devices (see above)
+def test_more_replicas_than_devices_give_the_same_results():
+    """Eight replicas run on four devices, so two replicas take turns on each device."""
     run = run_of(InProcess(plan(a2c(), ENV, choreo.multi_learner(8))), KEY)
     assert_close(run, sharded_reference(a2c(), ENV, 8, KEY), 1e-5)
 
@@ -124,7 +124,7 @@ def test_more_devices_than_jax_sees_are_refused():
     with pytest.raises(LayoutError) as refusal:
         InProcess(plan(a2c(), ENV, choreo.fused(devices=8)))
     assert str(refusal.value).startswith(
-        "The layout wants 8 devices for `env+actor+buffer+learner`, and JAX sees 4 (cpu) here.\nUse devices=4; on a CPU"
+        "The layout wants 8 devices for `env+actor+buffer+learner`, but JAX sees 4 (cpu) here.\nUse devices=4; on a CPU"
     )
 
 
@@ -134,8 +134,8 @@ def test_statistics_of_observations_are_those_of_all_shards():
     assert_close(run, sharded_reference(algo, ENV, 2, KEY), 1e-5)
 
 
-def test_python_environments():
-    """Every shard has its own environments; the number of sites that step them changes nothing."""
+def test_python_environments_give_the_same_results():
+    """The environments are stepped by one site, by one site with two devices, or by two processes."""
     algo, env = a2c(), envs.make("CartPole-v1", 8)
     one, two = (
         run_of(InProcess(plan(algo, env, layout)), KEY) for layout in (LAYOUTS["one site"], LAYOUTS["2 devices"])
@@ -164,7 +164,8 @@ def test_a_carry_that_differs_between_shards_is_refused():
     with pytest.raises(AlgorithmError) as refusal:
         plan(Selfish(), ENV, choreo.multi_learner(2))
     assert str(refusal.value).startswith(
-        "With 2 learner shards, `Selfish.iterate` would return another `carry.train` on each of them; it has no env axis"
+        "With 2 learner shards, `Selfish.iterate` would return a different `carry.train` on each shard. "
+        "`carry.train` has no env axis"
     )
     assert "choreo.all_reduce(x)" in str(refusal.value)
 
@@ -188,7 +189,7 @@ def test_a_gradient_through_all_reduce_is_refused_or_right(layout):
     try:
         runtime = InProcess(plan(Coupled(), ENV, layout))
     except PartitionError:
-        assert layout.name == "multi_learner", "one site runs the program as it is"
+        assert layout.name == "multi_learner", "only multi_learner may refuse this program: one site runs it unchanged"
         return
     assert_close(run_of(runtime, KEY), sharded_reference(Coupled(), ENV, 2, KEY), 1e-5)
 
@@ -237,7 +238,7 @@ def test_all_reduce_of_bools(layout):
 def test_the_type_of_all_reduce_does_not_depend_on_the_number_of_shards(dtype, op):
     x = jnp.ones((2, 3), dtype)
     if op == "max" and dtype is bool:
-        pytest.skip("JAX has no largest bool")
+        pytest.skip("JAX cannot compute the maximum of bools along a named axis of `vmap`")
     several = jax.vmap(lambda x: choreo.all_reduce(x, op), axis_name=SHARD_AXIS)(x)
     assert choreo.all_reduce(x[0], op).dtype == several.dtype
 
@@ -257,6 +258,6 @@ def test_a_hard_coded_number_of_environments_is_refused_with_a_hint_at_shards():
     )
 
 
-def test_an_error_that_one_shard_has_too_is_raised_as_it_is():
+def test_an_error_that_also_occurs_with_one_shard_is_raised_unchanged():
     with pytest.raises(TypeError, match=r"cannot reshape array of shape \(6, 3\)"):
         plan(step_and_learn(lambda w, s: s.reshape(5, 5)), Pond(6), choreo.sebulba(2, 2))

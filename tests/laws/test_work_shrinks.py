@@ -1,7 +1,8 @@
-"""Replicas divide the work: one worker of coarse with N workers computes 1/N of the FLOPs of coarse with one worker.
+"""Replicas divide the work: each of N workers computes 1/N of the FLOPs of a single worker.
 
-A plan may keep the law and still let every replica compute everything. XLA counts the FLOPs of the compiled segments, so
-that computing something in full on every replica (random keys, for example) shows. 10% are allowed.
+A plan may keep the law and still let every replica compute everything. So these tests ask XLA for the FLOPs of the compiled
+segments: the count is too high if every replica computes something in full, for example all random keys. A
+worker may compute 10% more than its share.
 """
 
 import functools
@@ -20,7 +21,7 @@ from choreo.plans.build import plan_traced
 
 NUM_ENVS = 16
 SLACK = 1.1
-"""Allowed factor, for the work that every replica does in full."""
+"""A worker may do up to 10% more than its share, because every replica does some work in full."""
 WORKERS = "env+actor"
 
 

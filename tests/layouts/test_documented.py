@@ -21,15 +21,18 @@ def layout_of(command):
 
 
 DISTINCT = {(command.split()[0], layout_of(command)): command for command in COMMANDS}
-"""Commands with different layouts: several systems in the table have the same one."""
+"""One command for each pair of an algorithm and a layout. Several systems in the tables have the same pair."""
 
 
 FASTEST_FIRST = ["impala", "a2c", "ppo", "dqn"]
-"""Algorithms, in order of the time it takes to plan them."""
+"""Algorithms, sorted by the time that it takes to make their plans."""
 
 
 def commands():
-    """All commands. CI runs as few as can cover each algorithm, preset and relaxation; the others are marked `long`."""
+    """All commands, as parameters.
+
+    A command is marked `long` if earlier commands already have its algorithm, its preset and its relaxation.
+    """
     seen = set()
     for (algo, layout), command in sorted(DISTINCT.items(), key=lambda pair: FASTEST_FIRST.index(pair[0][0])):
         new = {algo, layout.name, f"merge {layout.merge}", f"lag {layout.max_lag > 0}"} - seen
@@ -38,11 +41,11 @@ def commands():
 
 
 @pytest.mark.parametrize("command", list(commands()))
-def test_command_gives_a_plan(command):
+def test_a_documented_command_gives_a_plan(command):
     assert main.main(["graph", *shlex.split(command.replace("ENV", "jax:CartPole-v1", 1))]) == 0
 
 
-def test_the_tables_are_found_and_name_every_preset():
+def test_the_tables_are_found_and_name_only_known_layouts():
     named = {found[1] for command in COMMANDS if (found := re.search(r"--layout (\w+)", command))}
     assert named <= {*PRESETS, *ALIASES}
     assert named >= {"fused", "coarse", "fine", "multi_learner", "sebulba", "central", "a3c", "impala", "seed_rl"}
@@ -54,5 +57,5 @@ def test_the_tables_are_found_and_name_every_preset():
     ["A3C", "IMPALA", "SEED RL", "Acme", "Anakin", "Sebulba", "WarpDrive", "RLlib",
      "GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central", "Environments"],
 )  # fmt: skip
-def test_system_is_documented(system):
+def test_the_page_names_the_system(system):
     assert system in PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Without `@fragment` on `act` or `learn`, a plan warns, and says at which group the unmarked functions run."""
+"""If `act` or `learn` has no `@fragment`, the plan has a warning, which names the group that runs the unmarked functions."""
 
 import re
 from dataclasses import replace
@@ -37,7 +37,7 @@ def learns(w, path):
     return learn(w, w, path)
 
 
-def test_no_warning_if_both_are_marked():
+def test_no_warning_if_actor_and_learner_are_marked():
     assert plan(algorithm(push, learns), Pond(), coarse(2)).warnings == ()
 
 
@@ -50,7 +50,7 @@ def test_gradient_and_update_count_as_learner():
     assert plan(A2C(unroll=2), env, coarse(2)).warnings == ()
 
 
-def test_a_learner_without_its_mark():
+def test_the_warning_names_an_unmarked_learner_and_its_line():
     (warning,) = plan(algorithm(push, learns_unmarked), Pond(), coarse(2)).warnings
     assert re.sub(r"[^( ]*test_forgotten_marks.py:\d+", "FILE:LINE", warning) == (
         "No fragment has the role `learner`, for which coarse has the group `buffer+learner`. Unmarked code runs where it "
@@ -59,15 +59,15 @@ def test_a_learner_without_its_mark():
     )
 
 
-def test_an_actor_without_its_mark():
-    """The unmarked actor runs at the workers, which in this layout are meant for environments alone."""
+def test_the_warning_names_an_unmarked_actor_and_its_line():
+    """In this layout the workers are meant for environments only, but they also run the unmarked actor."""
     (warning,) = plan(algorithm(pushes_unmarked, learns), Pond(), fine(2)).warnings
     assert "No fragment has the role `actor`, for which fine has the group `actor+buffer+learner`." in warning
     assert re.search(r"pushes_unmarked \(\S*test_forgotten_marks.py:\d+\)", warning)
     assert warning.endswith('@choreo.fragment("actor").')
 
 
-def test_warnings_are_printed_and_do_not_count_for_equality():
+def test_warnings_are_printed_and_plans_that_differ_only_in_warnings_are_equal():
     layout = Layout(Group("env"), Group("actor"), Group("learner"))
     planned = plan(algorithm(pushes_unmarked, learns_unmarked), Pond(), layout)
     assert len(planned.warnings) == 2
@@ -83,7 +83,7 @@ class Unmarked(A2C):
             return super().act(params, obs, key, greedy=greedy)
 
 
-def test_a_run_warns():
+def test_a_run_warns_about_an_unmarked_actor():
     with pytest.warns(ChoreoWarning, match="No fragment has the role `actor`, for which coarse has the group `env"):
         choreo.train(
             Unmarked(unroll=2),

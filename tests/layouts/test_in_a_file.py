@@ -1,4 +1,4 @@
-"""A user's own layout in a file: found by name, made with options, recorded in run.toml, refused with a clear message."""
+"""A user can define a layout in a file. It is found by name, made with options and recorded in run.toml; mistakes are refused."""
 
 import runpy
 from pathlib import Path
@@ -50,16 +50,16 @@ def two_stage(workers, *, exact=False):
 
 
 class TestFound:
-    def test_by_file_and_name_of_a_value_or_a_function(self):
+    def test_a_function_in_a_file_is_found_and_called_with_the_options(self):
         assert resolve.layout("own.py:two_stage") == two_stage(2)
         assert resolve.layout("own.py:two_stage", workers=4, exact=True) == two_stage(4, exact=True)
         assert resolve.layout("own.py:open_to_all", workers=4, max_lag=2) == coarse(4, max_lag=2)
 
-    def test_its_name_is_that_of_the_variable_unless_it_has_one(self):
+    def test_a_layout_without_a_name_gets_the_name_of_its_variable(self):
         assert resolve.layout("own.py:three").name == "three"
         assert resolve.layout("own.py:named").name == "mine"
 
-    def test_by_module_and_name(self):
+    def test_a_function_in_a_module_is_found(self):
         assert resolve.layout("choreo.layouts.presets:coarse", workers=3) == coarse(3)
 
 
@@ -77,7 +77,7 @@ class TestFound:
         ("own.py:thre", {}, "There is no name in own.py `thre`.\nDid you mean `three`"),
         ("own.py:number", {}, "`own.py:number` is not a layout, but an int.\nA layout is choreo.Layout("),
         ("own.py:forgetful", {}, "The result of `own.py:forgetful` is not a layout, but a NoneType.\n"),
-        ("own.py:needy", {}, "`own.py:needy` needs `pods`.\nGive it a default; --workers"),
+        ("own.py:needy", {}, "`own.py:needy` needs `pods`.\nGive `pods` a default. Only --workers"),
         (
             "own.py:two_stage",
             {"learners": 2},
@@ -93,7 +93,7 @@ class TestFound:
         (3, {}, "3 is not a layout, but an int.\n"),
     ],
 )
-def test_refused(name, options, message):
+def test_a_wrong_name_or_option_is_refused(name, options, message):
     with pytest.raises(ChoreoError) as refusal:
         resolve.layout(name, **options)
     assert str(refusal.value).startswith(message)
@@ -105,7 +105,7 @@ def test_the_message_for_an_unknown_name_mentions_files():
 
 
 class TestRun:
-    def test_a_recorded_layout_is_run_again_without_the_file(self):
+    def test_a_recorded_layout_runs_again_without_its_file(self):
         command = ["train", TINY, CARTPOLE, "--num-envs", "4", "--steps", "1", "--runtime", "inprocess", "--quiet"]
         assert main([*command, "--layout", "own.py:two_stage", "--workers", "4", "--out", "x"]) == 0
         run = load("x")
@@ -116,11 +116,11 @@ class TestRun:
         assert again.config == run.config
         assert again.training_summary["params_hash"] == run.training_summary["params_hash"]
 
-    def test_from_python(self):
+    def test_a_plan_in_python_accepts_the_name_of_a_layout_in_a_file(self):
         assert choreo.plan(Tiny(), CARTPOLE, "own.py:three", num_envs=4).layout.name == "three"
         assert choreo.plan(Tiny(), CARTPOLE, "own.py:two_stage", num_envs=4).layout == two_stage(2)
 
-    def test_the_example(self):
+    def test_the_layouts_of_the_example_compute_the_reference_result(self):
         made = runpy.run_path(str(EXAMPLE))
         for layout in (made["two_stage"](workers=4), made["SPLIT_ACTOR"]):
             difference = choreo.testing.check_layout(Tiny(unroll=4), choreo.envs.make(CARTPOLE, 4), layout)
@@ -128,7 +128,7 @@ class TestRun:
 
 
 class TestMadeWith:
-    """The arguments of a preset, found again from the layout. Shards are among them, because results depend on shards."""
+    """`made_with` finds the arguments from which a preset made a layout. Shards are included, because results depend on shards."""
 
     LAYOUTS = (
         fused(),
@@ -148,15 +148,15 @@ class TestMadeWith:
     )
 
     @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-    def test_every_preset(self, layout):
+    def test_the_arguments_make_the_same_layout_again(self, layout):
         options = resolve.made_with(layout)
         assert options is not None and options.get("shards", 1) == layout.shards
         assert resolve.layout(layout.name, **options) == layout
 
-    def test_every_preset_is_among_them(self):
+    def test_every_preset_is_tested(self):
         assert {layout.name for layout in self.LAYOUTS} == set(PRESETS)
 
-    def test_a_layout_that_no_preset_makes(self):
+    def test_a_layout_that_no_preset_makes_has_no_arguments(self):
         groups = Group("env", replicas=2), Group("actor"), Group("learner")
         assert resolve.made_with(Layout(*groups)) is None
         assert resolve.made_with(Layout(*groups, name="coarse")) is None

@@ -1,4 +1,4 @@
-"""A layout is a value: it prints as it is written, and refuses contradictions with a message that says what to do."""
+"""A layout is a value, and its repr is code that makes it. Contradictions are refused with a message that says what to do."""
 
 import pickle
 
@@ -33,7 +33,7 @@ def refusal(fn, *args, **kwargs) -> str:
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Annotations are not checked, as in a user's program, so that a wrong type reaches Choreo's own check."""
+    """Do not check annotations at run time, so that a wrong type reaches Choreo's own check, as in a user's program."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -57,7 +57,7 @@ LAYOUTS = [
 
 class TestAValue:
     @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-    def test_it_prints_as_it_is_written(self, layout):
+    def test_the_repr_is_code_that_makes_the_layout(self, layout):
         back = eval(repr(layout), {"Layout": Layout, "Group": Group})
         assert repr(back) == repr(layout)
         settings = {name: getattr(back, name) for name in ("exact", "shards", "max_lag", "merge")}
@@ -68,7 +68,7 @@ class TestAValue:
         assert len({*LAYOUTS, *[coarse(4), fused()]}) == len(LAYOUTS)
         assert coarse(2) != coarse(4) and coarse(2) != coarse(2, exact=True)
 
-    def test_it_cannot_be_changed(self):
+    def test_layouts_and_groups_cannot_be_changed(self):
         with pytest.raises(AttributeError):
             coarse(2).exact = True  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(AttributeError):
@@ -80,7 +80,7 @@ class TestPresets:
         assert {make().name for make in PRESETS.values()} == set(PRESETS)
         assert {name: make().name for name, make in PRESETS.items()} == {name: name for name in PRESETS}
 
-    def test_which_roles_run_together(self):
+    def test_presets_put_roles_into_groups(self):
         assert [g.roles for g in fused().groups] == [("env", "actor", "buffer", "learner")]
         assert [(g.roles, g.replicas) for g in coarse(3).groups] == [
             (("env", "actor"), 3),
@@ -91,7 +91,7 @@ class TestPresets:
             (("actor", "buffer", "learner"), None),
         ]
 
-    def test_default_numbers_of_shards(self):
+    def test_presets_have_default_numbers_of_shards(self):
         assert (fused().shards, fused(devices=4).shards, fused(devices=4, shards=1).shards) == (1, 4, 1)
         assert (coarse(4).shards, fine(4).shards, coarse(2, shards=4).shards) == (1, 1, 4)
         assert (multi_learner(4).shards, multi_learner(2, shards=8).shards) == (4, 8)
@@ -100,29 +100,29 @@ class TestPresets:
 
     def test_workers_must_be_at_least_one(self):
         assert refusal(coarse, 0) == (
-            "Group('env+actor', replicas=0) needs at least one replica.\nTo run it together with another role, name both in one Group."
+            "Group('env+actor', replicas=0) needs at least one replica.\nTo run roles together at one site, name them in one Group."
         )
 
 
 class TestAliases:
-    def test_systems(self):
+    def test_names_of_known_systems_are_aliases(self):
         assert find("anakin") is find("pure_jax_rl") is find("warp_drive") is fused
         assert find("acme") is coarse and find("seed_rl") is fine
         assert find("dd_ppo") is find("data_parallel") is multi_learner
         assert find("cleanba") is find("sebulba") is sebulba
         assert find("parameter_server") is central
 
-    def test_the_distribution_policies_of_msrl(self):
+    def test_the_distribution_policies_of_msrl_are_aliases(self):
         names = ("GPUOnly", "SingleLearnerCoarse", "SingleLearnerFine", "MultiLearner", "Central", "Environments")
         assert [find(name) for name in names] == [fused, coarse, fine, multi_learner, central, per_agent]
 
-    def test_impala_is_coarse_with_lag_or_several_learners_with_lag(self):
+    def test_impala_is_coarse_with_lag_or_sebulba_with_lag(self):
         impala = ALIASES["impala"]
         assert impala(workers=3) == coarse(3, max_lag=4)
         assert impala(workers=2, shards=2, max_lag=1) == coarse(2, shards=2, max_lag=1)
         assert impala(workers=4, learners=2) == sebulba(4, 2, max_lag=4)
 
-    def test_a3c_is_central_without_waiting(self):
+    def test_a3c_is_central_with_lag_and_merge_any(self):
         assert ALIASES["a3c"](workers=4) == central(4, max_lag=8, merge="any")
         assert ALIASES["a3c"](max_lag=3) == central(2, max_lag=3, merge="any")
 
@@ -141,11 +141,11 @@ class TestGroupsOfRoles:
         assert coarse(2).group_of("critic").name == "buffer+learner"
         assert coarse(2).sites([*ROLES, "critic"], 4).group_of["critic"] == "buffer+learner"
 
-    def test_without_a_learner_it_belongs_to_the_last_undivided_group_or_the_last(self):
+    def test_without_a_learner_an_unnamed_role_belongs_to_the_last_undivided_group_or_else_the_last_group(self):
         assert Layout(Group("env"), Group("actor", replicas=2)).group_of("learner").name == "env"
         assert Layout(Group("env", replicas=2), Group("actor", replicas=2)).group_of("learner").name == "actor"
 
-    def test_sites(self):
+    def test_sites_state_the_group_of_each_role_and_the_replicas_of_each_group(self):
         sites = coarse(2).sites(ROLES, 8)
         assert sites.group_of == {"env": "env+actor", "actor": "env+actor", "learner": "buffer+learner"}
         assert sites.replicas == {"env+actor": 2, "buffer+learner": None}
@@ -162,15 +162,15 @@ class TestRefused:
         assert refusal(Group) == 'Group() needs at least one role.\nWrite Group("env", "actor").'
 
     @pytest.mark.usefixtures("unchecked")
-    def test_a_role_that_is_no_string(self):
+    def test_a_role_that_is_not_a_string(self):
         assert refusal(Group, "env", 3) == 'Group(\'env\', 3) needs at least one role.\nWrite Group("env", "actor").'
 
     @pytest.mark.usefixtures("unchecked")
     @pytest.mark.parametrize("replicas", [0, -1, 1.5, "2"])
-    def test_no_replica(self, replicas):
+    def test_replicas_that_are_not_a_positive_integer(self, replicas):
         text = refusal(Group, "env", "actor", replicas=replicas)
         assert text.startswith(f"Group('env+actor', replicas={replicas!r}) needs at least one replica.\n")
-        assert text.endswith("To run it together with another role, name both in one Group.")
+        assert text.endswith("To run roles together at one site, name them in one Group.")
 
     @pytest.mark.usefixtures("unchecked")
     def test_a_layout_without_groups(self):

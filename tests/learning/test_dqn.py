@@ -1,6 +1,8 @@
-"""DQN, C51 and Ape-X learn CartPole: greedy evaluation of the final parameters, 100 fresh episodes.
+"""DQN, C51 and Ape-X learn CartPole, as the median over five seeds.
 
-Hyper-parameters were chosen on seeds 100 and above. Run by `make test-learning`.
+The measure is the mean return of 100 new episodes, with the final parameters and greedy actions.
+The hyper-parameters were chosen on other seeds (100 and above).
+`make test-learning` runs this file.
 """
 
 import statistics
@@ -17,6 +19,7 @@ SEEDS = range(5)
 
 
 def greedy_return(capsys, algo, steps: int, seed: int, layout=None) -> float:
+    """Train, print the result and return the mean return of the evaluation."""
     layout = layout or choreo.fused()
     run = choreo.train(algo, "jax:CartPole-v1", steps=steps, seed=seed, num_envs=8, layout=layout,
                        runtime="inprocess", progress=False)  # fmt: skip
@@ -26,22 +29,22 @@ def greedy_return(capsys, algo, steps: int, seed: int, layout=None) -> float:
     return evaluation.mean
 
 
-def test_dqn_at_200_000_steps(capsys):
+def test_the_median_of_dqn_reaches_450_in_200_000_steps(capsys):
     returns = [greedy_return(capsys, DQN(), 200_000, seed) for seed in SEEDS]
     assert statistics.median(returns) >= 450 and min(returns) >= 300, returns
 
 
-def test_dqn_at_500_000_steps(capsys):
+def test_the_median_of_dqn_reaches_475_in_500_000_steps(capsys):
     returns = [greedy_return(capsys, DQN(), 500_000, seed) for seed in SEEDS]
     assert statistics.median(returns) >= 475, returns
 
 
-def test_c51(capsys):
+def test_the_median_of_c51_reaches_450(capsys):
     returns = [greedy_return(capsys, DQN(head="c51"), 500_000, seed) for seed in SEEDS]
     assert statistics.median(returns) >= 450, returns
 
 
-def test_apex(capsys):
+def test_the_median_of_apex_reaches_450_with_lag(capsys):
     layout = choreo.apex(workers=2, buffers=2, max_lag=2)
     returns = [greedy_return(capsys, APEX, 500_000, seed, layout) for seed in SEEDS]
     assert statistics.median(returns) >= 450, returns

@@ -1,7 +1,8 @@
-"""PPO learns on Gymnasium's own environments, stepped in worker processes: greedy evaluation, 100 fresh episodes, on every seed.
+"""PPO learns CartPole and Pendulum of Gymnasium. Worker processes step the environments.
 
-The settings are those of tests/learning/test_ppo.py, which were chosen on JAX environments and on other seeds.
-Run by `make test-learning`.
+The measure is the mean return of 100 new episodes, with the final parameters and greedy actions.
+The settings are those of tests/learning/test_ppo.py. They were chosen on JAX environments and on other seeds.
+`make test-learning` runs this file.
 """
 
 import pytest
@@ -13,7 +14,7 @@ SETTINGS = {
     "CartPole-v1": PPO(),
     "Pendulum-v1": PPO(gamma=0.9, gae_lambda=0.95, learning_rate=1e-3, epochs=10, minibatch_size=128, entropy_coef=0.0),
 }
-"""Settings per environment; docs/algorithms/ppo.md shows the same."""
+"""Settings for each environment. docs/algorithms/ppo.md shows the same settings."""
 
 LAYOUTS = {"coarse x2": choreo.coarse(workers=2), "fine x2": choreo.fine(workers=2)}
 
@@ -21,16 +22,17 @@ LAYOUTS = {"coarse x2": choreo.coarse(workers=2), "fine x2": choreo.fine(workers
 @pytest.mark.learning
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(3))
-def test_cartpole(layout, seed, capsys):
+def test_ppo_reaches_475_on_cartpole_with_workers(layout, seed, capsys):
     assert train("CartPole-v1", layout, seed, 300_000, capsys) >= 475
 
 
 @pytest.mark.learning
-def test_pendulum(capsys):
+def test_ppo_reaches_minus_250_on_pendulum_with_workers(capsys):
     assert train("Pendulum-v1", "coarse x2", 0, 400_000, capsys) >= -250
 
 
 def train(env: str, layout: str, seed: int, steps: int, capsys) -> float:
+    """Train, print the result and return the mean return of the evaluation."""
     algo, num_envs = SETTINGS[env], 8
     run = choreo.train(
         algo, env, layout=LAYOUTS[layout], runtime="local", steps=steps, seed=seed, num_envs=num_envs, progress=False

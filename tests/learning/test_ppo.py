@@ -1,7 +1,8 @@
-"""PPO learns: greedy evaluation of the final parameters, 100 fresh episodes, on every seed.
+"""PPO learns CartPole and Pendulum with every seed.
 
-Hyper-parameters were chosen on seeds 100 and above; docs/algorithms/ppo.md reports other runs.
-Run by `make test-learning`.
+The measure is the mean return of 100 new episodes, with the final parameters and greedy actions.
+The hyper-parameters were chosen on other seeds (100 and above). docs/algorithms/ppo.md reports more runs.
+`make test-learning` runs this file.
 """
 
 import pytest
@@ -15,7 +16,7 @@ RECOMMENDED = {
         gamma=0.9, gae_lambda=0.95, learning_rate=1e-3, epochs=10, minibatch_size=128, entropy_coef=0.0
     ),
 }
-"""Settings per environment; docs/algorithms/ppo.md shows the same."""
+"""Settings for each environment. docs/algorithms/ppo.md shows the same settings."""
 
 LAYOUTS = {"fused": choreo.fused(), "coarse x2": choreo.coarse(workers=2)}
 
@@ -23,17 +24,18 @@ LAYOUTS = {"fused": choreo.fused(), "coarse x2": choreo.coarse(workers=2)}
 @pytest.mark.learning
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(5))
-def test_cartpole(layout, seed, capsys):
+def test_ppo_reaches_475_on_cartpole(layout, seed, capsys):
     assert train("jax:CartPole-v1", layout, seed, 300_000, capsys) >= 475
 
 
 @pytest.mark.learning
 @pytest.mark.parametrize("seed", range(3))
-def test_pendulum(seed, capsys):
+def test_ppo_reaches_minus_250_on_pendulum(seed, capsys):
     assert train("jax:Pendulum-v1", "fused", seed, 400_000, capsys) >= -250
 
 
 def train(env: str, layout: str, seed: int, steps: int, capsys) -> float:
+    """Train, print the result and return the mean return of the evaluation."""
     algo, num_envs = RECOMMENDED[env], 8
     run = choreo.train(algo, env, layout=LAYOUTS[layout], steps=steps, seed=seed, num_envs=num_envs, progress=False)
     evaluation = run.evaluate(episodes=100)

@@ -39,15 +39,15 @@ def test_each_part_of_a_multi_discrete_observation_becomes_one_hot():
         (spaces.Box(0, 255, (2, 2), np.int32), 255.0),
     ],
 )
-def test_bytes_are_scaled_to_one(space, largest):
+def test_only_bytes_with_a_range_of_0_to_255_are_scaled_to_one(space, largest):
     encode = networks.encoder(space)
     assert encode(jnp.full((2, 2), 255, space.dtype)).tolist() == [largest] * 4
-    # Floats are not scaled: running statistics have normalised them before.
+    # Floats are not scaled, because they have already been normalised with running statistics.
     assert encode(jnp.full((2, 2), 2.0)).tolist() == [2.0] * 4
 
 
 def test_leaves_are_encoded_in_the_order_of_jax_tree():
-    """A Dict space may keep another order, but observations are plain dicts, whose keys JAX sorts."""
+    """The Dict space may have a different order, but observations are plain dicts, and JAX sorts the keys of a dict."""
     space = spaces.Dict(OrderedDict(b=TWO, a=spaces.Tuple([VECTOR, spaces.MultiBinary(1)]), action_mask=TWO))
     obs = {"b": jnp.int32(1), "a": (jnp.array([0.5, -0.5]), jnp.ones(1, jnp.int8)), "action_mask": jnp.int32(0)}
     encode = networks.encoder(space)
@@ -85,8 +85,8 @@ REFUSED = [
     (masked_by(spaces.MultiBinary(3)), TWO, r"does not fit the actions Discrete\(2\): it needs 2", r"MultiBinary(2)"),
     (masked_by(TWO), TWO, r"The action mask Discrete\(2\) does not fit", r"MultiBinary(2)"),
     (masked_by(spaces.MultiBinary(3)), spaces.MultiDiscrete([2, 3]), "it needs 5 numbers", r"MultiBinary(5)"),
-    (masked_by(spaces.MultiBinary(2)), spaces.MultiBinary(2), "not for MultiBinary", "another name"),
-    (masked_by(spaces.MultiBinary(2)), VECTOR, "not for Box", "another name"),
+    (masked_by(spaces.MultiBinary(2)), spaces.MultiBinary(2), "not for MultiBinary", "a different name"),
+    (masked_by(spaces.MultiBinary(2)), VECTOR, "not for Box", "a different name"),
 ]
 
 

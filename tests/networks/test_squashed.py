@@ -1,4 +1,4 @@
-"""Squashed Gaussians: their densities against distrax and in the tails, and the greedy action."""
+"""Squashed Gaussians: densities equal those of distrax and are finite in the tails; the greedy action is the median."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ WIDE = Bounds((-2.0, 0.0), (2.0, 10.0), (2,))
 
 
 @pytest.mark.parametrize("bounds", [pytest.param(UNIT, marks=pytest.mark.long), WIDE], ids=["unit", "wide"])
-def test_densities_against_distrax(bounds):
-    """Our densities are those of actions scaled to [-1, 1]: distrax's, plus the logarithm of half the width of each dimension."""
+def test_densities_equal_those_of_distrax(bounds):
+    """Except for a constant: ours are of actions scaled to [-1, 1], so the logarithm of half of each dimension's width is added."""
     distrax = pytest.importorskip("distrax", reason="distrax is not installed")
     mean, log_std = jnp.array([0.5, -1.0]), jnp.array([-0.3, 0.2])
     ours = Squashed(mean, log_std, bounds)
@@ -27,7 +27,7 @@ def test_densities_against_distrax(bounds):
 
 
 def test_densities_in_the_tails_are_finite():
-    """Where tanh(x) rounds to 1 in float32, its slope is still 4 exp(-2 |x|): log-density and gradient must stay finite."""
+    """Where tanh(x) is rounded to 1 in float32, its exact slope is about 4 exp(-2 |x|), not 0. Its logarithm must stay finite."""
 
     def drawn(mean):
         pi = Squashed(mean, jnp.array([-9.0, -9.0]), UNIT)

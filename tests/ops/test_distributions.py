@@ -1,4 +1,4 @@
-"""Distributions, against SciPy and against the frequencies and moments of their samples."""
+"""Distributions agree with SciPy, and with the frequencies and moments of their samples."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ LOGITS = np.array([[0.3, -1.2, 2.0, 0.0], [5.0, -5.0, 0.0, 1.0]], np.float32)
 MEAN, LOG_STD = np.array([0.5, -2.0], np.float32), np.array([0.2, -1.0], np.float32)
 
 
-def test_categorical_log_prob_and_entropy():
+def test_log_prob_and_entropy_of_categorical_equal_scipy():
     pi, probs = ops.Categorical(jnp.asarray(LOGITS)), scipy.special.softmax(LOGITS, axis=-1)
     for action in range(4):
         got = pi.log_prob(jnp.full(2, action, jnp.int32))
@@ -37,7 +37,7 @@ def test_a_certain_action_has_no_entropy_and_a_finite_gradient():
     assert ops.Categorical(jnp.array([200.0, 0.0])).entropy() == 0
 
 
-def test_gaussian_log_prob_and_entropy():
+def test_log_prob_and_entropy_of_gaussian_equal_scipy():
     pi, x = ops.Gaussian(jnp.asarray(MEAN), jnp.asarray(LOG_STD)), np.array([0.1, -3.0], np.float32)
     scipy_pi = scipy.stats.norm(MEAN, np.exp(LOG_STD))
     np.testing.assert_allclose(pi.log_prob(jnp.asarray(x)), scipy_pi.logpdf(x).sum(), rtol=1e-5)
@@ -52,7 +52,7 @@ def test_gaussian_samples_have_the_right_moments():
     np.testing.assert_allclose(sample.std(0), np.exp(LOG_STD), rtol=0.03)
 
 
-def test_bernoulli_log_prob_and_entropy():
+def test_log_prob_and_entropy_of_bernoulli_equal_scipy():
     logits = np.array([0.3, -4.0, 0.0], np.float32)
     pi, scipy_pi = Bernoulli(jnp.asarray(logits)), scipy.stats.bernoulli(scipy.special.expit(logits))
     for action in (0, 1):
@@ -85,7 +85,7 @@ def test_multi_categorical_adds_log_probs_and_entropies_of_its_parts():
     np.testing.assert_allclose(joint, np.outer(*(jax.nn.softmax(part.logits) for part in parts)), atol=0.015)
 
 
-def test_shifted_actions_count_from_another_start():
+def test_shifted_actions_count_from_the_given_start():
     start, pi = jnp.array([5, -1], jnp.int32), multi_categorical(jnp.asarray(LOGITS[0]), (2, 2))
     shifted = Shifted(pi, start)
     assert shifted.mode().tolist() == [5, -1] and pi.mode().tolist() == [0, 0]
@@ -126,8 +126,8 @@ def test_if_every_action_is_masked_all_are_equally_likely():
     assert set(sample[:, 1].tolist()) == {0, 2}
 
 
-def test_clipped_surrogate_by_cases():
-    """Schulman et al. 2017, figure 1: the loss is clipped only where the ratio would gain by moving further away from 1."""
+def test_the_surrogate_is_clipped_only_on_one_side_of_one():
+    """Schulman et al. 2017, figure 1: the loss is clipped where a ratio further away from 1 would make the loss smaller."""
     ratio = jnp.array([0.5, 1.0, 1.5, 0.5, 1.0, 1.5])
     advantage = jnp.array([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     loss = ops.clipped_surrogate(ratio, advantage, 0.2)
@@ -137,9 +137,9 @@ def test_clipped_surrogate_by_cases():
 
 
 @pytest.mark.long
-def test_against_distrax():
-    """`make test` compares with SciPy, above."""
-    distrax = pytest.importorskip("distrax", reason="distrax is not installed; only SciPy is compared with")
+def test_log_probs_and_entropies_equal_distrax():
+    """`make test` skips this test; the tests above compare with SciPy."""
+    distrax = pytest.importorskip("distrax", reason="distrax is not installed; the tests above compare with SciPy")
     ours, theirs = ops.Categorical(jnp.asarray(LOGITS)), distrax.Categorical(logits=jnp.asarray(LOGITS))
     action = jnp.array([1, 3], jnp.int32)
     np.testing.assert_allclose(ours.log_prob(action), theirs.log_prob(action), rtol=1e-5)

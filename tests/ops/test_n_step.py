@@ -1,4 +1,4 @@
-"""`n_step` against a loop, with a termination or a time limit at every step, and against rlax without time limits."""
+"""`n_step` equals a loop, with a termination or a time limit at any step. Without time limits it equals rlax."""
 
 import itertools
 
@@ -14,10 +14,10 @@ ENDS = ("goes on", "terminates", "time limit")
 
 
 def by_hand(reward, discount, last):
-    """The sum of the rewards, the factor of the bootstrapped value, and the number of steps before that value."""
+    """The sum of the rewards, the factor of the bootstrapped value, and the number of steps until that value."""
     total, factor, steps = 0.0, 1.0, 0
     for r, d, ended in list(zip(reward, discount, last, strict=True))[:-1]:
-        if ended and d > 0:  # a time limit: the successor was not stored
+        if ended and d > 0:  # a time limit: the next observation was not stored
             break
         total += factor * r
         factor *= GAMMA * d
@@ -51,7 +51,7 @@ def test_equals_the_loop_with_every_kind_of_end_at_every_step(n):
 
 def test_without_time_limits_it_equals_rlax():
     """rlax has no time limits. After the end of an episode it goes on with a discount of 0, which gives the same return."""
-    rlax = pytest.importorskip("rlax", reason="rlax is not installed; only the loop above is compared with")
+    rlax = pytest.importorskip("rlax", reason="rlax is not installed; the test above compares with a loop")
     n_step = jax.jit(lambda *args: ops.n_step(*args, GAMMA))
     rng = np.random.default_rng(0)
     for _ in range(20):

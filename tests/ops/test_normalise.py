@@ -1,4 +1,4 @@
-"""Running statistics in one step (`update_moments`) and in two (`look`, `merge_moments`), against the statistics of all data."""
+"""Running statistics equal those of all data. They are updated in one step (`update_moments`) or two (`look`, `merge_moments`)."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_moments_of_a_stream_are_those_of_all_data():
 
 
 def test_statistics_of_shards_may_be_averaged():
-    """The shards have different means near 300: the variance between shards must count, and not vanish in rounding."""
+    """The means of the shards differ, and are near 300. The variance between shards must count, and rounding must not remove it."""
     rng = np.random.default_rng(0)
     data = (300 + 2 * rng.normal(size=(6, 4, 16, 3)) + np.arange(4)[:, None, None]).astype(np.float32)
     moments = ops.Moments.of_nothing((3,))
@@ -47,7 +47,7 @@ def test_with_one_shard_two_steps_equal_one_update():
 
 
 def test_batches_seen_with_older_statistics_count_equally():
-    """Asynchronous workers call `look` with a mean that has changed by the time of `merge_moments`."""
+    """Asynchronous workers call `look` with a mean that has changed before `merge_moments` is called."""
     data = jnp.asarray(np.random.default_rng(2).normal(3.0, 2.0, (4, 50, 3)).astype(np.float32))
     old = now = ops.Moments.of_nothing((3,))
     for batch in data:

@@ -1,4 +1,4 @@
-"""Returns and advantages against a NumPy loop and closed forms, on random trajectories with terminations and time limits."""
+"""Returns and advantages equal NumPy loops and closed forms, on random trajectories with terminations and time limits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +29,7 @@ def by_hand(steps, lambda_):
                 weight.append((1 - lambda_) * lambda_ ** (t - start))
                 if last[t, e]:
                     break
-            weight[-1] = lambda_ ** (len(weight) - 1)  # the rest of the weights
+            weight[-1] = lambda_ ** (len(weight) - 1)  # the longest return takes all of the remaining weight
             out[start, e] = np.dot(weight, n_step)
     return out
 
@@ -51,8 +51,8 @@ def test_gae_equals_its_recursion(steps, lambda_):
     np.testing.assert_allclose(ops.gae(*map(jnp.asarray, steps), lambda_), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_gae_is_lambda_return_less_value_where_values_agree(steps):
-    """If within episodes the value after a step equals the value before the next one, the two results are equal."""
+def test_gae_is_lambda_return_minus_value_if_values_are_consistent(steps):
+    """Values are consistent if, within an episode, the value after a step equals the value before the next step."""
     reward, discount, last, value_tm1, value_t = steps
     value_t = np.where(last, value_t, np.roll(value_tm1, -1, axis=0))
     reward, discount, last, value_tm1, value_t = map(jnp.asarray, (reward, discount, last, value_tm1, value_t))
@@ -60,8 +60,8 @@ def test_gae_is_lambda_return_less_value_where_values_agree(steps):
     np.testing.assert_allclose(got, ops.lambda_return(reward, discount, last, value_t, 0.9), rtol=1e-4, atol=1e-4)
 
 
-def test_discounted_return_of_ones():
-    """1 + g + g^2 + ... = (1 - g^n) / (1 - g), and 1 / (1 - g) where the rest is bootstrapped."""
+def test_the_discounted_return_of_ones_equals_the_closed_form():
+    """The sum of n terms, 1 + g + g^2 + ..., is (1 - g^n) / (1 - g). With a bootstrapped value for the rest, it is 1 / (1 - g)."""
     ones, never = jnp.ones((10, 1)), jnp.zeros((10, 1), bool)
     ended = never.at[-1].set(True)
     left = np.arange(10, 0, -1)[:, None]
@@ -71,9 +71,8 @@ def test_discounted_return_of_ones():
     np.testing.assert_allclose(endless, 1 / (1 - GAMMA), rtol=1e-5)
 
 
-def test_against_rlax(steps):
-    """Where no episode is cut by a time limit, rlax computes the same."""
-    rlax = pytest.importorskip("rlax", reason="rlax is not installed; only the NumPy loops above are compared with")
+def test_without_time_limits_they_equal_rlax(steps):
+    rlax = pytest.importorskip("rlax", reason="rlax is not installed; the tests above compare with NumPy loops")
     reward, discount, last, value_tm1, value_t = steps
     value_t = np.roll(value_tm1, -1, axis=0)
     last = discount == 0

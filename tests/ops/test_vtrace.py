@@ -1,4 +1,4 @@
-"""V-trace against its definition as a sum over products, against rlax, and in special cases with a simpler formula."""
+"""V-trace equals its definition (a sum over products) and rlax. In special cases it equals a simpler formula."""
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,12 @@ def steps():
 
 @pytest.fixture
 def ratio():
-    """Probability of each action now, divided by its probability when it was chosen: on both sides of 1."""
+    """The probability of each action now, divided by its probability when it was chosen. Some are above 1, others below."""
     return np.exp(np.random.default_rng(1).normal(0, 0.7, (TIME, ENV))).astype(np.float32)
 
 
 def by_definition(ratio, steps, rho_bar, c_bar, lambda_):
-    """Equation 1: V(x_s) + sum_t gamma^(t-s) (prod of c) rho_t delta_t, for each start, up to the end of its episode."""
+    """Equation 1 for each start s: V(x_s) + sum_t gamma^(t-s) (prod of c) rho_t delta_t, up to the end of the episode."""
     reward, discount, last, value_tm1, value_t = steps
     out = value_tm1.astype(np.float64)
     for e in range(ENV):
@@ -70,7 +70,7 @@ def test_steps_with_a_ratio_of_zero_change_nothing(steps):
 
 
 def test_clipped_ratios_act_like_ratios_of_one(ratio, steps):
-    """If every ratio is above both bounds, which are 1 by default, the ratios have no influence."""
+    """Here every ratio is above both bounds, which are 1 by default."""
     high = ops.vtrace(*map(jnp.asarray, (ratio + 1, *steps)))
     ones = ops.vtrace(jnp.ones((TIME, ENV)), *map(jnp.asarray, steps))
     np.testing.assert_array_equal(high.target_tm1, ones.target_tm1)
@@ -89,15 +89,15 @@ def test_nothing_leaks_from_the_next_episode(ratio, steps):
 
 
 @pytest.mark.parametrize(("bar", "lambda_"), [(1.0, 1.0), (1.0, 0.9), (1.7, 0.8)])
-def test_against_rlax(ratio, steps, bar, lambda_):
-    """Where no episode is cut by a time limit, rlax computes the same; it always clips c at 1."""
-    rlax = pytest.importorskip("rlax", reason="rlax is not installed; only the definition above is compared with")
+def test_without_time_limits_it_equals_rlax(ratio, steps, bar, lambda_):
+    """rlax always clips c at 1."""
+    rlax = pytest.importorskip("rlax", reason="rlax is not installed; a test above compares with the definition")
     reward, discount, _, value_tm1, value_t = steps
     value_t = np.concatenate([value_tm1[1:], value_t[-1:]])
     last = discount == 0
     got = ops.vtrace(*map(jnp.asarray, (ratio, reward, discount, last, value_tm1, value_t)), lambda_, rho_bar=bar)
     for e in range(ENV):
-        with jax.numpy_dtype_promotion("standard"):  # rlax adds flags to numbers
+        with jax.numpy_dtype_promotion("standard"):  # rlax mixes dtypes
             theirs = rlax.vtrace_td_error_and_advantage(
                 *(jnp.asarray(x[:, e]) for x in (value_tm1, value_t, reward, discount, ratio)),
                 lambda_=lambda_,
@@ -109,11 +109,11 @@ def test_against_rlax(ratio, steps, bar, lambda_):
 
 
 def test_the_target_weights_rewards_by_the_clipped_policy():
-    """One step, four actions: the target is the reward weighted by pi, or by min(pi, rho_bar * mu) (section 4.1)."""
+    """One step, four actions. With rho_bar = 10 the rewards are weighted by pi, with rho_bar = 1 by min(pi, mu) (section 4.1)."""
     mu, pi, reward = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.1, 0.1], [3.0, -1.0, 2.0, 5.0]], np.float32)
-    one = jnp.ones((1, 4))  # every action once, so that weighing by mu is exact
+    one = jnp.ones((1, 4))  # every action occurs once, and is then weighted by mu exactly
     ended, zero = one.astype(bool), jnp.zeros((1, 4))
     args = (jnp.asarray(pi / mu)[None], jnp.asarray(reward)[None], zero, ended, zero, zero)
-    full, cut = (mu @ np.asarray(ops.vtrace(*args, rho_bar=bar).target_tm1[0]) for bar in (10.0, 1.0))
+    full, clipped = (mu @ np.asarray(ops.vtrace(*args, rho_bar=bar).target_tm1[0]) for bar in (10.0, 1.0))
     np.testing.assert_allclose(full, pi @ reward, rtol=1e-6)
-    np.testing.assert_allclose(cut, np.minimum(mu, pi) @ reward, rtol=1e-6)
+    np.testing.assert_allclose(clipped, np.minimum(mu, pi) @ reward, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""The smallest algorithm with an actor, a learner and a loop, on the smallest environment; for tests of the compiler."""
+"""A small algorithm with an actor, a learner and a loop, and a small environment, for tests of the compiler."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ class Functions:
 
 
 def reset(env, key):
-    """The carry. w: read by the actor and the learner; slow: read by the learner only; s: one row per environment."""
+    """The first carry. Actor and learner read `w`, only the learner reads `slow`, and `s` has one row per environment."""
     return {"w": jnp.linspace(0.5, 1.5, env.width), "slow": jnp.zeros(env.width), "s": env.reset(env.keys(key))}
 
 
 def still(env, key):
-    """The same carry without random numbers, which take long to compile."""
+    """A carry like that of `reset`, but without random numbers, which take long to compile."""
     s = jnp.linspace(-1.0, 1.0, env.num_envs * env.width).reshape(env.num_envs, env.width)
     return {"w": jnp.linspace(0.5, 1.5, env.width), "slow": jnp.zeros(env.width), "s": s}
 
@@ -57,12 +57,12 @@ def learn(w, slow, path):
 
 
 def pushed(env, carry):
-    """One step of all environments."""
+    """The states of all environments after one step."""
     return env.step(carry["s"], jax.vmap(push, (None, 0))(carry["w"], carry["s"]))
 
 
 def walk(env, carry, key):
-    """Act and step STEPS times, then learn from the states on the way."""
+    """One iteration: act and step STEPS times, then learn from the states before each step."""
 
     def step(s, key):
         action = jax.vmap(act, (None, 0, 0))(carry["w"], s, env.keys(key))

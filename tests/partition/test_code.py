@@ -26,7 +26,7 @@ CASES = {
     "coarse x2": ("jax:CartPole-v1", coarse(2)),
     "fine x2": ("jax:CartPole-v1", fine(2)),
     "Python environments": ("CartPole-v1", coarse(2)),
-    "learners that combine": ("jax:CartPole-v1", multi_learner(2)),
+    "learners that combine gradients": ("jax:CartPole-v1", multi_learner(2)),
 }
 
 
@@ -70,9 +70,9 @@ def _slots(kind: type) -> list[str]:
 
 
 def test_reachable_looks_into_closures_and_partials():
-    secret = Placement(planned("fused").sites)
-    assert secret in list(reachable({"fn": [lambda: secret]}))
-    assert secret in list(reachable(functools.partial(print, secret)))
+    hidden = Placement(planned("fused").sites)
+    assert hidden in list(reachable({"fn": [lambda: hidden]}))
+    assert hidden in list(reachable(functools.partial(print, hidden)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,13 +83,13 @@ def test_a_segment_holds_no_reference_to_an_analysis(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_segment_repeats_the_facts_of_its_code(case):
+def test_a_segment_has_the_same_name_roles_and_types_as_its_code(case):
     for segment in segments(case):
         code = segment.fn
         assert isinstance(code, SegmentCode)
         assert all(isinstance(op, Op) for op in code.ops)
-        said = (segment.name, segment.roles, segment.out_axes, segment.out_avals, segment.combines)
-        assert said == (code.name, code.roles, code.out_axes, code.out_avals, code.combines)
+        facts = (segment.name, segment.roles, segment.out_axes, segment.out_avals, segment.combines)
+        assert facts == (code.name, code.roles, code.out_axes, code.out_avals, code.combines)
 
 
 def test_the_cases_contain_every_kind_of_code():
@@ -98,9 +98,9 @@ def test_the_cases_contain_every_kind_of_code():
     assert kinds == {OpsCode, JoinedCode, DrawCode, RestCode}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "learners that combine"])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "learners that combine gradients"])
 def test_eager_evaluation_equals_the_compiled_segment(case):
-    """Without replicas that combine values: these need the mapped axis that `collectives.py` provides."""
+    """Leaves out learners that combine gradients, because these need the mapped axis that `collectives.py` provides."""
     for number, segment in enumerate(segments(case)):
         code, values = segment.fn, [example(given.aval, number + i) for i, given in enumerate(segment.ins)]
         assert isinstance(code, SegmentCode)
@@ -112,7 +112,7 @@ def test_eager_evaluation_equals_the_compiled_segment(case):
 
 
 def example(aval, number: int) -> jax.Array:
-    """An array of that type, made from a seed."""
+    """An array of the given type. `number` is the seed."""
     key = jax.random.key(number)
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.random.split(key, aval.shape) if aval.shape else key

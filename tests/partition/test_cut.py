@@ -1,4 +1,4 @@
-"""Each value that must cross is sent once, in messages as large as possible; a scan that need not be split stays whole."""
+"""The cut sends each value once to the sites that need it, in as few messages as possible. A scan is split only if it must be."""
 
 from collections import Counter
 from dataclasses import replace
@@ -27,7 +27,7 @@ KEY = jax.random.key(1)
 
 
 def sent(planned: Plan) -> list[tuple[str, str, list[str], int]]:
-    """(sender, receiver, types of the values, times per iteration) for each transfer, in order."""
+    """For each transfer, in order: the sender, the receiver, the types of the values, and the number of times per iteration."""
     return [
         (step.src, step.dst, [move.aval.str_short(short_dtypes=True) for move in step.moves], times)
         for step, times in walk_steps(planned.iterate.steps)
@@ -44,9 +44,9 @@ class TestWhatCrosses:
         planned = plan(WALK, Pond(), fused())
         assert sent(planned) == [] and planned.single is not None
 
-    def test_what_glue_adds_at_the_end_is_part_of_the_one_segment(self):
-        """A counter, a key, a constant. With a second segment for them, a run could not be one compiled loop, nor be
-        divided among several devices."""
+    def test_glue_at_the_end_becomes_part_of_the_only_segment(self):
+        """The glue computes a counter, a key and a constant. If it were a second segment, a run could not be one compiled loop, and
+        could not be divided among several devices."""
 
         def start(env, key):
             return still(env, key) | {"n": jnp.int32(0), "key": key, "ones": jnp.zeros(2)}
@@ -67,7 +67,7 @@ class TestWhatCrosses:
     @pytest.mark.parametrize("metrics", [{}, {"m": 3.0}], ids=["no metrics", "a constant"])
     @pytest.mark.parametrize("layout", [fused(), fused(devices=2, shards=1), coarse(2), THREE], ids=str)
     def test_an_iteration_that_computes_nothing_has_no_steps(self, layout, metrics):
-        """All leaves are passed through, and two of them swap: the program has no step."""
+        """The iteration returns all leaves unchanged, but swaps two of them."""
         algo = Functions(
             still, lambda env, c, key: (c | {"w": c["slow"], "slow": c["w"]}, jax.tree.map(jnp.float32, metrics))
         )
@@ -75,18 +75,18 @@ class TestWhatCrosses:
         assert planned.iterate.steps == () and "nothing" in str(planned)
         assert_same_bits(planned_run(algo, Pond(), planned, KEY), reference_run(algo, Pond(), KEY))
 
-    def test_a_graph_without_an_order_is_refused(self, monkeypatch):
+    def test_a_graph_whose_ops_cannot_be_ordered_is_refused(self, monkeypatch):
         monkeypatch.setattr(_Cutter, "_can_run", lambda *_: False)
         with pytest.raises(PartitionError) as refusal:
             plan(Functions(still, lambda env, c, key: (c | {"s": pushed(env, c)}, {})), Pond(), coarse(1))
         assert str(refusal.value).startswith(
-            "`push` needs a value that no site (`env+actor`, `buffer+learner`) can compute before it."
+            "`push` needs a value that no site (`env+actor`, `buffer+learner`) can compute before `push` runs."
         )
         assert "ponds.py" in str(refusal.value)
 
     @pytest.mark.parametrize("workers", [1, 2, 3])
     def test_coarse_sends_parameters_to_workers_and_trajectories_to_the_learner(self, workers):
-        """`slow` is read by the learner only, and is not sent; the last states are read by the environments only."""
+        """Only the learner reads `slow`, and only the environments read the last states, so these are not sent."""
         assert sent(plan(WALK, Pond(), coarse(workers))) == [
             (LEARNER, WORKERS, ["f32[3]"], 1),
             (WORKERS, LEARNER, ["f32[4,6,3]"], 1),
@@ -94,7 +94,7 @@ class TestWhatCrosses:
 
     @pytest.mark.parametrize("workers", [1, 2])
     def test_fine_sends_one_message_each_way_per_step(self, workers):
-        """The learner receives every state one by one, so that the stacked path is not sent again."""
+        """The learner receives the states one by one, so the stacked path need not be sent."""
         assert sent(plan(WALK, Pond(), fine(workers))) == [
             ("env", INFERENCE, ["f32[6,3]"], STEPS),
             (INFERENCE, "env", ["f32[6,3]"], STEPS),
@@ -117,7 +117,7 @@ class TestWhatCrosses:
             assert not any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in moved)
 
     def test_no_value_is_sent_twice(self):
-        """Two segments of one site, before and after a loop, read the same value: it is sent in one message."""
+        """Two segments of one site, before and after a loop, read the same value. It is sent once."""
 
         @choreo.fragment("learner")
         def judge(w, s):
@@ -141,7 +141,7 @@ class TestWhatCrosses:
             for src, dst, types, _ in sent(plan(Functions(reset, go), Pond(), coarse(2)))
             for what in types
         )
-        # Two values are f32[6,3]: the states before and after the step.
+        # Two values are f32[6,3]: the states before and after the iteration.
         assert found == {
             (LEARNER, WORKERS, "f32[3]"): 1,
             (WORKERS, LEARNER, "f32[6,3]"): 2,
@@ -149,7 +149,7 @@ class TestWhatCrosses:
         }
 
     def test_an_argument_that_a_fragment_returns_unchanged_is_not_sent(self):
-        """Many fragments return an argument among their results. The parameters must not be sent back because of that."""
+        """Many fragments return an argument among their results. Here the learner has this argument already: the parameters."""
 
         @choreo.fragment("actor")
         def act_and_return(w, s):
@@ -189,7 +189,7 @@ class TestWhatCrosses:
     def test_only_the_parameters_that_the_actor_reads_are_sent(self):
         @choreo.fragment("actor")
         def act_with_all(params, s):
-            return params["policy"] * jnp.tanh(s)  # the value function's weights are given, and not read
+            return params["policy"] * jnp.tanh(s)  # does not read the weights of the value function
 
         @choreo.fragment("learner")
         def improve(params, s):
@@ -244,7 +244,7 @@ class TestSegments:
 @pytest.mark.parametrize(
     ("env_sites", "actor_sites", "num_envs"), [pytest.param(2, 3, 6, marks=pytest.mark.long), (3, 2, 6), (2, 3, 12)]
 )
-def test_blocks_are_divided_anew_between_groups_of_different_sizes(env_sites, actor_sites, num_envs):
+def test_blocks_are_redistributed_between_groups_with_different_numbers_of_replicas(env_sites, actor_sites, num_envs):
     layout = Layout(Group("env", replicas=env_sites), Group("actor", replicas=actor_sites), Group("learner"))
     env = Pond(num_envs=num_envs)
     planned = plan(WALK, env, layout)
@@ -259,14 +259,14 @@ def test_blocks_are_divided_anew_between_groups_of_different_sizes(env_sites, ac
 
 
 class TestRefused:
-    """A `cond` or `while` with fragments of two sites is refused, with the user's line and a way out."""
+    """A `cond` or `while` with fragments of two sites is refused. The error shows the user's line and a way out."""
 
     def refusal(self, branch) -> list[str]:
         def go(env, carry, key):
             return carry | {"s": branch(env, carry)}, {"m": jnp.ones(())}
 
         algo = Functions(still, go)
-        assert len(plan(algo, Pond(), fused()).iterate.steps) == 1, "at one site it is no problem"
+        assert len(plan(algo, Pond(), fused()).iterate.steps) == 1, "with one site, the program must be accepted"
         with pytest.raises(PartitionError) as error:
             plan(algo, Pond(), fine(1))
         return str(error.value).splitlines()
@@ -284,20 +284,20 @@ class TestRefused:
     def step(self, env, carry, s):
         return env.step(s, jax.vmap(push, (None, 0))(carry["w"], s))
 
-    def test_a_cond(self):
+    def test_a_cond_over_two_sites_is_refused(self):
         def branch(env, carry):
             s = carry["s"]
             return lax.cond(jnp.sum(s) > 0, lambda: self.step(env, carry, s), lambda: s)  # the user's line
 
         self.check(self.refusal(branch), "cond")
 
-    def test_a_while(self):
+    def test_a_while_over_two_sites_is_refused(self):
         def branch(env, carry):
             return lax.while_loop(lambda s: jnp.sum(s) > 100, lambda s: self.step(env, carry, s), carry["s"])
 
         self.check(self.refusal(branch), "while")
 
-    def test_the_line_is_that_of_the_branch(self):
+    def test_the_error_names_the_line_of_the_branch(self):
         def branch(env, carry):
             return lax.cond(jnp.sum(carry["s"]) > 0, lambda: self.step(env, carry, carry["s"]), lambda: carry["s"])
 
@@ -315,7 +315,7 @@ class TestRefused:
 
 
 class TestTheVerifier:
-    """The verifier catches bugs of the compiler: for a broken program it says which slot is missing at which step."""
+    """The verifier finds bugs of the compiler. For a broken program, it says which slot is missing at which step."""
 
     def program(self, layout=None) -> Program:
         return plan(WALK, Pond(), layout or coarse(2)).iterate
@@ -325,7 +325,7 @@ class TestTheVerifier:
             program = self.program(layout)
             assert verify_program(program) is program
 
-    def test_a_transfer_removed(self):
+    def test_a_missing_transfer_is_found(self):
         program = self.program()
         for i, step in enumerate(program.steps):
             if isinstance(step, Transfer):
@@ -336,14 +336,14 @@ class TestTheVerifier:
                 ):
                     verify_program(broken)
 
-    def test_one_move_of_a_transfer_removed(self):
+    def test_a_transfer_without_moves_is_found(self):
         program = self.program(THREE)
         first = next(step for step in program.steps if isinstance(step, Transfer))
         broken = replace(program, steps=tuple(replace(s, moves=()) if s is first else s for s in program.steps))
         with pytest.raises(AssertionError, match="input of a loop at `actor`: slot .* is read before it is written"):
             verify_program(broken)
 
-    def test_steps_swapped(self):
+    def test_swapped_steps_are_found(self):
         program = self.program()
         for i in range(len(program.steps) - 1):
             steps = list(program.steps)
@@ -351,7 +351,7 @@ class TestTheVerifier:
             with pytest.raises(AssertionError, match="is read before it is written"):
                 verify_program(replace(program, steps=tuple(steps)))
 
-    def test_a_transfer_removed_inside_a_loop(self):
+    def test_a_missing_transfer_inside_a_loop_is_found(self):
         program = self.program(fine(2))
         (loop,) = [step for step in program.steps if isinstance(step, Loop)]
         for step in loop.body:
@@ -361,19 +361,19 @@ class TestTheVerifier:
                 with pytest.raises(AssertionError, match=r"`iterate`, loop, .* is read before it is written"):
                     verify_program(replace(program, steps=steps))
 
-    def test_a_group_that_sends_to_itself(self):
+    def test_a_group_that_sends_to_itself_is_found(self):
         program = self.program()
         steps = tuple(replace(s, dst=s.src) if isinstance(s, Transfer) else s for s in program.steps)
         with pytest.raises(AssertionError, match="sends to itself"):
             verify_program(replace(program, steps=steps))
 
-    def test_an_output_that_no_group_holds(self):
+    def test_an_output_that_no_group_holds_is_found(self):
         program = self.program()
         outs = (*program.outs[:-1], replace(program.outs[-1], held={}))
         with pytest.raises(AssertionError, match="no group holds the output `loss`"):
             verify_program(replace(program, outs=outs))
 
-    def test_an_output_held_where_it_never_arrives(self):
+    def test_an_output_that_never_reaches_its_group_is_found(self):
         program = self.program()
         outs = (*program.outs[:-1], replace(program.outs[-1], held={WORKERS: program.outs[-1].held[LEARNER]}))
         with pytest.raises(AssertionError, match="output `loss` of `iterate`: slot .* is read before it is written"):
@@ -381,7 +381,7 @@ class TestTheVerifier:
 
 
 def test_a_reversed_scan_can_be_split_over_sites():
-    """A reversed scan reads slices, and stacks results, from the last to the first."""
+    """A reversed scan reads its slices from the last to the first, and stacks its results in the same way."""
 
     def go(env, carry, key):
         weights = jnp.arange(1.0, 5.0)

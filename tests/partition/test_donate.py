@@ -20,7 +20,7 @@ KEY = jax.random.key(5)
 
 @choreo.fragment("learner")
 def add(buffer, w, s, at):
-    """A replay buffer: an iteration writes one row of a large array, and learns from another row."""
+    """Write one row of a large array, as a replay buffer does, and learn from a different row."""
     buffer = jax.lax.dynamic_update_slice(buffer, s.reshape(1, -1), (at, 0))
     return buffer, w - 0.1 * jnp.mean(buffer[at // 2]), at + 1
 
@@ -80,7 +80,7 @@ class TestDonatedInputs:
                 assert not labels & {"key", "iteration"}
 
     def test_a_receiver_gets_a_copy_of_a_value_that_the_sender_donates(self):
-        """The learner takes over the memory of `w` after `w` was sent to the actor: the actor must have a copy."""
+        """The learner takes over the memory of `w` after `w` was sent to the actor, so the actor must have a copy."""
         program = plan(WALK, Pond(), coarse(1)).iterate
         assert donated(program) == {"4 x (act+step)": {"['s']"}, "learn": {"['w']", "['slow']"}}
         copied = {
@@ -98,7 +98,7 @@ class TestDonatedInputs:
             return before - after * jnp.mean(s, 0)
 
         def two_segments(env, carry, key):
-            """The learner runs, then the environments, then the learner again, which reads the old weights."""
+            """The learner runs, then the environments, then the learner again. Its second segment reads the old weights."""
             w = improve(carry["w"], carry["s"])
             s = env.step(carry["s"], jax.vmap(push, (None, 0))(w, carry["s"]))
             return {"w": w, "s": s, "slow": difference(carry["w"], w, s)}, {"m": jnp.sum(carry["slow"])}
@@ -109,7 +109,7 @@ class TestDonatedInputs:
         assert not {"['w']"} & {first.ins[p].label for p in first.donated}
         assert_same_bits(planned_run(algo, Pond(), coarse(1), KEY), reference_run(algo, Pond(), KEY))
 
-    def test_nothing_is_donated_inside_a_split_loop_and_no_input_of_the_loop(self):
+    def test_inputs_of_a_split_loop_and_values_inside_it_are_not_donated(self):
         for layout in (fine(2), Layout(Group("env"), Group("actor"), Group("learner"))):
             program = plan(WALK, Pond(), layout).iterate
             (loop,) = [step for step in program.steps if isinstance(step, Loop)]
@@ -122,8 +122,8 @@ class TestDonatedInputs:
             taken = {s.ins[p].slot for s in program.steps if isinstance(s, Segment) for p in s.donated}
             assert not outside & taken
 
-    def test_no_more_inputs_are_donated_than_results_of_their_type(self):
-        """If no result has the type of a donated input, XLA warns; in tests, a warning is an error."""
+    def test_no_more_inputs_are_donated_than_there_are_results_of_the_same_type(self):
+        """XLA warns if no result has the type of a donated input. In tests, a warning is an error."""
 
         @choreo.fragment("learner")
         def merge(a, b, s):
@@ -145,8 +145,9 @@ class TestDonatedInputs:
 
 TWINS = {
     "returned by init": lambda w: {"w": w, "slow": w},
-    "a constant of the user's": lambda w: {"w": GLOBAL, "slow": GLOBAL},
+    "a constant of the user": lambda w: {"w": GLOBAL, "slow": GLOBAL},
 }
+"""Functions that return one array as two leaves."""
 GLOBAL = jnp.array([0.5, 1.0, 1.5])
 
 
@@ -155,7 +156,7 @@ GLOBAL = jnp.array([0.5, 1.0, 1.5])
 )
 @pytest.mark.parametrize("twins", TWINS.values(), ids=TWINS)
 def test_one_array_may_be_two_leaves_of_the_first_carry(layout, twins):
-    """Different results take over the two leaves, and neither leaf is the user's own array."""
+    """Different results take over the memory of the two leaves, so each leaf must be a separate copy of the array."""
 
     @choreo.fragment("learner")
     def improve(w, slow, s):
@@ -176,7 +177,7 @@ def test_one_array_may_be_two_leaves_of_the_first_carry(layout, twins):
 
 
 def test_one_result_may_be_two_leaves_of_the_next_carry():
-    """A target network is set to the network: the two leaves must not share memory."""
+    """For example, a target network is set to the network. The two leaves must not share memory."""
 
     @choreo.fragment("learner")
     def improve(w, slow, s):

@@ -35,7 +35,7 @@ def primitives(planned):
 @pytest.mark.parametrize(
     "name", ["coarse x2", *(pytest.param(name, marks=pytest.mark.long) for name in ("fused", "fine x2"))]
 )
-def test_the_loop_draws_nothing_and_gives_the_same_bits(name, monkeypatch):
+def test_numbers_are_drawn_before_the_loop_with_the_same_bits(name, monkeypatch):
     algo, env = Tiny(unroll=3), make("CartPole-v1", 4)
     ahead = plan(algo, env, LAYOUTS[name])
     assert DRAWS & primitives(ahead)["before"] and not DRAWS & primitives(ahead)["within"]
@@ -47,21 +47,21 @@ def test_the_loop_draws_nothing_and_gives_the_same_bits(name, monkeypatch):
     assert_same_bits(got, run_of(InProcess(in_the_loop), jax.random.key(3), 3))
 
 
-def test_loops_without_python_draw_inside():
+def test_a_loop_without_python_draws_inside_the_loop():
     loops = [step for step in plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), fine(2)).iterate.steps
              if isinstance(step, Loop)]  # fmt: skip
     assert loops and not any("drawn" in given.label for loop in loops for step in loop.body
                              if isinstance(step, Segment) for given in step.ins)  # fmt: skip
 
 
-def test_keys_of_another_generator_are_drawn_from_inside_the_loop():
-    """`vmap` over keys of an rbg generator gives other numbers than the same keys one by one."""
+def test_numbers_from_rbg_keys_are_drawn_inside_the_loop():
+    """With keys of the rbg generator, `vmap` draws different numbers than one draw per key."""
     with jax.default_prng_impl("rbg"):
         planned = plan(Tiny(unroll=3), make("CartPole-v1", 4), fused())
     assert DRAWS & primitives(planned)["within"]
 
 
-def test_draws_join_the_segment_before_the_loop():
+def test_draws_become_part_of_the_segment_before_the_loop():
     algo = DQN(
         unroll=2,
         updates_per_step=1 / 8,

@@ -1,4 +1,4 @@
-"""Each primitive of the list treats each row of a `vmap` by itself: the bits of a row do not depend on the other rows."""
+"""For every primitive on the list of `independent.py`, the bits of a row of a `vmap` do not depend on the other rows."""
 
 import importlib
 import warnings
@@ -24,7 +24,7 @@ from choreo.partition.independent import (
 )
 
 ROWS = 4
-"""The rows of the batch; row 1 is compared."""
+"""The number of rows of a batch. The tests compare the results for row 1."""
 
 
 def f(*shape):
@@ -72,7 +72,7 @@ EXAMPLES = {
     "broadcast_in_dim": (lambda x: jnp.broadcast_to(x, (2, 3)), [f(3)]),
     "cholesky": (lambda x: jnp.linalg.cholesky(SYMMETRIC(x)), [f(3, 3)]),
     "clamp": (lambda a, x, b: lax.clamp(a, x, b), [f(), f(3), f()]),
-    "closed_call": (lambda x: x, [f(3)]),  # made by custom derivatives only, which have their own tests
+    "closed_call": (lambda x: x, [f(3)]),  # only custom derivatives make this primitive, and they have their own tests
     "clz": (lax.clz, [i(3)]),
     "complex": (lax.complex, [f(3), f(3)]),
     "concatenate": (lambda x, y: jnp.concatenate([x, y]), [f(3), f(2)]),
@@ -171,9 +171,9 @@ EXAMPLES = {
     "unstack": (lambda x: bind("unstack", x, axis=0), [f(3)]),
     "while": (lambda x: _halved(x), [f(3)]),
 }  # fmt: skip
-"""A function of one row for each primitive, and the types of its arguments."""
+"""For each primitive, a function of one row, and the types of its arguments."""
 MADE_INDIRECTLY = {"closed_call", "stop_gradient", "custom_lin", "copy"}
-"""Primitives that the examples need not contain: calls, and primitives that JAX itself adds or removes."""
+"""Primitives that may be missing in their examples: calls, and primitives that JAX itself adds or removes."""
 
 
 def _pooled(x):
@@ -181,7 +181,7 @@ def _pooled(x):
 
 
 def _halved(x):
-    """Halves each row until it is small, at most 9 times: an infinite row must not loop for ever."""
+    """Halves each row until it is small, at most 9 times. Without this limit, an infinite row would loop for ever."""
     return lax.while_loop(lambda c: (jnp.abs(c[1][0]) > 0.1) & (c[0] < 9), lambda c: (c[0] + 1, 0.5 * c[1]), (0, x))[1]
 
 
@@ -193,7 +193,7 @@ def _custom_vjp(x):
 _custom_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * x,))
 
 NAMES = " ".join((ELEMENTWISE, WITHIN_A_ROW, OF_A_MATRIX, RANDOM, BY_WHAT_IS_INSIDE)).split()
-HERE = [name for name in NAMES if _compat.primitives([name])]
+INSTALLED = [name for name in NAMES if _compat.primitives([name])]
 
 
 def test_the_list_has_no_name_twice():
@@ -201,15 +201,15 @@ def test_the_list_has_no_name_twice():
 
 
 def test_every_name_has_an_example():
-    assert set(HERE) - set(EXAMPLES) - MADE_INDIRECTLY == set()
+    assert set(INSTALLED) - set(EXAMPLES) - MADE_INDIRECTLY == set()
 
 
-@pytest.mark.parametrize("name", [name for name in HERE if name in EXAMPLES])
+@pytest.mark.parametrize("name", [name for name in INSTALLED if name in EXAMPLES])
 def test_the_bits_of_a_row_do_not_depend_on_other_rows(name):
     fn, types = EXAMPLES[name]
     closed = jax.make_jaxpr(fn)(*types)
     assert name in MADE_INDIRECTLY or name in {eqn.primitive.name for eqn in equations(closed)}, (
-        "the example must use it"
+        "the example must use the primitive"
     )
     assert obstacle(closed) is None
     for mapped in ways_to_map(len(types)):
@@ -231,7 +231,7 @@ def equations(closed):
 
 
 def ways_to_map(count):
-    """Which arguments are mapped: all of them, or one of them."""
+    """The choices of mapped arguments: all arguments, or a single one."""
     ways = {tuple([True] * count), *(tuple(k == j for k in range(count)) for j in range(count))}
     return sorted(ways, reverse=True)
 
@@ -251,7 +251,7 @@ def draw(kind, seed, rows):
 
 
 def spoil(x, how):
-    """The batch with all rows but row 1 replaced."""
+    """A copy of the batch in which all rows except row 1 are replaced."""
     if _compat.is_key(x.dtype):
         return x.at[np.array([0, 2, 3])].set(jax.random.split(jax.random.key(99), 3))
     if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -269,14 +269,14 @@ def bits_of_row(out):
 
 
 class TestRefused:
-    """A primitive that is not on the list is found, wherever it is in a program."""
+    """`obstacle` finds a primitive that is not on the list, wherever it is in a program."""
 
-    def test_a_primitive_of_another_generator(self):
+    def test_random_numbers_from_rbg_keys_are_refused(self):
         key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
         for fn in (jax.random.bits, jax.random.split, lambda k: jax.random.fold_in(k, 1), jax.random.key_data):
             assert obstacle(jax.make_jaxpr(fn)(key)) is not None
 
-    def test_a_callback_within_control_flow(self):
+    def test_a_callback_within_control_flow_is_refused(self):
         def call(x):
             return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), jnp.float32), x)
 
@@ -292,7 +292,7 @@ class TestRefused:
             found = obstacle(jax.make_jaxpr(fn)(f()))
             assert found is not None and found.primitive.name == "pure_callback", name
 
-    def test_a_collective(self):
+    def test_a_collective_is_refused(self):
         closed = jax.make_jaxpr(lambda x: lax.psum(x, "envs"), axis_env=[("envs", 3)])(f(3))
         assert obstacle(closed) is not None
 
@@ -308,39 +308,40 @@ accum_grad_in_ref after_all all_gather all_gather_invariant all_gather_reduced a
 call_hi_primitive cholesky_update composite conv create_token custom_jvp_call_jaxpr dce_sink device_put empty empty2 empty_ref
 eval_jaxpr free_ref freeze from_edtype geqp3 get iota_2x32_shape layout_constraint linear_call new_ref pbroadcast
 pbroadcast_dynamic philox2x32 philox4x32 platform_index pmax pmin polynomial ppermute precv preduced psend psum psum_invariant pvary
-ragged_all_to_all ragged_dot_general reduce_scatter reduced_vary_cast reduced_vary_cast_p regularized_incomplete_beta relayout remat_opt reshard rng_bit_generator
-rng_uniform scaled_dot select_and_scatter sharding_constraint stage swap symmetric_product threefry4x32 tie to_edtype
+ragged_all_to_all ragged_dot_general reduce_scatter reduced_vary_cast reduced_vary_cast_p regularized_incomplete_beta relayout
+remat_opt reshard rng_bit_generator rng_uniform scaled_dot select_and_scatter sharding_constraint stage swap symmetric_product
+threefry4x32 tie to_edtype
 unreachable unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p
 zeros_like xla_metadata_value xla_metadata_call compute_on inspect_sharding has_memory_space debug_callback debug_print
 io_callback pure_callback buffer_callback custom_vmap_call custom_partitioning ffi_call shard_map shard_alike check
 call_exported dim_as_value dimension_size shape_assertion tpu_custom_call
 """.split()
 """Primitives that were reviewed and are not on the list: collectives, callbacks, tokens, references, and primitives whose
-meaning XLA may choose; also some that could be proved independent, but were never needed. `regularized_incomplete_beta` is
-refused because its loop runs until the last element of the batch has converged, and changes the last bits of the others."""
+meaning XLA may choose. Some could be proved independent, but were never needed. `regularized_incomplete_beta` is refused because
+its loop runs until all elements of the batch have converged, so each element can change the last bits of the others."""
 REFUSED_MODULES = (
     "jax._src.cudnn", "jax._src.hijax", "jax._src.pallas", "jax._src.state", "jax.experimental.sparse",
     "jax._src.tpu", "jax._src.mosaic", "jax._src.thunky", "jax.experimental",
 )  # fmt: skip
-"""Modules for kernels, references and sparse matrices: none of their primitives is on the list."""
+"""Modules for kernels, references and sparse matrices. None of their primitives is on the list."""
 
 
 def test_every_primitive_of_the_installed_jax_has_been_reviewed():
-    """Each primitive is on the list, with an example above, or among the refused ones."""
+    """Each primitive is on the list, in REFUSED, or in one of REFUSED_MODULES."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in ("jax.experimental.sparse", "jax.experimental.pallas", "jax.experimental.checkify",
                        "jax.experimental.custom_partitioning", "jax.export", "jax.ffi", "jax.scipy.special"):  # fmt: skip
             importlib.import_module(module)
-    homes = {}
+    modules_of = {}
     for name, module in list(importlib.sys.modules.items()):
         if name.startswith("jax"):
             for value in list(vars(module).values()):
                 if isinstance(value, jec.Primitive):
-                    homes.setdefault(value, []).append(name)
+                    modules_of.setdefault(value, []).append(name)
     unknown = {
         primitive.name: modules
-        for primitive, modules in homes.items()
+        for primitive, modules in modules_of.items()
         if primitive not in SAFE
         and primitive.name not in REFUSED
         and not primitive.name.endswith(("_start", "_done"))  # the two halves of a collective

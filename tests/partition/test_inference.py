@@ -1,8 +1,9 @@
-"""`infer`, `demand` and `emit` on whole programs: the pieces that a replica computes, compared with the full program.
+"""Tests of `infer`, `demand` and `emit` on whole programs. They compare the pieces that a replica computes with the full results.
 
-A program is a function of arrays, some of which are blocks. The law: for every result that is not mixed, each piece that the
-inference offers, computed from the demanded pieces of the inputs, equals that piece of the full result. If an input is
-available only as a block, then only this block is demanded.
+A program is a function of arrays. A replica has the whole of some inputs, and only its block of the others. The law is about every
+result that is not mixed, and every piece of it that `infer` offers. `demand` names the pieces of the inputs that a replica needs to
+compute this piece. From these, `emit` must compute the same piece as the full program. If a replica has only a block of an input,
+then `demand` must name only this block.
 """
 
 import functools
@@ -38,8 +39,8 @@ KEYS = ("keys", 0)
 
 @dataclass(frozen=True)
 class Case:
-    """A program. `ins`: shape (or "key", "keys") and env axis of each input; `outs`: env axis of each result, None for a whole
-    result, or MIXED."""
+    """A program. `ins` holds the shape (or "key", "keys") and the env axis of each input. `outs` holds the env axis of each result,
+    None for a whole result, or MIXED."""
 
     fn: Callable[..., Any]
     ins: tuple[tuple[Any, Axis], ...]
@@ -362,21 +363,21 @@ CASES = {
     ),
     "batched fragment": Case(actor(lambda x: jnp.sin(x) @ W), (S,), (0,)),
     "batched fragment that mixes": Case(actor(lambda x: (x[::-1], x + 1)), (S,), (MIXED, 0)),
-    "keys of another kind": Case(
+    "keys of the rbg generator": Case(
         lambda k: jax.vmap(draw)(
             jax.random.wrap_key_data(jnp.tile(jax.vmap(jax.random.key_data)(k), (1, 2)), impl="rbg")
         ),
         (KEYS,),
         (MIXED,),
     ),
-    "mapped fragment, keys of another kind": Case(
+    "mapped fragment, keys of the rbg generator": Case(
         lambda x: jax.vmap(rbg_fn)((99 * jnp.abs(x[:, 0])).astype(jnp.uint32)), (S,), (MIXED,)
     ),
 }
 
 
 def own(fn, outs=(0,), ins=(S, (("index", E), 0))) -> Case:
-    """`fn` of one array and one index per environment; some indices are out of range."""
+    """A case whose inputs are an array and one index per environment. Some indices are out of range."""
     return Case(fn, ins, outs)
 
 
@@ -384,6 +385,7 @@ ROWS = np.arange(E)
 THICK = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(1,), start_index_map=(0, 1))
 SQUARE = ((E, E), 0)
 INDEX = (("index", E), 0)
+# In these programs, each environment reads or writes only its own row: `arange` gives the row numbers.
 IN_ROWS: dict[str, Case] = {
     "read": own(lambda x, a: x[jnp.arange(E), a]),
     "read, numpy": own(lambda x, a: x[ROWS, a]),
@@ -418,7 +420,7 @@ IN_ROWS: dict[str, Case] = {
     "write whole rows": own(lambda x, a: x.at[jnp.arange(E)].add(2.0 * x)),
     "write to a square": own(lambda x, a: x.at[jnp.arange(E), a].set(7.0), ins=(SQUARE, INDEX)),
     "write the same place twice": own(lambda x, a: x.at[jnp.arange(E)[:, None], jnp.stack([a, a], 1)].add(1.0)),
-    # Programs that are almost of this kind, and must be refused.
+    # These programs look similar. They are refused, because nothing proves that each environment uses only its own row.
     **{
         f"no: {name}": own(lambda x, a, rows=rows: (x[rows(), a], x.at[rows(), a].set(7.0)), (MIXED, MIXED))
         for name, rows in {
@@ -495,7 +497,7 @@ def emit_one(inference, order, wanted, o, axis, inputs, r):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_piece_from_pieces_is_that_piece_of_the_whole(name):
+def test_a_piece_computed_by_a_replica_equals_that_piece_of_the_full_result(name):
     case = CASES[name]
     values = values_of(case)
     closed = jax.make_jaxpr(case.fn)(*values)
@@ -505,7 +507,7 @@ def test_a_piece_from_pieces_is_that_piece_of_the_whole(name):
     assert [MIXED if form.mixed else form.axis for form in inference.outs] == list(case.outs)
     for o, form in enumerate(inference.outs):
         if form.mixed:
-            assert "test_inference.py:" in form.mixed.at, f"no line of the user's: {form.mixed}"
+            assert "test_inference.py:" in form.mixed.at, f"no line of the user in {form.mixed}"
             with pytest.raises(Mixes):
                 demand(inference, [{None} if i == o else set() for i in range(len(full))])
             continue
@@ -513,7 +515,7 @@ def test_a_piece_from_pieces_is_that_piece_of_the_whole(name):
             wanted = [{axis} if i == o else set() for i in range(len(full))]
             needed, _ = demand(inference, wanted)
             for pieces, (_, in_axis) in zip(needed, case.ins, strict=True):
-                assert in_axis is None or pieces <= {in_axis}, f"result {o} needs {pieces} of blocks along {in_axis}"
+                assert in_axis is None or pieces <= {in_axis}, f"result {o} needs {pieces}, available is {in_axis}"
             order = [tuple(pieces) for pieces in needed]
             emitted = jax.jit(functools.partial(emit_one, inference, order, wanted, o, axis))
             for r in range(E // BLOCK):
@@ -528,7 +530,7 @@ def test_a_piece_from_pieces_is_that_piece_of_the_whole(name):
                 )
 
 
-def test_only_the_first_producer_of_randomness_runs_whole():
+def test_a_replica_splits_the_whole_key_but_draws_only_for_its_block():
     closed = jax.make_jaxpr(lambda k, x: x + jax.vmap(draw)(jax.random.split(k, E)))(jax.random.key(0), PER_ENV)
     inference = infer(closed, [WHOLE, Form(False, 0)], SIZE)
     emitted = jax.make_jaxpr(lambda k, x, i: emit(inference, [{None: k}, {0: x}], [{0}], i)[0][0])(
@@ -565,13 +567,13 @@ def test_a_print_for_each_environment_is_refused():
         demand(inference, [{0}])
 
 
-def test_keys_joined_in_columns_are_no_row_numbers():
+def test_keys_joined_in_columns_are_not_row_numbers():
     closed = jax.make_jaxpr(lambda k: lax.concatenate([k, k], 1))(jax.random.split(jax.random.key(0), (E, 1)))
     assert Facts(closed, ()).of(closed.jaxpr.outvars) == [None]
 
 
 @pytest.mark.parametrize("narrow", [jnp.int8, jnp.uint8, jnp.bfloat16, bool])
-def test_the_fact_is_dropped_if_a_dtype_cannot_hold_the_row_numbers(narrow):
+def test_row_numbers_are_forgotten_if_a_dtype_cannot_hold_them(narrow):
     def known(dtype):
         closed = jax.make_jaxpr(lambda: lax.iota(jnp.int32, 300).astype(dtype).astype(jnp.int32))()
         return Facts(closed, ()).of(closed.jaxpr.outvars)

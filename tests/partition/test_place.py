@@ -1,4 +1,4 @@
-"""Placement reaches its fixed point through many leaves of the carry, and errors name the fragment that mixes."""
+"""Placement reaches its fixed point through many leaves of the carry, and errors name the fragment that mixes environments."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from laws.reference import assert_close, planned_run, reference_run
 from partition.ponds import Functions, Pond, learn, push, still
 
 LENGTH = 10
-"""The length of the chain; longer than any fixed number of rounds that might seem enough."""
+"""The length of the queues. A placement that stops after a small, fixed number of rounds must fail here."""
 
 
 def start(env, key):
@@ -22,7 +22,8 @@ def start(env, key):
 
 
 def go(env, carry, key):
-    """A queue of LENGTH leaves: a value moves by one leaf in every iteration, or step of the loop, before it is read."""
+    """Two queues of LENGTH leaves: `line` moves on by one leaf in every iteration, and `rows` in every step of the loop. Only
+    the first leaf of a queue is read."""
 
     def step(state, _):
         s, rows = state
@@ -37,7 +38,7 @@ def go(env, carry, key):
 
 
 @pytest.mark.parametrize("layout", [pytest.param(coarse(2), marks=pytest.mark.long), fine(2)], ids=["coarse", "fine"])
-def test_placement_reaches_its_fixed_point_through_a_long_delay_line(layout):
+def test_placement_reaches_its_fixed_point_through_long_queues(layout):
     algo, env, key = Functions(start, go), Pond(6), jax.random.key(0)
     traced = trace(algo, env)
     placement = place(traced.iterate, layout.sites(traced.iterate.roles, 6), traced.carry_axes)
@@ -55,7 +56,7 @@ def stir(s, action):
     return jnp.cumsum(0.6 * s + action, axis=0)
 
 
-def test_the_error_names_the_fragment_that_mixes_and_not_its_reader():
+def test_the_error_names_the_fragment_that_mixes_environments_and_not_its_reader():
     def stirred(env, carry, key):
         s = stir(carry["s"], jax.vmap(push, (None, 0))(carry["w"], carry["s"]))
         w, slow, _ = learn(carry["w"], carry["slow"], jax.vmap(push, (None, 0))(carry["w"], s)[None])

@@ -1,10 +1,10 @@
-"""Each rule of `rules.RULES` against its law:
+"""Checks that each rule of `rules.RULES` obeys this law:
 
     block r of equation(full operands)  ==  split equation(block r of each operand)
 
-An example is a function, the shapes of its operands, and in how many ways its last primitive must be allowed to run on
-blocks. Every equation of the function is tried with every combination of axes of the right length, and the law must hold
-wherever the rule allows it. The elements of an operand are distinct numbers, so that a row of another environment is noticed.
+An example has a function, the shapes of its operands, and the number of ways in which its last primitive must be able to run on
+blocks. The test tries every equation of the function with every combination of axes that can be divided. If the rule allows a
+combination, the law must hold. The elements of an operand are different numbers, so the test notices a row of a wrong environment.
 """
 
 import functools
@@ -30,20 +30,20 @@ from choreo.partition.rules import RULES, split
 E, BLOCK = 6, 3
 SIZE = Size(E, BLOCK)
 GROUPS = 10
-"""The length of another axis that may stand for the environments, divided into as many blocks."""
+"""The length of an axis that is not the env axis, but may be divided into the same number of blocks."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A function of arrays of these shapes; E stands for the environments."""
+    """A function, and the shapes of its operands. Any dimension of length E may be the env axis."""
 
     fn: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...] = ()
     allowed: int = 1
-    """The least number of combinations of axes along which `primitive` must be divisible; 0: it must be refused."""
+    """The rule must allow at least this number of combinations of axes for `primitive`. 0 means that it must refuse all of them."""
     primitive: str | None = None
-    """None: the primitive of the program's last equation."""
+    """The name of a primitive. None means the primitive of the last equation."""
 
     def operands(self) -> list[jax.Array]:
         dtypes = self.dtypes or ("float32",) * len(self.shapes)
@@ -78,8 +78,8 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def check(example: Example) -> dict[str, int]:
-    """Check the law for every equation and every combination of axes. For each primitive: in how many ways its last equation
-    may be divided."""
+    """Check the law for every equation and every combination of axes. Returns for each primitive the number of combinations that
+    the rule allows for its last equation."""
     operands = example.operands()
     closed = jax.make_jaxpr(example.fn)(*operands)
     ways: dict[str, int] = {}
@@ -96,7 +96,7 @@ def check_named(name: str) -> dict[str, int]:
 
 
 def _equations(closed, operands):
-    """Every equation with its full operands; calls are inlined."""
+    """Every equation, with the full values of its operands. Calls are inlined."""
     known = dict(zip(closed.jaxpr.invars, operands, strict=True)) | dict(
         zip(closed.jaxpr.constvars, closed.consts, strict=True)
     )
@@ -111,7 +111,7 @@ def _equations(closed, operands):
 
 
 class _Hashable:
-    """A literal in place of JAX's, which cannot be a key of a dict."""
+    """Takes the place of a JAX literal, which cannot be a key of a dict."""
 
     def __init__(self, val: Any):
         self.val = val
@@ -135,9 +135,10 @@ def _check_eqn(eqn, values) -> int:
             ins, outs, params = split(eqn, axes, SIZE)
         except Mixes:
             continue
-        # In place of a block, a rule may ask for the whole operand, never for a block along another axis.
+        # The rule wants a piece of an operand that is not the available block. `ByRule` refuses this combination, except for an
+        # operand that is also available as a whole. That case is checked with None as its axis.
         if any(have is not None and want != have for have, want in zip(axes, ins, strict=True)):
-            continue  # `ByRule` refuses this; and for a whole operand, this axis would not have been given
+            continue
         allowed += 1
         for r in range(E // BLOCK):
             block = _compat.bind(eqn, params, [block_of(v, axis, r) for v, axis in zip(values, ins, strict=True)])
@@ -160,8 +161,8 @@ def _wide(value: Any) -> Any:
     return np.float32 if value.dtype == jnp.bfloat16 else value.dtype
 
 
-UNARY = """abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor is_finite lgamma
-log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh""".split()
+UNARY = """abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1
+floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh""".split()
 BINARY = "add atan2 complex div eq ge gt igamma igamma_grad_a igammac le lt max min mul ne nextafter pow rem sub zeta".split()
 INTEGER = [
     "mulhi",
@@ -189,7 +190,7 @@ def binary(name: str, dtype: str = "float32") -> Example:
 
 
 def symmetric(x: jax.Array) -> jax.Array:
-    """Matrices that are far from singular."""
+    """Symmetric matrices that are far from singular."""
     return x + jnp.swapaxes(x, -1, -2) + jnp.broadcast_to(jnp.diag(jnp.arange(1.0, 1 + x.shape[-1])), x.shape)
 
 
@@ -198,7 +199,7 @@ def gather_from(fn, *shapes, allowed=1) -> Example:
 
 
 def scatter_to(name: str, mode: str | None = None) -> dict[str, Example]:
-    """The operand is [E, E] where possible, so that the wrong axis has the right length, too."""
+    """Examples of scatters. The operand is [E, E] where possible, so that a wrong axis also has the length E."""
 
     def each(x, i, u):
         return jax.vmap(lambda x, i, u: getattr(x.at[i], name)(u, mode=mode))(x, i, u)
@@ -484,18 +485,18 @@ OTHER_NAMES = {
     "scatter_min": "scatter-min, in newer JAX",
     "scatter_max": "scatter-max, in newer JAX",
 }
-"""Names in the table that this version of JAX never uses in a program, and what they mean."""
+"""Names in RULES that no example contains in this version of JAX, each with its meaning."""
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_block_of_the_result_is_the_split_equation_on_blocks(name):
+def test_a_block_of_the_result_equals_the_split_equation_on_blocks(name):
     ways, wanted = check_named(name), EXAMPLES[name].allowed
     primitive = EXAMPLES[name].primitive or list(ways)[-1]
     assert ways[primitive] >= wanted, f"`{primitive}` may be divided in only {ways[primitive]} ways"
     assert wanted or not ways[primitive], f"`{primitive}` must be refused"
 
 
-def test_every_rule_is_exercised():
+def test_every_rule_has_an_example():
     seen = {primitive for name in EXAMPLES for primitive, allowed in check_named(name).items() if allowed}
     assert seen | OTHER_NAMES.keys() >= RULES.keys(), sorted(RULES.keys() - seen - OTHER_NAMES.keys())
     assert seen & OTHER_NAMES.keys() == set(), "a name that an example uses must not be in OTHER_NAMES"
@@ -506,10 +507,10 @@ DIMENSIONS = st.sampled_from([1, 2, 3, E, E])
 
 @st.composite
 def random_examples(draw) -> Example:
-    """An equation with random shapes and parameters; dimensions often have length E without being the env axis."""
+    """An equation with random shapes and parameters. Dimensions that are not the env axis often have length E as well."""
     shape = tuple(draw(st.lists(DIMENSIONS, min_size=1, max_size=4)))
     axis = draw(st.integers(0, len(shape) - 1))
-    some = tuple(sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
+    some_axes = tuple(sorted(draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
     order = tuple(draw(st.permutations(range(len(shape)))))
     low = tuple(draw(st.integers(0, n - 1)) if draw(st.booleans()) else 0 for n in shape)
     high = tuple(draw(st.integers(a + 1, n)) if draw(st.booleans()) else n for a, n in zip(low, shape, strict=True))
@@ -548,14 +549,14 @@ def random_examples(draw) -> Example:
     return one(
         {
             "transpose": lambda x: lax.transpose(x, order),
-            "reduce": lambda x: jnp.max(x, axis=some),
+            "reduce": lambda x: jnp.max(x, axis=some_axes),
             "argmax": lambda x: lax.argmax(x, axis, jnp.int32),
             "cumulative": lambda x: lax.cumsum(x, axis=axis),
             "sort": lambda x: lax.sort([x, -x], dimension=axis),
-            "rev": lambda x: lax.rev(x, some),
+            "rev": lambda x: lax.rev(x, some_axes),
             "slice": lambda x: lax.slice(x, low, high),
             "pad": lambda x: lax.pad(x, 0.5, tuple((a, a, 0) for a in low)),
-            "squeeze": lambda x: lax.squeeze(x, tuple(d for d in some if shape[d] == 1)),
+            "squeeze": lambda x: lax.squeeze(x, tuple(d for d in some_axes if shape[d] == 1)),
         }[kind]
     )
 
@@ -566,7 +567,7 @@ transpose""".split()
 
 @st.composite
 def random_dots(draw) -> Example:
-    """A dot_general with random dimension numbers; contracted, batch and free dimensions often have length E."""
+    """A dot_general with random dimension numbers. Contracted, batch and free dimensions often have length E."""
     contracted, batch, left, right = (draw(st.lists(DIMENSIONS, max_size=n)) for n in (1, 2, 1, 1))
 
     def side(free):
@@ -583,12 +584,12 @@ def random_dots(draw) -> Example:
 
 @hypothesis_settings(max_examples=20)
 @given(example=random_examples())
-def test_the_law_for_random_equations(example):
+def test_the_law_holds_for_random_equations(example):
     check(example)
 
 
 @pytest.mark.long
 @hypothesis_settings(max_examples=200)
 @given(example=random_examples())
-def test_the_law_for_many_random_equations(example):
+def test_the_law_holds_for_many_random_equations(example):
     check(example)

@@ -1,4 +1,4 @@
-"""What `trace` refuses, and the env axes that it proposes for the carry."""
+"""Which programs `trace` refuses, which env axes it proposes for the carry, and what it returns."""
 
 import equinox as eqx
 import jax
@@ -17,37 +17,43 @@ def refusal(go, start=reset) -> str:
 
 
 class TestRefused:
-    def test_another_shape(self):
+    def test_a_leaf_that_changes_its_shape_is_refused(self):
         text = refusal(lambda env, carry, key: (carry | {"w": jnp.ones(4)}, {}))
         assert text == (
             "`Functions.iterate` must return a carry of the same form: `carry['w']` goes in as float32[3] and comes back as "
             "float32[4].\nMake `init` and `iterate` agree on shape and dtype."
         )
 
-    def test_another_dtype(self):
+    def test_a_leaf_that_changes_its_dtype_is_refused(self):
         text = refusal(lambda env, carry, key: (carry | {"slow": jnp.zeros(3, jnp.int32)}, {}))
         assert "`carry['slow']` goes in as float32[3] and comes back as int32[3]." in text
 
-    def test_a_number_in_place_of_an_array(self):
+    def test_a_number_in_place_of_an_array_is_refused(self):
         text = refusal(lambda env, carry, key: (carry | {"slow": 0.0}, {}))
         assert "`carry['slow']` goes in as float32[3] and comes back as the float 0.0." in text
 
-    def test_another_structure(self):
+    def test_a_carry_with_a_missing_leaf_is_refused(self):
         text = refusal(lambda env, carry, key: ({"s": carry["s"], "slow": carry["slow"]}, {}))
         lines = text.splitlines()
         assert lines[0] == "`Functions.iterate` must return a carry of the same structure as `init` returns."
         assert lines[1].startswith("init: ") and "'w'" in lines[1]
         assert lines[2].startswith("iterate: ") and "'w'" not in lines[2]
 
-    def test_a_leaf_too_many(self):
+    def test_a_carry_with_an_additional_leaf_is_refused(self):
         assert "must return a carry of the same structure" in refusal(
             lambda env, carry, key: (carry | {"z": jnp.ones(2)}, {})
         )
 
     @pytest.mark.parametrize(
-        ("result", "name"), [(lambda c: c, "dict"), (lambda c: None, "NoneType"), (lambda c: (c, {}, 1), "tuple"), (lambda c: [c, {}], "list")]
-    )  # fmt: skip
-    def test_a_result_that_is_no_pair(self, result, name):
+        ("result", "name"),
+        [
+            (lambda c: c, "dict"),
+            (lambda c: None, "NoneType"),
+            (lambda c: (c, {}, 1), "tuple"),
+            (lambda c: [c, {}], "list"),
+        ],
+    )
+    def test_a_result_that_is_not_a_pair_is_refused(self, result, name):
         text = refusal(lambda env, carry, key: result(carry))
         assert (
             text == f"`Functions.iterate` returned {name}, not (carry, metrics).\nEnd it with `return carry, metrics`."
@@ -56,26 +62,26 @@ class TestRefused:
     @pytest.mark.parametrize(
         "metrics", [jnp.ones(()), [jnp.ones(())], None, {3: jnp.ones(())}], ids=["array", "list", "None", "key"]
     )
-    def test_metrics_that_are_no_dict(self, metrics):
+    def test_metrics_that_are_not_a_dict_with_names_are_refused(self, metrics):
         text = refusal(lambda env, carry, key: (carry, metrics))
         assert text.startswith("`Functions.iterate` returns ") and text.endswith(
             '; it must return its metrics as a flat dict of arrays.\nFor example `return carry, {"loss": loss}`.'
         )
 
-    def test_metrics_in_a_dict_of_dicts(self):
-        """Metrics must be flat: the names of nested ones would be given to the wrong values."""
+    def test_nested_metrics_are_refused(self):
+        """Metrics must be flat, because nested metrics would get the names of other metrics."""
         nested = {"b": {"x": jnp.ones(()), "y": jnp.zeros(())}, "a": jnp.ones(())}
         assert "must return its metrics as a flat dict of arrays" in refusal(lambda env, carry, key: (carry, nested))
 
-    def test_metrics_that_are_no_numbers(self):
+    def test_metrics_that_are_not_arrays_are_refused(self):
         for value in ("good", None):
             text = refusal(lambda env, carry, key, value=value: (carry, {"a": value, "loss": jnp.ones(())}))
             assert "must return its metrics as a flat dict of arrays" in text
 
-    def test_a_result_that_is_neither_a_pair_nor_a_carry(self):
+    def test_an_array_as_the_result_is_refused(self):
         assert "not (carry, metrics)" in refusal(lambda env, carry, key: jnp.ones(3))
 
-    def test_disable_jit(self):
+    def test_tracing_with_disable_jit_is_refused(self):
         with jax.disable_jit(), pytest.raises(PartitionError) as error:
             trace(WALK, Pond())
         assert str(error.value) == (
@@ -83,7 +89,7 @@ class TestRefused:
             "Do not use jax.disable_jit() while Choreo traces; to debug, use jax.debug.print or call algo.iterate yourself."
         )
 
-    def test_an_init_whose_structure_depends_on_the_number_of_environments(self):
+    def test_an_init_whose_structure_depends_on_the_number_of_environments_is_refused(self):
         def start(env, key):
             return reset(env, key) | {f"extra{i}": jnp.ones(2) for i in range(env.num_envs)}
 
@@ -98,7 +104,9 @@ def axes(start, env) -> dict[str, int | None]:
 
 
 class TestProposals:
-    def test_a_hidden_size_that_happens_to_be_E_is_not_the_env_axis(self):
+    """The env axes that `trace` proposes for the leaves of the carry."""
+
+    def test_a_hidden_size_that_happens_to_equal_num_envs_is_not_the_env_axis(self):
         def start(env, key):
             return {
                 "w": jnp.ones((6, 6)),
@@ -109,7 +117,7 @@ class TestProposals:
 
         assert axes(start, Pond(num_envs=6)) == {"['h']": None, "['s']": 0, "['t']": 1, "['w']": None}
 
-    def test_an_axis_that_grows_by_another_factor_or_offset_is_not_the_env_axis(self):
+    def test_an_axis_whose_length_is_not_exactly_num_envs_is_not_the_env_axis(self):
         def start(env, key):
             n = env.num_envs
             return {
@@ -123,7 +131,7 @@ class TestProposals:
         found = axes(start, Pond())
         assert found == {"['more']": None, "['one']": 0, "['pairs']": None, "['square']": None, "['twice']": None}
 
-    def test_an_array_whose_rank_depends_on_E_has_no_env_axis(self):
+    def test_an_array_whose_rank_depends_on_num_envs_has_no_env_axis(self):
         def start(env, key):
             return {
                 "x": jnp.ones((env.num_envs, 2) if env.num_envs > 6 else (env.num_envs,)),
@@ -140,7 +148,7 @@ class TestProposals:
 
 
 class TestTraced:
-    def test_names_and_counts(self):
+    def test_a_trace_has_the_names_of_leaves_and_metrics_and_the_roles(self):
         traced = trace(WALK, Pond())
         assert traced.iterate.in_names == ("['s']", "['slow']", "['w']", "key", "iteration")
         assert traced.iterate.out_names == ("['s']", "['slow']", "['w']", "loss")
@@ -160,7 +168,7 @@ class TestTraced:
         assert eqx.filter(traced.carry["net"], eqx.is_inexact_array, inverse=True).activation is not None
         assert traced.iterate.out_names[-2:] == ("loss", "out")
 
-    def test_metric_names_go_with_their_values(self):
+    def test_every_metric_keeps_its_name(self):
         def go(env, carry, key):
             return carry, {"b": jnp.ones(2), "a": jnp.ones(3), "c": jnp.ones(())}
 

@@ -1,4 +1,4 @@
-"""Plans that several test files use: one of every preset (but `per_agent`), with exact, lag, shards and devices."""
+"""Plans that several test files use. Every preset but `per_agent` is among them; some plans use exact, lag, shards or devices."""
 
 import functools
 
@@ -43,7 +43,7 @@ def _algorithm(name: str):
 
 @functools.cache
 def _traced(algo, shards: int, num_workers: int):
-    """The trace of an algorithm; layouts with the same numbers of shards and workers share it."""
+    """The trace of an algorithm. Layouts with the same numbers of shards and workers share one trace."""
     layouts = [layout for name, layout in LAYOUTS.items() if _algorithm(name) == algo]
     alike = [layout for layout in layouts if (layout.shards, layout.num_workers) == (shards, num_workers)]
     return trace_for(algo, ENV, alike[0])

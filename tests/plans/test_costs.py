@@ -1,4 +1,7 @@
-"""Costs of a plan: bytes and messages compared with those of a runtime, products of matrices counted by hand."""
+"""The costs that a plan states are right.
+
+Bytes and messages are compared with those of a runtime. The sizes of matrix products are compared with numbers counted by hand.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +57,8 @@ def test_bytes_are_those_that_sites_receive(layout):
     runtime.close()
 
 
-def test_messages_between_replicas_that_share_environments():
-    """Two blocks of 6 environments (0-5, 6-11) and three of 4 (0-3, 4-7, 8-11) overlap in four pairs."""
+def test_a_replica_sends_only_to_replicas_that_need_some_of_its_environments():
+    """The env replicas hold the environments 0-5 and 6-11, and the actor replicas hold 0-3, 4-7 and 8-11: four pairs overlap."""
     layout = LAYOUTS["env_x2_actor_x3"]
     shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 12), layout)
     counts = {(c.src, c.dst): c.num_messages for c in shown.costs.iterate.crossings}
@@ -66,8 +69,9 @@ def test_messages_between_replicas_that_share_environments():
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if not layout.exact])
 def test_messages_are_those_of_worker_processes(name):
     shown = planned(name)
-    alone = {(group, 0): group for group in shown.sites.replicas}
-    process_of_site = alone if shown.num_workers > 1 else {site: f"{site}" for site in shown.all_sites}
+    # With merge="any" (`num_workers` > 1) the steps are those of one worker, so that each group has one site.
+    one_worker = {(group, 0): group for group in shown.sites.replicas}
+    process_of_site = one_worker if shown.num_workers > 1 else {site: f"{site}" for site in shown.all_sites}
     topology = Topology(me="", process_of_site=process_of_site)
     transfers = [step for step, _ in walk(shown.iterate.steps) if isinstance(step, Transfer)]
     counts = [len(messages(step, topology)) * shown.num_workers for step in transfers]
@@ -75,7 +79,7 @@ def test_messages_are_those_of_worker_processes(name):
 
 
 def graph(fn, *shapes) -> Graph:
-    """A graph with the equations of `fn`; `largest_product` reads nothing else."""
+    """A graph with the equations of `fn`; `largest_product` reads nothing but equations."""
     eqns = jax.make_jaxpr(fn)(*(jnp.zeros(shape) for shape in shapes)).jaxpr.eqns
     ops = tuple(Op(eqn, (), (), frozenset()) for eqn in eqns)
     return Graph("iterate", Body((), ops, (), {}, 0, 0), (), (), 1)
@@ -97,9 +101,9 @@ def image(x, kernel):
     ],
     ids=["none", "matrices", "batch", "convolution", "in a jit", "in a scan: one round"],
 )
-def test_the_largest_product(fn, shapes, expected):
+def test_the_size_of_a_product_is_its_number_of_multiplications(fn, shapes, expected):
     assert largest_product(graph(fn, *shapes)) == expected
 
 
-def test_the_largest_of_several_products():
+def test_only_the_largest_of_several_products_counts():
     assert largest_product(graph(lambda x, y: (x @ y, y @ x), (3, 50), (50, 3))) == 50 * 3 * 50

@@ -1,4 +1,4 @@
-"""Plans as pictures: every group, fragment and transfer is there, and no words lie on top of others."""
+"""Pictures of plans show every group, fragment and transfer. No text overlaps other text."""
 
 import pickle
 
@@ -33,7 +33,7 @@ def test_the_number_of_agents_is_in_the_picture():
     assert "1 agent each" in texts(svg)
 
 
-def test_all_reduce_is_named():
+def test_all_reduce_is_named_in_the_picture():
     assert "all-reduce over 2 replicas" in " ".join(texts(planned("sebulba_x4_x2").draw()))
 
 
@@ -42,6 +42,6 @@ def test_values_that_may_be_out_of_date_have_a_dashed_arrow():
     assert len(dashed) == 1
 
 
-def test_pickled_plan_draws_the_same():
+def test_a_pickled_plan_draws_the_same_picture():
     shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), coarse(2))
     assert pickle.loads(pickle.dumps(shown)).draw() == shown.draw()

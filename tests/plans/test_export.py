@@ -23,5 +23,7 @@ def test_a_segment_that_prints_cannot_be_exported():
     with pytest.raises(PartitionError) as refusal:
         pickle.dumps(shown)
     message = str(refusal.value)
-    assert "of `buffer+learner` calls Python while it runs, and cannot be sent to another process: " in message
-    assert message.endswith("make the call a choreo.host_fragment; `--runtime inprocess` runs it as it is.")
+    assert "of `buffer+learner` calls Python while it runs, so it cannot be sent to another process: " in message
+    assert message.endswith(
+        "make the call a choreo.host_fragment. Or use `--runtime inprocess`, which can run such a segment."
+    )

@@ -1,4 +1,4 @@
-"""merge="any" refuses a carry that cannot be divided into the parts of workers, with a message that says what to do."""
+"""With merge="any", a carry that cannot be divided among the workers is refused. The message says what to do."""
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,6 @@ def test_a_leaf_that_every_worker_would_compute_for_itself_is_refused():
     with pytest.raises(PartitionError) as refusal:
         plan(Functions(begin, go), Pond(4), coarse(2, max_lag=4, merge="any"))
     assert str(refusal.value) == (
-        "With merge=\"any\" every worker would compute a `carry['steps']` of its own, and without an env axis these cannot be "
-        'combined.\nLet the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".'
+        "With merge=\"any\" every worker would compute a different `carry['steps']`. These cannot be combined, "
+        'because they have no env axis.\nLet the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".'
     )

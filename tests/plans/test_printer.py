@@ -1,4 +1,4 @@
-"""Plans as text, compared with golden prints: every change of a partition shows in a diff."""
+"""The text of a plan equals a golden print, so that every change of a partition shows in a diff."""
 
 import pickle
 
@@ -14,7 +14,7 @@ from tiny import Tiny
 
 
 def printed(name: str) -> str:
-    """The golden print; `test_a_plan_prints_its_golden` checks that the plan prints it."""
+    """The golden print of a plan. `test_a_plan_prints_its_golden` checks that the plan prints this text."""
     return (FOLDER / f"plan_{name}.txt").read_text()
 
 
@@ -36,7 +36,7 @@ def test_a_plan_prints_its_golden(name):
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_promise_states_the_level_of_the_law():
+def test_the_promise_states_the_level_of_the_law():
     promises = {name: printed(name).split("Promise: ")[1] for name in LAYOUTS}
     for name in ("fused", "coarse_x1", "coarse_x2_exact"):
         assert promises[name].startswith("bit for bit"), name
@@ -74,7 +74,7 @@ def test_one_shard_on_several_devices_is_divided_by_the_compiler():
     assert "1 site, all 4 environments, on 2 devices, divided by the compiler" in str(shown)
 
 
-def test_pickled_plan_prints_the_same():
+def test_a_pickled_plan_prints_the_same_text():
     shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), coarse(2))
     again = pickle.loads(pickle.dumps(shown))
     assert str(again) == str(shown)

@@ -24,7 +24,7 @@ class Carry(NamedTuple):
 @pytest.fixture
 def carry():
     return Carry(
-        weights=jnp.arange(6.0).reshape(2, 3).T,  # not contiguous once it is NumPy
+        weights=jnp.arange(6.0).reshape(2, 3).T,  # a NumPy array made of it is not contiguous
         key=jax.random.split(jax.random.key(3), 4),
         flags={
             "done": jnp.array([True, False]),
@@ -78,8 +78,8 @@ def test_keys_of_every_generator_are_loaded(tmp_path, impl):
         ({"keys": {"['x']": "mine"}}, "`['x']` has random keys of the generator `mine`, which is not known"),
     ],
 )
-def test_a_type_that_is_not_in_the_table_is_refused(tmp_path, header, why):
-    """A checkpoint is data: the name of a type is looked up, never evaluated."""
+def test_a_type_that_is_unknown_or_does_not_match_its_bytes_is_refused(tmp_path, header, why):
+    """The names of types in a checkpoint are looked up in a table. They are never evaluated as code."""
     facts = {"iteration": 0, "keys": {}, "views": {}} | header
     arrays = {"['x']": np.zeros(3, np.uint8)}
     (tmp_path / "c").write_bytes(safetensors.numpy.save(arrays, {checkpoint.FORMAT: json.dumps(facts)}))
@@ -98,7 +98,7 @@ def test_numpy_arrays_that_are_not_contiguous_are_saved_correctly(tmp_path):
     np.testing.assert_array_equal(checkpoint.load(tmp_path / "c", {"x": strided})["x"], strided)
 
 
-def test_leaves_that_are_not_arrays_come_from_the_structure(tmp_path):
+def test_load_takes_leaves_that_are_not_arrays_from_its_second_argument(tmp_path):
     network = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     other = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(1))
     checkpoint.save(tmp_path / "c", network, iteration=0)
@@ -149,7 +149,7 @@ def test_the_hash_depends_on_every_bit_of_the_arrays_and_on_nothing_else():
     changed = {"a": np.array([0, -0.0, 0], np.float32), "f": jnp.tanh}
     assert checkpoint.sha256(tree) == checkpoint.sha256(same)
     assert checkpoint.sha256(tree) != checkpoint.sha256(changed)
-    # An independent reference: the bytes one after another.
+    # An independent reference: the hash of the 12 bytes of `a`.
     assert checkpoint.sha256(tree) == hashlib.sha256(bytes(12)).hexdigest()
 
 
@@ -161,14 +161,14 @@ def test_the_hash_depends_on_every_bit_of_the_arrays_and_on_nothing_else():
         '{"iteration": 3, "keys": {"x": 7}, "views": {}}',
     ],
 )  # fmt: skip
-def test_a_header_of_another_form_is_refused(tmp_path, header):
+def test_a_header_of_the_wrong_form_is_refused(tmp_path, header):
     file = tmp_path / "checkpoint.safetensors"
     file.write_bytes(safetensors.numpy.save({"x": np.zeros(2, np.float32)}, {checkpoint.FORMAT: header}))
     with pytest.raises(RunError, match="its header is not that of a checkpoint"):
         checkpoint.load(file, {"x": jax.ShapeDtypeStruct((2,), np.float32)})
 
 
-def test_an_array_that_only_claims_to_be_random_keys_is_refused(tmp_path):
+def test_an_array_whose_bytes_cannot_be_random_keys_is_refused_as_keys(tmp_path):
     file = tmp_path / "checkpoint.safetensors"
     header = json.dumps({"iteration": 0, "keys": {"['x']": "threefry2x32"}, "views": {}})
     file.write_bytes(safetensors.numpy.save({"['x']": np.zeros(3, np.float32)}, {checkpoint.FORMAT: header}))

@@ -31,7 +31,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
-    """Write a run folder as training does: one row per return, in order."""
+    """Write a run folder as training does. `returns` and `seconds` have one number for each row of the metrics."""
     folder = RunFolder(name)
     Path(name).mkdir()
     folder.write_config({"algorithm": {"class": "x.y:MyPPO"}, "environment": env or ENV, "layout": COARSE})
@@ -53,7 +53,7 @@ def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
 
 
 def printed(comparison):
-    """The lines of the printed table: from the label to the texts in the columns."""
+    """The printed table, as a dict from the label of each line to the texts in its columns."""
     with open(os.devnull, "w") as nowhere:
         console = Console(width=160, record=True, file=nowhere)
         console.print(comparison.table())
@@ -61,7 +61,7 @@ def printed(comparison):
     return {label: texts for label, *texts in lines}
 
 
-def test_a_record_has_the_numbers_of_the_run():
+def test_a_record_that_is_read_from_a_folder_equals_the_run():
     run = train_for_real(
         f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny",
         "jax:CartPole-v1",
@@ -79,7 +79,7 @@ def test_a_record_has_the_numbers_of_the_run():
 
 
 def test_returns_are_compared_at_the_same_steps_and_the_same_time():
-    # Two boundaries each: rows of one call of the runtime share their time.
+    # Rows of the same chunk have the same time: `a` has 2 chunks of 2 rows, and `b` has 4.
     write_run("a", [10, 20, 30, 40], [4, 4, 8, 8], episodes=200, summary={"steps_per_second": 500.0})
     write_run(
         "b",
@@ -97,11 +97,11 @@ def test_returns_are_compared_at_the_same_steps_and_the_same_time():
     assert a["return_at_seconds"][-1] == (4, 20)
 
 
-def test_speed_up_by_steps_and_by_the_time_to_the_same_return():
+def test_runs_are_compared_by_speed_and_by_the_time_to_the_same_return():
     write_run("a", [10, 20, 30, 40], [4, 4, 8, 8], episodes=200, summary={"steps_per_second": 500.0})
     write_run("b", [15, 30, 60, 70], [1, 1, 2, 2], episodes=200, summary={"steps_per_second": 2000.0})
     comparison = Comparison.of(["a", "b"])
-    assert comparison.at_return == 40.0  # the highest that both reached
+    assert comparison.at_return == 40.0  # the highest return that both runs reached
     a, b = comparison.to_dict()["runs"]
     assert (a["speedup"], b["speedup"]) == (1.0, 4.0)
     assert (a["seconds_to_return"], b["seconds_to_return"]) == (8.0, 2.0)
@@ -116,7 +116,7 @@ def test_speed_up_by_steps_and_by_the_time_to_the_same_return():
     assert "environment" not in lines and "jax:CartPole-v1" in lines
 
 
-def test_the_number_of_episodes_behind_a_return():
+def test_a_return_is_the_mean_of_at_least_100_episodes_if_there_are_so_many():
     write_run("few", [10, 20], [1, 2], episodes=30)
     write_run("many", [10, 20, 30], [1, 2, 3], episodes=60)
     few, many = Record.read("few"), Record.read("many")
@@ -125,10 +125,10 @@ def test_the_number_of_episodes_behind_a_return():
     assert many.episodes >= EPISODES_PER_RETURN > few.episodes
 
 
-def test_a_return_over_few_episodes_does_not_count_as_reached():
+def test_a_mean_over_fewer_than_100_episodes_does_not_count_as_reached():
     write_run("x", [90, 10, 30, 50], [1, 2, 3, 4], episodes=40)
     assert Record.read("x").first_at(50.0) is None
-    assert Record.read("x").first_at(35.0) == 2  # the first with a hundred episodes
+    assert Record.read("x").first_at(35.0) == 2  # the first row whose return is a mean over 100 episodes or more
     assert Record.read("x").best_return == pytest.approx(130 / 3)
 
 
@@ -147,7 +147,7 @@ def test_an_unfinished_run_is_compared_as_far_as_it_got():
     assert lines["final return"] == ["40.0", "60.0", "10.0"]
 
 
-def test_a_summary_of_fewer_rows_is_out_of_date():
+def test_a_summary_with_fewer_iterations_than_rows_is_ignored():
     write_run("x", [10, 20, 30], [1, 2, 3], summary={"iterations": 2, "steps_per_second": 7.0})
     record = Record.read("x")
     assert not record.is_finished and record.steps_per_second == 1000.0
@@ -236,7 +236,7 @@ def test_wrong_arguments_are_refused(capsys):
     )
 
 
-def test_a_line_that_is_not_a_row_is_named():
+def test_the_error_names_a_line_that_is_not_a_row():
     folder = write_run("a", [10], [1])
     folder.metrics.write_text(f"{folder.metrics.read_text()}oops\n")
     with pytest.raises(RunError, match="Line 2 of a/metrics.jsonl is not a row of metrics: 'oops'"):
@@ -247,7 +247,7 @@ def test_a_line_that_is_not_a_row_is_named():
 @pytest.mark.parametrize(
     "value", ["text", [1], {"class": [1]}, {"fields": "x"}, {"fields": {"groups": {"tuple": [3, {}]}}}, {"kwargs": 3}]
 )
-def test_a_run_toml_of_another_form_can_be_compared(table, value):
+def test_a_run_with_a_run_toml_of_the_wrong_form_can_be_compared(table, value):
     folder = write_run("a", [10], [1])
     config = folder.read_config() | {table: value}
     assert Comparison(
@@ -255,7 +255,7 @@ def test_a_run_toml_of_another_form_can_be_compared(table, value):
     ).to_dict()
 
 
-def test_dollar_signs_are_drawn_and_control_characters_are_escaped(capsys):
+def test_dollar_signs_are_no_formulas_and_control_characters_are_escaped(capsys):
     folder = write_run("a$b$", [10], [1], env={"name": "$\\x", "num_envs": 2, "kwargs": {"x": "[red]$"}})
     folder.path.rename("\x1b[2J$")
     assert main(["compare", "\x1b[2J$", "\x1b[2J$", "-o", "compare.png"]) == 0

@@ -15,7 +15,7 @@ from choreo.runs.evaluation import evaluate
 
 @dataclass(frozen=True, kw_only=True)
 class ShortOrLong:
-    """Half of the episodes last 1 step, half 50; reward 1 if the action is the number of steps so far."""
+    """Half of the episodes last 1 step, and half last 50. The reward is 1 if the action is the number of steps so far."""
 
     lengths: tuple[int, int] = (1, 50)
     name = "test:ShortOrLong"
@@ -35,7 +35,7 @@ class ShortOrLong:
 
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """Its recurrent state counts the steps of an episode; the count is the action."""
+    """An algorithm whose recurrent state counts the steps of an episode. The action is this count."""
 
     @choreo.fragment("actor")
     def act(self, params, obs, key, state, *, greedy=False):
@@ -47,7 +47,7 @@ class Counting:
 
 @dataclass(frozen=True, kw_only=True)
 class Always:
-    """Takes action 0 if greedy, else action 1."""
+    """Takes action `params` if greedy, else action `params` + 1."""
 
     @choreo.fragment("actor")
     def act(self, params, obs, key, *, greedy=False):
@@ -68,7 +68,7 @@ KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize("episodes", [1, pytest.param(100, marks=pytest.mark.long), 128, 300])
-def test_exactly_as_many_episodes_as_asked_for(episodes):
+def test_an_evaluation_has_exactly_as_many_episodes_as_asked_for(episodes):
     result = evaluate(Counting(), ENV, None, key=KEY, episodes=episodes)
     assert len(result.returns) == len(result.lengths) == episodes
     assert set(result.lengths) <= {1, 50}
@@ -76,23 +76,23 @@ def test_exactly_as_many_episodes_as_asked_for(episodes):
 
 def test_short_episodes_are_not_favoured():
     lengths = evaluate(Counting(), ENV, None, key=KEY, episodes=1000).lengths
-    # Taking the first 1000 to end would give a mean near 2; the standard error of a fair mean is 0.8.
+    # The first 1000 episodes that end would have a mean length near 2. The standard error of a fair mean is 0.8.
     assert abs(lengths.mean() - 25.5) < 4
 
 
-def test_memory_starts_anew_with_each_episode():
+def test_the_recurrent_state_starts_anew_with_each_episode():
     result = evaluate(Counting(), ENV, None, key=KEY, episodes=300)
     np.testing.assert_array_equal(result.returns, result.lengths)
 
 
-def test_greedy_is_passed_on():
+def test_greedy_is_passed_to_act():
     env, zero = VmapEnv(env=ShortOrLong(lengths=(1, 1)), num_envs=2), jnp.int32(0)
     assert evaluate(Always(), env, zero, key=KEY, episodes=5).mean == 1.0
     assert evaluate(Always(), env, zero, key=KEY, episodes=5, greedy=False).mean == 0.0
     assert float(evaluate(Always(), env, zero + 1, key=KEY, episodes=5)) == 0.0
 
 
-def test_another_key_gives_other_episodes_and_the_same_key_the_same():
+def test_equal_keys_give_equal_episodes_and_different_keys_do_not():
     one, again, other = (
         evaluate(Counting(), ENV, None, key=jax.random.key(seed), episodes=64).lengths for seed in (1, 1, 2)
     )
@@ -100,20 +100,20 @@ def test_another_key_gives_other_episodes_and_the_same_key_the_same():
     assert (one != other).any()
 
 
-def test_the_result_prints():
+def test_a_result_prints_its_mean_and_the_number_of_episodes():
     env = VmapEnv(env=ShortOrLong(lengths=(50, 50)), num_envs=2)
     text = str(evaluate(Counting(), env, None, key=KEY, episodes=5))
     assert text == "return 50.0 ± 0.0 over 5 episodes of 50 steps"
 
 
-def test_episodes_without_an_end_are_given_up():
+def test_episodes_that_do_not_end_give_an_error():
     env = VmapEnv(env=ShortOrLong(lengths=(10**9, 10**9)), num_envs=2)
     with pytest.raises(RunError, match="test:ShortOrLong gave up: episodes are longer than 2,000 steps"):
         evaluate(Counting(), env, None, key=KEY, episodes=3, max_episode_steps=2000)
 
 
 class ShortOrLongHost(gymnasium.Env):
-    """ShortOrLong as a Python environment; `open_now` has those that are not closed."""
+    """`ShortOrLong` as a Python environment. `open_now` lists the environments that are not closed."""
 
     observation_space, action_space = ShortOrLong.observation_space, ShortOrLong.action_space
     open_now: list["ShortOrLongHost"] = []
@@ -139,12 +139,12 @@ HOST = envs.from_factory(ShortOrLongHost, 2)
 
 
 @pytest.mark.parametrize("episodes", [1, pytest.param(16, marks=pytest.mark.long), 100])
-def test_in_python_exactly_as_many_episodes_as_asked_for(episodes):
+def test_in_python_an_evaluation_has_exactly_as_many_episodes_as_asked_for(episodes):
     result = evaluate(Counting(), HOST, None, key=KEY, episodes=episodes)
     assert len(result.returns) == len(result.lengths) == episodes
     assert set(result.lengths) <= {1, 50}
-    np.testing.assert_array_equal(result.returns, result.lengths)  # memory starts anew with each episode
-    assert not ShortOrLongHost.open_now, "the environments of an evaluation are closed after it"
+    np.testing.assert_array_equal(result.returns, result.lengths)  # the recurrent state starts anew with each episode
+    assert not ShortOrLongHost.open_now, "the evaluation did not close its environments"
 
 
 def test_in_python_short_episodes_are_not_favoured():
@@ -152,7 +152,7 @@ def test_in_python_short_episodes_are_not_favoured():
     assert abs(lengths.mean() - 25.5) < 6  # three standard errors
 
 
-def test_in_python_key_and_greedy_are_passed_on():
+def test_in_python_the_key_and_greedy_are_used():
     one, again, other = (
         evaluate(Counting(), HOST, None, key=jax.random.key(seed), episodes=32).lengths for seed in (1, 1, 2)
     )
@@ -163,7 +163,7 @@ def test_in_python_key_and_greedy_are_passed_on():
     assert evaluate(Always(), env, jnp.int32(0), key=KEY, episodes=5, greedy=False).mean == 0.0
 
 
-def test_in_python_episodes_without_an_end_are_given_up():
+def test_in_python_episodes_that_do_not_end_give_an_error():
     env = envs.from_factory(ShortOrLongHost, 2, lengths=(10**9, 10**9))
     with pytest.raises(RunError, match="ShortOrLongHost gave up: episodes are longer than 50 steps"):
         evaluate(Counting(), env, None, key=KEY, episodes=3, max_episode_steps=50)
@@ -179,7 +179,7 @@ def test_evaluation_does_not_disturb_the_environments_of_a_run():
     ShortOrLongHost.open_now.clear()
 
 
-def test_an_evaluation_needs_an_episode_and_an_act_with_greedy():
+def test_an_evaluation_needs_an_episode_and_the_parameter_greedy_of_act():
     with pytest.raises(RunError, match="needs at least one episode"):
         evaluate(Counting(), ENV, None, key=KEY, episodes=0)
     with pytest.raises(AlgorithmError, match="`NeverGreedy.act` takes no `greedy`"):

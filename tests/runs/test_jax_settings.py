@@ -1,4 +1,4 @@
-"""Choreo restores JAX's settings. Each script runs in a new process, in which JAX has not started."""
+"""Choreo restores the settings of JAX (`jax.config`). Each script runs in a new process, in which JAX has not started."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ before = dict(jax.config.values)
 
 
 def run(script: str, folder: Path, **env: str) -> None:
-    """Run a script without the settings of our tests, and with a compilation cache, as users have it."""
+    """Run a script as a user would: without the settings of our tests, and with a cache of compiled programs."""
     ours = ("JAX_", "XLA_", "CHOREO_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     paths = f"{Path(__file__).parents[1]}:{Path(__file__).parents[2] / 'src'}"
@@ -49,10 +49,10 @@ assert changed() == {}
 """,
         tmp_path,
     )
-    assert list((tmp_path / "cache").iterdir())  # compiled programs were kept
+    assert list((tmp_path / "cache").iterdir())  # the cache was in use
 
 
-def test_the_number_of_devices_stays_once_jax_has_started(tmp_path):
+def test_only_the_number_of_devices_stays_changed_once_jax_has_started(tmp_path):
     run(
         """
 try:
@@ -61,7 +61,7 @@ except ChoreoError:
     assert changed() == {}
 choreo.train(Tiny(unroll=4), "jax:CartPole-v1", layout=choreo.fused(devices=2), num_envs=4, steps=16)
 assert len(jax.devices()) == 2
-assert changed() == {"jax_num_cpu_devices": 2}  # JAX refuses to change it from now on
+assert changed() == {"jax_num_cpu_devices": 2}  # JAX has started, and now refuses to change this number
 """,
         tmp_path,
     )
@@ -78,7 +78,7 @@ jax_settings.prepare(choreo.fused(devices=2), choreo.envs.make("CartPole-v1", 2)
 assert changed() == {}
 assert len(jax.devices()) == 3
 with jax_settings.put_back():
-    jax.config.update("jax_log_compiles", True)  # as a file of the user's may do
+    jax.config.update("jax_log_compiles", True)  # as the user's code may do
 assert changed() == {"jax_log_compiles": True}
 """,
         tmp_path,

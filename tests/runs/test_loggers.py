@@ -50,7 +50,7 @@ def test_every_line_of_metrics_is_json(tmp_path):
     assert to_json({"a": math.inf, "b": 0.1}) == '{"a": null, "b": 0.1}'
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path):
+def test_tensorboard_gets_the_numbers_of_the_metrics(tmp_path):
     pytest.importorskip("tensorboardX", reason="the extra choreo[tensorboard] is not installed")
     run = train(Tiny(), "jax:CartPole-v1", steps=3 * 128, out=tmp_path / "x", loggers=["tensorboard"])
     (file,) = (tmp_path / "x" / "tensorboard").iterdir()
@@ -59,7 +59,10 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 
 
 def read_events(file: Path):
-    """The scalars of an event file: records of (length, crc, data, crc), each an Event message."""
+    """Yield (step, tag, value) for each scalar of an event file.
+
+    The file is a sequence of records: length, crc, data, crc. The data is an `Event` message.
+    """
     from tensorboardX.proto.event_pb2 import Event
 
     data = file.read_bytes()
@@ -85,7 +88,7 @@ def test_unusable_loggers_are_refused(monkeypatch, tmp_path):
     (tmp_path / "x" / "tensorboard").touch()
     with pytest.raises(RunError, match="Refused to use .*x/tensorboard: it is not a folder"):
         check_loggers(["tensorboard"], tmp_path / "x")
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # as if tensorboardX were not installed
     with pytest.raises(RunError, match="needs the package tensorboardX") as error:
         check_loggers(["tensorboard"], tmp_path)
     assert "pip install 'choreo[tensorboard]'" in str(error.value)

@@ -1,4 +1,4 @@
-"""`choreo replay` repeats a run bit for bit, for any timing of its workers."""
+"""`choreo replay` repeats a run bit for bit, whatever the timing of its workers was."""
 
 from pathlib import Path
 
@@ -20,14 +20,14 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.long  # in CI, the test of docs/law.md covers it
+@pytest.mark.long  # in CI, the code in docs/law.md tests the same
 def test_replay_gives_the_same_parameters(folder, capsys):
     assert main(["replay", str(folder), "--quiet"]) == 0
     digest = load(folder).training_summary["params_hash"]
     assert capsys.readouterr().out == f"The same parameters, bit for bit: {digest}\n"
 
 
-def test_a_changed_log_gives_other_parameters_and_an_error(folder, capsys, tmp_path):
+def test_a_changed_log_gives_different_parameters_and_so_an_error(folder, capsys, tmp_path):
     lines = (folder / "reads.jsonl").read_text().splitlines()
     assert len(lines) == 2 * len(load(folder).rows)
     (folder / "reads.jsonl").write_text("\n".join(line.replace("actor-0", "actor-1") for line in lines) + "\n")
@@ -38,7 +38,7 @@ def test_a_changed_log_gives_other_parameters_and_an_error(folder, capsys, tmp_p
         (folder / "reads.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def test_a_run_without_its_log_is_refused(folder, capsys):
+def test_a_run_without_its_log_cannot_be_replayed(folder, capsys):
     (folder / "reads.jsonl").rename(folder / "elsewhere")
     try:
         assert main(["replay", str(folder)]) == 1

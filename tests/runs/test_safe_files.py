@@ -1,4 +1,4 @@
-"""Files are replaced atomically; links, pipes and folders in their place are refused, and the error names them."""
+"""Files are replaced atomically. If a link, a pipe or a folder is found at the path of a file, the error names it."""
 
 import os
 
@@ -9,6 +9,7 @@ from choreo.runs import safe_files
 
 
 def plant(kind, place, victim):
+    """Put a link to `victim`, a pipe or a folder at the path `place`, as an attacker would."""
     victim.write_text("precious")
     if kind == "link":
         place.symlink_to(victim)
@@ -33,7 +34,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("open_file", [safe_files.open_to_write, safe_files.open_to_read])
-def test_links_pipes_and_folders_are_refused(tmp_path, kind, open_file):
+def test_links_pipes_and_folders_are_not_opened(tmp_path, kind, open_file):
     place, victim = tmp_path / "metrics.jsonl", tmp_path / "victim"
     plant(kind, place, victim)
     with pytest.raises(RunError, match=f"Refused to open .*metrics.jsonl: {KINDS[kind]}.\nRemove it"):
@@ -43,7 +44,7 @@ def test_links_pipes_and_folders_are_refused(tmp_path, kind, open_file):
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe"])
 @pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"], ids=["file", "part"])
-def test_a_file_is_replaced_and_never_written_through(tmp_path, kind, name):
+def test_write_atomic_replaces_a_link_or_pipe_and_never_writes_through_it(tmp_path, kind, name):
     plant(kind, tmp_path / name, tmp_path / "victim")
     safe_files.write_atomic(tmp_path / "x", b"new")
     assert (tmp_path / "x").read_bytes() == b"new" and not (tmp_path / "x").is_symlink()
@@ -52,7 +53,7 @@ def test_a_file_is_replaced_and_never_written_through(tmp_path, kind, name):
 
 
 @pytest.mark.parametrize("name", ["x", f".x.{os.getpid()}.part"], ids=["file", "part"])
-def test_a_folder_in_place_of_the_file_is_refused(tmp_path, name):
+def test_write_atomic_refuses_a_folder_in_place_of_the_file(tmp_path, name):
     (tmp_path / name).mkdir()
     with pytest.raises(RunError, match=f"Refused to open .*{name}: it is a folder"):
         safe_files.write_atomic(tmp_path / "x", b"new")

@@ -32,7 +32,7 @@ PER_ITERATION = 16 * 8
 
 
 def run_tiny(iterations=6, *, fields=None, **options):
-    # The same horizon for all runs, so that one program is compiled for all.
+    # All runs have the same horizon (`total_steps`), so that the program is compiled only once.
     return train(
         Tiny(**({"total_steps": 10 * PER_ITERATION} | (fields or {}))),
         CARTPOLE,
@@ -47,13 +47,13 @@ def make_config(**fields):
 
 
 def without_seconds(rows):
-    # NaN is not equal to itself; None is.
+    # NaN becomes None, because NaN is not equal to itself.
     return [{k: None if v != v else v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Untouchable:
-    """An algorithm that fails when it is traced: wrong arguments must be refused before that."""
+    """An algorithm that fails when it is traced. Tests use it to show that an error is raised before tracing."""
 
     unroll: int = 4
 
@@ -65,7 +65,7 @@ class Untouchable:
     def act(self, params, obs, key, *, greedy=False): ...
 
 
-# The run itself.
+# One run.
 
 
 def test_a_run_has_metrics_parameters_and_a_summary():
@@ -102,7 +102,7 @@ def test_equal_seeds_give_equal_runs():
     assert one.summary["return"] == again.summary["return"]
 
 
-def test_boundaries_do_not_change_the_result():
+def test_evaluations_and_checkpoints_do_not_change_the_parameters():
     plain = run_tiny(6)
     busy = run_tiny(6, eval_every=2, eval_episodes=3, checkpoint_every=3)
     assert plain.training_summary["params_hash"] == busy.training_summary["params_hash"]
@@ -110,10 +110,10 @@ def test_boundaries_do_not_change_the_result():
     assert measured.tolist() == [False, True, False, True, False, True]
 
 
-def test_a_run_ends_at_the_first_boundary_that_is_good_enough():
+def test_a_run_ends_at_the_first_boundary_that_has_reached_stop_at_return():
     assert len(run_tiny(6, eval_every=2, eval_episodes=5, stop_at_return=1.0).rows) == 2
     assert len(run_tiny(6, eval_every=2, eval_episodes=5, stop_at_return=1e9).rows) == 6
-    # Without evaluations, the returns of training episodes decide, at the usual boundaries.
+    # Without evaluations, the mean return of the training episodes decides.
     assert len(run_tiny(6, checkpoint_every=3, stop_at_return=1.0).rows) == 3
 
 
@@ -125,7 +125,7 @@ def test_on_iteration_sees_every_iteration_and_may_end_the_run():
         return iteration == 2
 
     run = run_tiny(6, on_iteration=watch, checkpoint_every=2)
-    assert [i for i, _ in seen] == [0, 1, 2, 3]  # the boundary after iteration 2 is at 4
+    assert [i for i, _ in seen] == [0, 1, 2, 3]  # the run ends at the next boundary, which is after four iterations
     assert [loss for _, loss in seen] == run.metrics["loss"].tolist()
 
 
@@ -133,7 +133,7 @@ def test_on_iteration_sees_every_iteration_and_may_end_the_run():
 @hypothesis.given(
     st.integers(1, 5000), st.sampled_from([1, 8, 512]), st.none() | st.integers(1, 60), st.none() | st.integers(1, 60)
 )
-def test_every_period_ends_at_a_boundary(iterations, num_envs, eval_every, checkpoint_every):
+def test_every_evaluation_and_checkpoint_is_at_a_boundary(iterations, num_envs, eval_every, checkpoint_every):
     config = make_config(
         algo=Tiny(),
         env=resolve.environment(CARTPOLE, num_envs),
@@ -147,7 +147,7 @@ def test_every_period_ends_at_a_boundary(iterations, num_envs, eval_every, check
     assert boundaries[-1] == iterations
     for every in (eval_every, config.checkpoint_period):
         assert set(range(every or iterations, iterations, every or iterations)) <= set(boundaries)
-    # Each length is compiled anew: only the last call may have another length.
+    # Each length of a chunk is compiled separately, so only the last chunk may have a different length.
     lengths = np.diff(boundaries)
     assert len(set(lengths[:-1])) <= 1
 
@@ -156,16 +156,20 @@ def test_train_return_is_the_mean_of_the_last_hundred_episodes():
     returns = EpisodeReturns([])
     assert math.isnan(returns.add({"episodes": 0.0, "episode_return": math.nan}))
     assert returns.add({"episodes": 60.0, "episode_return": 1.0}) == 1.0
-    assert returns.add({"episodes": 60.0, "episode_return": 2.0}) == 1.5  # 60 alone are too few
-    assert returns.add({"episodes": 40.0, "episode_return": 4.0}) == (60 * 2 + 40 * 4) / 100  # without the first 60
+    assert (
+        returns.add({"episodes": 60.0, "episode_return": 2.0}) == 1.5
+    )  # the last row alone has fewer than 100 episodes
+    assert (
+        returns.add({"episodes": 40.0, "episode_return": 4.0}) == (60 * 2 + 40 * 4) / 100
+    )  # the last two rows have 100 episodes
     assert returns.add({"episodes": 0.0, "episode_return": math.nan}) == (60 * 2 + 40 * 4) / 100
     assert returns.add({"episodes": 500.0, "episode_return": 7.0}) == 7.0
 
 
-# The folder.
+# The run folder.
 
 
-def test_the_run_folder_is_complete_and_nothing_else_is_left(tmp_path):
+def test_a_run_folder_has_exactly_the_files_of_a_run(tmp_path):
     out = tmp_path / "runs" / "x"
     out.mkdir(parents=True)  # an empty folder is accepted
     run = run_tiny(4, out=out)
@@ -187,7 +191,7 @@ def test_a_loaded_run_equals_the_run_that_was_trained(tmp_path):
     assert loaded.act(obs) == np.argmax(np.tanh(obs) @ np.asarray(run.params))
 
 
-def test_acting_takes_one_observation(tmp_path):
+def test_act_takes_one_observation_and_needs_a_key_to_sample(tmp_path):
     run = run_tiny(1)
     with pytest.raises(EnvError, match=re.escape("An observation of jax:CartPole-v1 has shape [4], not [8, 4].")):
         run.act(np.zeros((8, 4)))
@@ -197,7 +201,7 @@ def test_acting_takes_one_observation(tmp_path):
     assert sampled == {0, 1}
 
 
-def test_acting_with_a_recurrent_network_returns_its_state():
+def test_act_with_a_recurrent_network_returns_the_next_recurrent_state():
     from choreo import networks
     from choreo.algos import PPO
 
@@ -213,7 +217,7 @@ def test_acting_with_a_recurrent_network_returns_its_state():
     assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), memory, later)))
 
 
-def test_an_out_path_that_is_taken_is_refused_before_anything_is_traced(tmp_path):
+def test_an_out_folder_that_cannot_be_used_is_refused_before_anything_is_traced(tmp_path):
     file, full, old, below = tmp_path / "file", tmp_path / "full", tmp_path / "old", tmp_path / "file" / "x"
     file.write_text("mine")
     full.mkdir()
@@ -231,7 +235,7 @@ def test_an_out_path_that_is_taken_is_refused_before_anything_is_traced(tmp_path
     assert file.read_text() == "mine" and (full / "thesis.tex").read_text() == "mine"
 
 
-def test_a_folder_has_one_writer(tmp_path):
+def test_a_folder_that_a_run_is_writing_to_is_refused(tmp_path):
     def interfere(iteration, metrics):
         with pytest.raises(RunError, match="Another process is writing a run into"):
             train(Untouchable(), CARTPOLE, steps=100, out=tmp_path / "x")
@@ -241,7 +245,7 @@ def test_a_folder_has_one_writer(tmp_path):
     run_tiny(2, out=tmp_path / "x", checkpoint_every=1, on_iteration=lambda i, m: interfere(i, m) if i == 1 else None)
 
 
-def test_a_run_that_fails_at_once_leaves_no_folder(tmp_path):
+def test_a_run_that_fails_while_it_is_traced_leaves_no_folder(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class Broken(Tiny):
         def iterate(self, env, carry, key):
@@ -252,7 +256,7 @@ def test_a_run_that_fails_at_once_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lambda_among_the_fields_must_be_passed_to_load(tmp_path):
+def test_an_algorithm_with_a_lambda_among_its_fields_must_be_passed_to_load(tmp_path):
     algo = Tiny(squash=lambda obs: obs)
     run = train(algo, CARTPOLE, steps=1, out=tmp_path / "x")
     with pytest.raises(RunError, match="`algorithm.squash` of this run cannot be made again") as error:
@@ -272,7 +276,7 @@ def test_folders_that_are_not_runs_are_refused(tmp_path):
         load(tmp_path)
 
 
-# Interrupted and resumed.
+# Interrupted and resumed runs.
 
 
 def interrupt_at(iteration):
@@ -288,7 +292,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_tiny(7, out=tmp_path / "x", checkpoint_every=2, eval_every=2, eval_episodes=3, on_iteration=interrupt_at(5))
     assert checkpoint.iteration(tmp_path / "x" / "checkpoint.safetensors") == 4
-    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # two of them after the checkpoint
+    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # four rows before the checkpoint, and two after it
     assert len(load(tmp_path / "x").rows) == 4
     resumed = resume(tmp_path / "x")
     assert resumed.training_summary["params_hash"] == whole.training_summary["params_hash"]
@@ -309,14 +313,14 @@ def test_a_finished_run_can_be_resumed_to_more_steps(tmp_path):
     assert load(tmp_path / "x").config.steps == 6 * PER_ITERATION
 
 
-def test_the_default_horizon_moves_with_the_steps(tmp_path):
+def test_the_default_horizon_is_the_number_of_steps_of_the_run_also_after_resume(tmp_path):
     run = train(Tiny(), CARTPOLE, steps=3 * PER_ITERATION + 1, out=tmp_path / "x")
-    assert run.algo.total_steps == 4 * PER_ITERATION  # steps rounded up to iterations
+    assert run.algo.total_steps == 4 * PER_ITERATION  # rounded up to whole iterations
     longer = resume(tmp_path / "x", steps=8 * PER_ITERATION)
     np.testing.assert_allclose(longer.metrics["rate"][4], 0.1 * (1 - 4 / 8), rtol=1e-6)
 
 
-def test_an_incomplete_last_line_is_left_out(tmp_path):
+def test_an_incomplete_last_line_of_metrics_is_ignored(tmp_path):
     run_tiny(3, out=tmp_path / "x")
     with open(tmp_path / "x" / "metrics.jsonl", "a") as file:
         file.write('{"iteration": 3, "los')
@@ -330,7 +334,7 @@ def test_a_run_with_several_sites_cannot_be_resumed(tmp_path):
     assert "--layout fused" in str(error.value)
 
 
-# Refused or stopped.
+# Runs that end with an error.
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_at_the_boundary(tmp_path):
@@ -340,10 +344,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_the_boundary(tmp_path):
     assert "Lower the learning rate" in str(error.value)
     assert checkpoint.iteration(tmp_path / "x" / "checkpoint.safetensors") == 4
     assert np.isfinite(load(tmp_path / "x").params).all()
-    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # up to the row with NaN
+    assert len(RunFolder(tmp_path / "x").read_metrics()) == 6  # the last row is the one with NaN
 
 
-def test_metrics_of_episodes_may_be_nan():
+def test_a_return_is_nan_if_no_episode_has_ended():
     run = train(Tiny(unroll=1), CARTPOLE, steps=8)
     assert np.isnan(run.metrics["episode_return"]).all() and math.isnan(run.train_return)
 
@@ -378,7 +382,7 @@ def test_wrong_arguments_are_refused_before_anything_is_traced(tmp_path, monkeyp
 
 
 def test_an_option_that_a_layout_does_not_take_is_refused():
-    with pytest.raises(LayoutError, match="Layout `fused` takes no `workers`.\nLayouts that do: coarse, fine"):
+    with pytest.raises(LayoutError, match="Layout `fused` takes no `workers`.\nLayouts that take it: coarse, fine"):
         resolve.layout("fused", workers=2)
 
 
@@ -391,7 +395,7 @@ def test_the_error_names_the_part_that_an_algorithm_lacks(part):
         train(lacking(), CARTPOLE, steps=1)
 
 
-def test_counts_that_do_not_divide_are_refused_before_a_folder_is_made(tmp_path):
+def test_a_minibatch_size_that_does_not_divide_the_batch_is_refused_before_a_folder_is_made(tmp_path):
     from choreo.algos import PPO
 
     with pytest.raises(ChoreoError, match="minibatch_size=100 does not divide the 1024 steps"):
@@ -411,28 +415,28 @@ def test_a_carry_without_train_is_refused():
 
 def test_missing_episode_metrics_are_refused():
     @dataclass(frozen=True, kw_only=True)
-    class Silent(Tiny):
+    class NoEpisodes(Tiny):
         def iterate(self, env, carry, key):
             carry, metrics = super().iterate(env, carry, key)
             return carry, {"loss": metrics["loss"]}
 
-    with pytest.raises(AlgorithmError, match="`Silent.iterate` returns no metric `episode_return`"):
-        train(Silent(), CARTPOLE, steps=1)
+    with pytest.raises(AlgorithmError, match="`NoEpisodes.iterate` returns no metric `episode_return`"):
+        train(NoEpisodes(), CARTPOLE, steps=1)
 
 
 def test_a_metric_that_is_an_array_is_refused():
     @dataclass(frozen=True, kw_only=True)
-    class Wordy(Tiny):
+    class ArrayLoss(Tiny):
         def iterate(self, env, carry, key):
             carry, metrics = super().iterate(env, carry, key)
             return carry, metrics | {"loss": metrics["loss"] * jax.numpy.ones(3)}
 
-    with pytest.raises(AlgorithmError, match=re.escape("The metric `loss` of `Wordy` has shape [3].")):
-        train(Wordy(), CARTPOLE, steps=1)
+    with pytest.raises(AlgorithmError, match=re.escape("The metric `loss` of `ArrayLoss` has shape [3].")):
+        train(ArrayLoss(), CARTPOLE, steps=1)
 
 
 def with_metrics(make):
-    """Tiny, with more metrics; `make(metrics)` returns all of them."""
+    """Tiny with changed metrics: `make` takes the metrics of Tiny and returns the new ones."""
 
     @dataclass(frozen=True, kw_only=True)
     class Measured(Tiny):
@@ -443,7 +447,7 @@ def with_metrics(make):
     return Measured()
 
 
-def test_the_reserved_names_are_those_that_a_run_adds_to_a_row():
+def test_the_reserved_names_are_exactly_the_names_that_a_run_adds_to_a_row():
     options = {"layout": coarse(2, max_lag=1), "runtime": "inprocess", "eval_every": 1, "eval_episodes": 1}
     own = {"loss", "rate", "episodes", "episode_return", "episode_length"}
     assert set(run_tiny(1, **options).rows[0]) == own | set(RESERVED)
@@ -503,7 +507,7 @@ def test_an_action_that_is_not_of_the_action_space_is_refused():
         )
 
 
-# Numbers in the carry.
+# Python numbers in the carry.
 
 
 class Counting(NamedTuple):
@@ -515,7 +519,7 @@ class Counting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Counter(Tiny):
-    """Tiny, with a counter and a decaying rate as a user would write them."""
+    """Tiny, whose train state also holds Python values: a counter, a decaying rate and a name."""
 
     def init(self, env, key):
         carry = super().init(env, key)
@@ -537,21 +541,24 @@ def test_a_run_with_numbers_in_its_carry_resumes_bit_for_bit(tmp_path):
     assert (int(whole.train_state.iterations), float(whole.train_state.rate)) == (4, np.float32(0.1) / 16)
     assert whole.train_state.name == "counter"
     counter(2, out=tmp_path / "x")
-    # Other steps than it began with: `Counter` has no schedule.
+    # The number of steps may change here without changing results: `Counter` has no schedule.
     resumed = resume(tmp_path / "x", steps=4 * PER_ITERATION, algo=Counter())
     loaded = load(tmp_path / "x", algo=Counter())
     for run in (resumed, loaded):
         assert same_bits(run.train_state, whole.train_state)
         assert without_seconds(run.rows) == without_seconds(whole.rows)
     begun = counter(1, init_from=tmp_path / "x")
-    assert int(begun.train_state.iterations) == 1  # weights only; counters start anew
+    assert int(begun.train_state.iterations) == 1  # `init_from` takes the weights only, so the counter starts at 0
 
 
-def test_workers_and_this_process_give_the_same_carry():
+def test_python_numbers_in_the_carry_are_the_same_with_workers_and_in_process():
     options = {"steps": 3 * PER_ITERATION, "layout": coarse(2)}
-    there, here = (train(Counter(), CARTPOLE, runtime=runtime, **options) for runtime in ("local", "inprocess"))
-    assert same_bits(there.train_state, here.train_state) and int(there.train_state.iterations) == 3
-    assert without_seconds(there.rows) == without_seconds(here.rows)
+    in_workers, in_process = (
+        train(Counter(), CARTPOLE, runtime=runtime, **options) for runtime in ("local", "inprocess")
+    )
+    assert same_bits(in_workers.train_state, in_process.train_state)
+    assert int(in_workers.train_state.iterations) == 3
+    assert without_seconds(in_workers.rows) == without_seconds(in_process.rows)
 
 
 def same_bits(a, b):
@@ -572,7 +579,7 @@ class Nested:
     network: object = None
 
 
-def test_a_described_value_is_rebuilt():
+def test_a_value_that_was_written_as_toml_is_rebuilt():
     import functools
     import tomllib
 
@@ -588,7 +595,7 @@ def test_a_described_value_is_rebuilt():
     assert (back.network.func, back.network.keywords) == (network.func, network.keywords)
 
 
-def test_every_preset_is_rebuilt():
+def test_every_preset_layout_is_rebuilt():
     from choreo.layouts import PRESETS
 
     for preset in PRESETS.values():
@@ -600,7 +607,7 @@ def test_the_error_names_a_class_that_no_longer_exists():
         toml_values.rebuild({"class": "choreo.algos.ppo:PPQ"}, at="algorithm", trust=True)
 
 
-def test_plan_takes_names():
+def test_plan_takes_names_of_algorithm_environment_and_layout():
     planned = choreo.plan(TINY, CARTPOLE, "coarse", num_envs=4)
     assert planned == choreo.plan(Tiny(), envs.make(CARTPOLE, 4), choreo.coarse())
     assert "env+actor" in str(planned)
@@ -621,7 +628,7 @@ def test_the_environment_refuses_an_action_of_the_wrong_kind():
         choreo.train(Sampled(unroll=4), "jax:CartPole-v1", num_envs=2, steps=8)
 
 
-def test_a_metric_that_is_too_large_is_named():
+def test_the_error_names_a_metric_that_is_too_large():
     class Large(Tiny):
         def iterate(self, env, carry, key):
             carry, metrics = super().iterate(env, carry, key)

@@ -1,4 +1,4 @@
-"""Which entries of a run.toml are data and which are code, and when the code may be run."""
+"""A run.toml from a stranger must not run code. Which of its entries are data, which name code, and when this code may run."""
 
 import dataclasses
 import functools
@@ -31,10 +31,10 @@ CARTPOLE = "jax:CartPole-v1"
 TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
 
 
-# The closed table.
+# The table of public names, and the entries that are data.
 
 
-def test_a_public_name_has_no_colon_and_stands_for_one_thing():
+def test_a_public_name_has_no_colon_and_names_one_value():
     names = [name for named in public_names.kinds().values() for name in named]
     assert len(names) == len(set(names)) and not any(":" in name for name in names)
     assert all(public_names.name_of(value) == name for name, value in public_names.table().items())
@@ -167,7 +167,7 @@ def test_code_is_refused_and_the_error_names_its_entry(data, entry):
 
 
 def write_run(folder: Path, *, algo: Any = None) -> Path:
-    """Write a run.toml without a run; by default, its algorithm is the user's code. Returns the file."""
+    """Write the run.toml of a run that was never started. By default, its algorithm is the user's code. Returns the path."""
     options: dict[str, Any] = {"steps": 16, "seed": 0, "runtime": None, "eval_every": None, "eval_episodes": 1}
     algo, options = algo or resolve.algorithm(TINY), options | {"stop_at_return": None, "checkpoint_every": None}
     config = RunConfig(algo=algo, env=envs.make(CARTPOLE, 2), layout=choreo.fused(), **options)
@@ -186,12 +186,12 @@ def test_a_run_of_this_account_needs_no_trust_but_a_copy_does(tmp_path, capsys):
     assert str(error.value) == (
         f'The run names code, which was not run: `algorithm.class = "{TINY}"`.\n'
         f"  at  {theirs}\n"
-        "This account did not write the file, or it was changed or moved since. If you trust its author, add --trust "
-        "(trust=True), which runs all of it."
+        "This account did not write the file, or the file was changed or moved since. If you trust its author, add --trust "
+        "(trust=True), which runs all of this code."
     )
     assert RunConfig.read(theirs, trust=True).algo == RunConfig.read(file).algo
     assert RunConfig.read(theirs, algo=Tiny()).algo == Tiny()
-    file.write_bytes(file.read_bytes() + b"\n")  # changed by somebody
+    file.write_bytes(file.read_bytes() + b"\n")  # a change, as by somebody else
     with pytest.raises(UntrustedError):
         RunConfig.read(file)
 
@@ -204,7 +204,7 @@ def test_every_command_refuses_code_without_trust(tmp_path, capsys, command):
     assert main([command, what]) == 1
     err = capsys.readouterr().err
     assert err.startswith("UntrustedError: The run names code, which was not run: `algorithm.class")
-    # With --trust, the command gets as far as the next error.
+    # With --trust, the command goes on, and stops at a later error.
     more = {"train": ["--steps", "0"], "graph": ["--layout", "corse"], "check": ["--iterations", "0"]}.get(command, [])
     assert main([command, what, "--trust", *more]) != 0
     err = capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_trust_without_a_run_toml_is_refused(capsys):
     assert "--trust is only for a run.toml; code that you name yourself is always run." in capsys.readouterr().err
 
 
-def test_only_a_run_with_code_is_put_on_the_list(tmp_path, monkeypatch):
+def test_only_a_run_with_code_is_put_on_the_list_of_own_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert RunConfig.read(write_run(tmp_path / "x", algo=choreo.PPO())).algo == choreo.PPO()
     assert not (tmp_path / "state").exists()
@@ -228,7 +228,7 @@ def test_only_a_run_with_code_is_put_on_the_list(tmp_path, monkeypatch):
     ('class = "Layout"', 'class = "Group"', "`layout` of this run cannot be made again: there is no `exact` in `Group`"),
     ('class = "ppo"', 'class = "Layout"', "gives `Layout` a hyper-parameter `learning_rate`, which it does not have"),
     ("seed = 0", "seed = 0\ninit_from = 3", r"`run.init_from` cannot be made again from"),
-    ("seed = 0", 'seed = 0\ninit_from = {path = 3, params_hash = "0"}', "`path` and `params_hash` are texts"),
+    ("seed = 0", 'seed = 0\ninit_from = {path = 3, params_hash = "0"}', "`path` and `params_hash` must be texts"),
     ("seed = 0", "seed = " + "9" * 5000, "is not valid TOML: Exceeds the limit"),
     ("seed = 0", "seed = 0\nx = " + "[" * 10**5 + "]" * 10**5, "is nested too deeply"),
     ('name = "fused"', 'name = "\\u001b[2J"', r'has characters that are not printable: "\\x1b\[2J"'),
@@ -253,7 +253,7 @@ def test_a_table_of_the_wrong_type_is_refused(tmp_path, table, data):
         RunConfig.from_toml(config | {table: data})
 
 
-# The other files of a folder.
+# The other files of a run folder.
 
 
 ROW = {"iteration": 0, "env_steps": 8, "seconds": 0.5, "train_return": 1.0, "episodes": 1, "episode_return": None}
@@ -264,7 +264,7 @@ ROW = {"iteration": 0, "env_steps": 8, "seconds": 0.5, "train_return": 1.0, "epi
     json.dumps(ROW | {"env_steps": None}), json.dumps(ROW | {"loss": 10**400}), "[" * 10**5 + "]" * 10**5,
     json.dumps({name: value for name, value in ROW.items() if name != "seconds"}), '{"x": ' + "9" * 5000 + "}",
 ], ids=lambda line: line[:20])  # fmt: skip
-def test_a_line_that_is_not_a_row_is_refused(tmp_path, line):
+def test_a_line_that_is_not_a_row_of_metrics_is_refused(tmp_path, line):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text(f"{json.dumps(ROW)}\n{line}\n")
     with pytest.raises(RunError, match="Line 2 of .*metrics.jsonl is not a row of metrics: "):
@@ -312,7 +312,7 @@ def test_errors_escape_control_characters(tmp_path, capsys):
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path):
-    """The current folder is not on the import path: `choreo` is a script in another folder."""
+    """`-P` keeps the current folder off the import path, as it is for the installed script `choreo`."""
     write_run(tmp_path / "x")
     for name in ("numpy", "tiny", "evil"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
@@ -323,8 +323,8 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [100, 400, 5000])
-def test_a_file_that_is_nested_deeply_is_refused(tmp_path, depth):
-    """Deeper than Python's stack, while parsing or afterwards."""
+def test_a_run_toml_that_is_nested_too_deeply_is_refused(tmp_path, depth):
+    """A deeply nested file could exceed the limit of Python's stack while it is parsed, or later."""
     file = tmp_path / "run.toml"
     head = '[run]\nsteps = 8\nseed = 0\neval_episodes = 1\n[environment]\nname = "jax:CartPole-v1"\nnum_envs = 2\n[layout]\n'
     file.write_text(
@@ -365,7 +365,7 @@ def test_the_name_of_a_layout_cannot_contain_a_new_line():
 
 @pytest.mark.parametrize("kind", ["usetex", "pipe"])
 def test_a_configuration_of_matplotlib_in_the_current_folder_is_ignored(tmp_path, kind):
-    """The file could start LaTeX, or be a pipe that blocks."""
+    """A file `matplotlibrc` could start LaTeX, or be a pipe that blocks."""
     if kind == "pipe":
         os.mkfifo(tmp_path / "matplotlibrc")
     else:
@@ -384,7 +384,7 @@ def test_a_configuration_of_matplotlib_in_the_current_folder_is_ignored(tmp_path
         ({}, {"partial": {"name": "optax.adam"}, "args": [], "kwargs": {"mu_dtype": 1}}),
     ],
 )
-def test_data_that_does_not_fit_is_refused(tmp_path, kwargs, optimizer):
+def test_values_that_an_environment_or_optimizer_cannot_take_are_refused(tmp_path, kwargs, optimizer):
     environment = {"name": CARTPOLE, "num_envs": 2} | ({"kwargs": kwargs} if kwargs else {})
     algorithm = {"class": "ppo", "fields": {"optimizer": optimizer} if optimizer else {}}
     run = {"steps": 8, "seed": 0, "eval_episodes": 1}

@@ -1,4 +1,4 @@
-"""The list of this account's own runs: which files are on it, when it is ignored, and the warning if it cannot be written."""
+"""The list of the run.toml files that this account wrote and that name code. Files on the list need no `--trust`."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ def write(file: Path, text: bytes = b"[run]\n") -> Path:
     return file
 
 
-def test_a_file_is_own_by_its_path_and_its_bytes(tmp_path, state):
+def test_a_file_is_own_if_its_path_and_its_bytes_are_on_the_list(tmp_path, state):
     file, other = write(tmp_path / "x" / "run.toml"), write(tmp_path / "y" / "run.toml")
     assert not trusted_runs.is_own(file, b"[run]\n")
     trusted_runs.remember(file, b"[run]\n")
@@ -37,7 +37,7 @@ def test_a_file_is_own_by_its_path_and_its_bytes(tmp_path, state):
     assert stat.S_IMODE((state / "runs").stat().st_mode) == 0o600 and stat.S_IMODE(state.stat().st_mode) == 0o700
 
 
-def test_a_deleted_file_is_dropped_and_a_rewritten_file_has_one_line(tmp_path, state):
+def test_the_list_drops_a_deleted_file_and_has_one_line_for_a_rewritten_file(tmp_path, state):
     first, second = write(tmp_path / "x" / "run.toml"), write(tmp_path / "y" / "run.toml")
     trusted_runs.remember(first, b"1")
     trusted_runs.remember(second, b"1")
@@ -46,7 +46,7 @@ def test_a_deleted_file_is_dropped_and_a_rewritten_file_has_one_line(tmp_path, s
     assert (state / "runs").read_text().splitlines() == [f"{hashlib.sha256(b'2').hexdigest()}  {second}"]
 
 
-def test_runs_that_are_remembered_at_the_same_time_are_all_listed(tmp_path, state):
+def test_runs_that_are_added_at_the_same_time_are_all_listed(tmp_path, state):
     files = [write(tmp_path / str(i) / "run.toml") for i in range(16)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda file: trusted_runs.remember(file, b"x"), files))
@@ -62,7 +62,7 @@ def test_a_list_that_others_can_write_to_is_ignored(tmp_path, state, what):
         assert not trusted_runs.is_own(file, b"x")
 
 
-def test_entries_of_an_ignored_list_are_dropped(tmp_path, state):
+def test_entries_of_a_list_that_others_can_write_to_are_dropped(tmp_path, state):
     theirs, mine = write(tmp_path / "theirs" / "run.toml"), write(tmp_path / "mine" / "run.toml")
     trusted_runs.remember(theirs, b"x")
     (state / "runs").chmod(0o666)

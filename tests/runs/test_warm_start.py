@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another run. The law: weights that equal those of `init` change nothing."""
+"""A run that begins with the weights of another run (`init_from`). If these weights equal those of `init`, nothing changes."""
 
 import functools
 import re
@@ -41,7 +41,7 @@ def make_config(algo, *, seed=0, num_envs=8):
 
 
 def write_run(path, algo, *, change=lambda train: train, **options):
-    """A run folder with the state that `init` makes; `change` may replace its weights."""
+    """Write a run folder whose checkpoint is the carry that `init` makes. `change` may replace its train state."""
     config = make_config(algo, **options)
     carry = initial_carry(config)
     path.mkdir()
@@ -51,12 +51,12 @@ def write_run(path, algo, *, change=lambda train: train, **options):
 
 
 def initial_carry(config):
-    key, _ = jax.random.split(config.key)  # as a runtime does
+    key, _ = jax.random.split(config.key)  # a runtime splits the key in the same way
     return jax.jit(lambda key: config.algo.init(config.env, key))(key)
 
 
 def begin(algo, path):
-    """The train state that a run of `algo` would begin with."""
+    """The train state with which a run of `algo` would begin, with `init_from=path`."""
     config = make_config(algo)
     return Weights.read(config, path).put_into(initial_carry(config)).train
 
@@ -90,12 +90,12 @@ class Twice(Tiny):
         return TwoTrain(params, params, train.inner._replace(weights=params))
 
 
-# The law.
+# Which weights are taken.
 
 
 @pytest.mark.parametrize(
     ("layout", "runtime"),
-    # Workers are given the same carry as `inprocess`: tests/laws/test_runtimes.py.
+    # tests/laws/test_runtimes.py checks that workers are given the same carry as `inprocess`.
     [("fused", "inprocess"), ("coarse", "inprocess"), pytest.param("coarse", "local", marks=pytest.mark.long)],
 )
 def test_the_weights_of_an_untrained_run_change_nothing(tmp_path, layout, runtime):
@@ -115,13 +115,13 @@ def test_the_weights_of_an_untrained_ppo_change_nothing(tmp_path):
     assert params_hash(begun) == params_hash(plain)
 
 
-def test_only_weights_are_taken(tmp_path):
+def test_init_from_takes_the_weights_but_no_counters(tmp_path):
     first = write_run(tmp_path / "first", Tiny(), change=ones)
     train_state = begin(Tiny(), first)
     assert (np.asarray(train_state.weights) == 1).all() and int(train_state.iterations) == 0
 
 
-def test_the_weights_may_come_from_other_code_and_another_number_of_environments(tmp_path):
+def test_the_weights_may_come_from_a_run_with_different_code_and_number_of_environments(tmp_path):
     first = write_run(tmp_path / "first", Tiny(squash=lambda obs: obs), change=ones, num_envs=4)
     with pytest.raises(RunError, match="cannot be made again"):
         load(first)
@@ -135,10 +135,10 @@ def test_with_policy_puts_the_weights_into_the_train_state(tmp_path):
         assert (np.asarray(weights) == 1).all()
 
 
-# The record in run.toml.
+# run.toml records the origin of the weights.
 
 
-def test_a_run_remembers_where_it_began(tmp_path):
+def test_a_run_records_the_origin_of_its_weights(tmp_path):
     first = write_run(tmp_path / "first", Tiny(), change=ones)
     begun = run_tiny(2, out=tmp_path / "begun", init_from=str(first), seed=1)
     assert np.abs(np.asarray(begun.params) - 1).max() < 0.5 and int(begun.train_state.iterations) == 2
@@ -150,7 +150,7 @@ def test_a_run_remembers_where_it_began(tmp_path):
     assert len(resume(tmp_path / "begun", steps=3 * PER_ITERATION).rows) == 3
 
 
-def test_weights_that_have_changed_since_are_refused(tmp_path):
+def test_weights_that_have_changed_since_they_were_recorded_are_refused(tmp_path):
     first, config = write_run(tmp_path / "first", Tiny()), make_config(Tiny())
     origin = Weights.read(config, first).origin
     assert Weights.read(config, origin).origin == origin
@@ -162,7 +162,7 @@ def test_weights_that_have_changed_since_are_refused(tmp_path):
     assert f"Give --init-from {first}" in str(error.value)
 
 
-# Refused, before anything is written.
+# Weights that are refused before anything is written.
 
 
 def refused(error, message, algo, tmp_path):
@@ -172,7 +172,7 @@ def refused(error, message, algo, tmp_path):
     return str(caught.value)
 
 
-def test_weights_of_another_shape_are_refused(tmp_path):
+def test_weights_of_a_different_shape_are_refused(tmp_path):
     first = write_run(tmp_path / "first", Tiny(), change=lambda t: t._replace(weights=jnp.zeros((6, 2))))
     text = refused(
         RunError, "`.train.weights` is float32[6, 2] in the folder and float32[4, 2] in this run", Tiny(), tmp_path
@@ -181,7 +181,7 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     assert f"see {first / 'run.toml'}." in text
 
 
-def test_weights_of_another_algorithm_are_refused(tmp_path):
+def test_weights_of_a_different_algorithm_are_refused(tmp_path):
     write_run(tmp_path / "first", Tiny())
     refused(RunError, "`.train.online` (float32[4, 2]) of this run is not in the folder", Twice(), tmp_path)
 
@@ -196,7 +196,7 @@ def test_weights_are_refused_if_only_one_run_normalises_observations(tmp_path):
     refused(RunError, "`.train.params.moments.mean` (float32[4]) of this run is not in the folder", scaled, tmp_path)
 
 
-def test_a_policy_that_computes_parameters_needs_with_policy(tmp_path):
+def test_a_policy_that_computes_its_parameters_needs_with_policy(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class Doubled(Tiny):
         def policy(self, train):
@@ -214,7 +214,7 @@ def test_a_policy_that_computes_parameters_needs_with_policy(tmp_path):
     assert (np.asarray(train_state.weights) == 1).all() and int(train_state.iterations) == 0
 
 
-def test_with_policy_must_return_a_train_state(tmp_path):
+def test_with_policy_must_return_a_train_state_of_the_same_shapes(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class Wrong(Tiny):
         def with_policy(self, train, params):

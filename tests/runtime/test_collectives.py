@@ -28,8 +28,8 @@ TINY = f"{Path(__file__).parents[1] / 'tiny.py'}:Tiny"
 HERE = Host(address="10.0.0.1")
 REFUSED = (
     "`env+actor+buffer+learner-0` on 10.0.0.1 and `env+actor+buffer+learner-1` on 10.0.0.2 combine gradients by "
-    "collectives (Gloo or NCCL), which are neither encrypted nor authenticated.\nPut them on one host, or, in a network "
-    "where everybody is trusted, give --trust-network (trust_network=True)."
+    "collectives (Gloo or NCCL), which are neither encrypted nor authenticated.\nPut these workers on one host. Or, if you "
+    "trust everybody in the network, give --trust-network (trust_network=True)."
 )
 
 
@@ -39,7 +39,7 @@ def planned(layout):
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses at which a process listens; it may be in another network namespace, where psutil does not look."""
+    """The addresses at which a process listens. Reads /proc, because psutil does not look into other network namespaces."""
     process = Path(f"/proc/{pid}")
     sockets = {os.readlink(file) for file in (process / "fd").iterdir()}
     rows = [line.split() for kind in ("tcp", "tcp6") for line in (process / "net" / kind).read_text().splitlines()[1:]]
@@ -47,7 +47,7 @@ def listening(pid: int) -> set[str]:
 
 
 def address_of(row: str) -> str:
-    """The address in a text such as "0100007F:1F90": words of four bytes in this machine's byte order, and a port."""
+    """The address in a text such as "0100007F:1F90", which holds words of four bytes in this machine's byte order, then a port."""
     words = row.partition(":")[0]
     packed = b"".join(int(words[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(words), 8))
     address = ipaddress.ip_address(packed)
@@ -61,13 +61,13 @@ class TestListening:
         ("address", "expected"),
         [
             pytest.param(None, "127.0.0.1", id="a local run"),
-            # No default leads to this address, so a process that listens here got it from the cluster.
+            # No default has this value. A process that listens here has read the address from the cluster.
             pytest.param("127.0.0.2", "127.0.0.2", id="another loopback address"),
-            # An address for documentation, which this machine does not have, so no process can listen there.
+            # This address is reserved for documentation. This machine does not have it, so no process can listen there.
             pytest.param("192.0.2.77", "127.0.0.1", id="one host of a cluster"),
         ],
     )
-    def test_all_workers_on_one_host(self, address, expected):
+    def test_workers_on_one_host_listen_only_at_its_loopback_address(self, address, expected):
         cluster = address and Cluster(hosts=(Host(address=address, cpus=2),))
         runtime = Local(planned(choreo.multi_learner(2)), cluster=cluster)
         try:
@@ -78,8 +78,8 @@ class TestListening:
             runtime.close()
         assert found == [{expected}, {expected}]
 
-    def test_workers_on_two_hosts(self, two_hosts):
-        """Each worker listens at the address of its own host. Without network namespaces, both hosts are this machine."""
+    def test_workers_on_two_hosts_listen_only_at_the_address_of_their_host(self, two_hosts):
+        """If network namespaces cannot be made, both hosts are this machine."""
         runtime = Local(planned(choreo.multi_learner(2)), cluster=two_hosts, trust_network=True)
         try:
             runtime.start(jax.random.key(0))
@@ -92,9 +92,8 @@ class TestListening:
 
 
 class TestRefused:
-    def test_learners_on_two_hosts(self, monkeypatch):
-        """They are refused before any process is started, here or by an agent."""
-        monkeypatch.setattr("choreo.runtime.local.launch", stop)
+    def test_learners_on_two_hosts_are_refused_before_any_process_starts(self, monkeypatch):
+        monkeypatch.setattr("choreo.runtime.local.launch", raise_launched)
         cluster = Cluster(hosts=(HERE, Host(address="10.0.0.2", port=7000)))
         with pytest.raises(RunError) as refused:
             Local(planned(choreo.multi_learner(2)), cluster=cluster)
@@ -102,7 +101,7 @@ class TestRefused:
         with pytest.raises(RunError, match="Launched"):
             Local(planned(choreo.multi_learner(2)), cluster=cluster, trust_network=True)
 
-    def test_learners_of_which_only_the_last_is_on_another_host(self):
+    def test_learners_are_refused_if_only_the_last_is_on_a_second_host(self):
         the_plan = planned(choreo.multi_learner(4))
         cluster = Cluster(hosts=(Host(address="10.0.0.1", cpus=3), Host(address="10.0.0.2", port=7000)))
         with pytest.raises(RunError, match=r"`.*-0` on 10\.0\.0\.1 and `.*-3` on 10\.0\.0\.2 combine gradients"):
@@ -117,8 +116,10 @@ class TestRefused:
         check_collectives(the_plan, hosts, trust_network=False)
 
     @pytest.mark.parametrize("trusted", [False, True])
-    def test_from_the_command_line(self, trusted, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr("choreo.runtime.local.launch", stop)
+    def test_the_command_line_refuses_learners_on_two_hosts_without_trust_network(
+        self, trusted, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.setattr("choreo.runtime.local.launch", raise_launched)
         (tmp_path / "token").write_text("0123456789abcdef")
         (tmp_path / "token").chmod(0o600)
         (tmp_path / "cluster.toml").write_text(
@@ -132,7 +133,7 @@ class TestRefused:
         assert not (tmp_path / "run").exists()
 
 
-def stop(*_args, **_options):
+def raise_launched(*_args, **_options):
     raise RunError("Launched.")
 
 
@@ -170,11 +171,11 @@ def test_the_address_of_a_collective_is_loopback_on_one_machine(hosts, addresses
 @pytest.mark.parametrize(
     ("address", "given", "interface"),
     [("127.0.0.1", None, "=lo"), ("127.0.0.1", "eth1", "eth1"), ("10.0.0.1", None, None)],
-    ids=["one machine", "the user chose another", "several machines"],
+    ids=["one machine", "the user chose an interface", "several machines"],
 )
 def test_nccl_uses_the_loopback_interface_on_one_machine(address, given, interface, monkeypatch):
     """Checks only the environment variable: NCCL itself needs an accelerator."""
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")  # so that monkeypatch restores it
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")  # monkeypatch restores the old value after the test
     if given is None:
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     for part in ("jax.distributed.initialize", "jax.config.update", "choreo._compat.use_gloo_at"):

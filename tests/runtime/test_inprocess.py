@@ -1,4 +1,5 @@
-"""The serial runtime: results do not depend on calls or restarts, and the carries that it returns or takes are copies."""
+"""`InProcess`: its results do not depend on restarts, or on how a run is divided into calls. It copies the carries that it takes
+and returns."""
 
 import pickle
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def test_a_restored_run_continues_bit_for_bit(plans, layout):
     whole, before = started(plans[layout]), started(plans[layout])
     metrics = whole.run(0, 5)
     first = before.run(0, 2)
-    carry = jax.tree.map(np.asarray, before.carry())  # as from a file
+    carry = jax.tree.map(np.asarray, before.carry())  # a checkpoint file holds numpy arrays
     after = InProcess(plans[layout])
     after.restore(jax.tree.map(jnp.asarray, carry), KEY)
     assert_same_bits(leaves(after.carry()), leaves(carry))
@@ -56,8 +57,8 @@ def test_a_restored_run_continues_bit_for_bit(plans, layout):
     assert_same_bits(leaves(after.carry()), leaves(whole.carry()))
 
 
-def test_a_carry_can_be_restored_into_another_layout(plans):
-    """The whole carry does not depend on the layout: from two workers to one program."""
+def test_a_carry_can_be_restored_into_a_different_layout(plans):
+    """The carry of a layout with two workers is restored into a layout with one program."""
     two, one = started(plans[LAYOUTS["coarse x2"]]), InProcess(plans[LAYOUTS["fused"]])
     two.run(0, 2)
     one.restore(two.carry(), KEY)
@@ -127,25 +128,25 @@ def test_running_no_iterations_changes_nothing(plans, layout):
 
 
 @every_layout
-def test_a_carry_is_a_copy(plans, layout):
+def test_a_returned_carry_is_a_copy(plans, layout):
     runtime = started(plans[layout])
     runtime.run(0, 1)
     carry = runtime.carry()
-    then = leaves(jax.tree.map(jnp.copy, carry))
+    copied = leaves(jax.tree.map(jnp.copy, carry))
     runtime.run(1, 4)
-    assert_same_bits(leaves(carry), then)
-    assert not np.array_equal(then["['s']"], leaves(runtime.carry())["['s']"])
+    assert_same_bits(leaves(carry), copied)
+    assert not np.array_equal(copied["['s']"], leaves(runtime.carry())["['s']"])
 
 
 @every_layout
 def test_a_restored_carry_is_copied_not_donated(plans, layout):
     source = started(plans[layout])
     carry = source.carry()
-    then = leaves(jax.tree.map(jnp.copy, carry))
+    copied = leaves(jax.tree.map(jnp.copy, carry))
     runtime = InProcess(plans[layout])
     runtime.restore(carry, KEY)
     runtime.run(0, 2)
-    assert_same_bits(leaves(carry), then)
+    assert_same_bits(leaves(carry), copied)
 
 
 class Network(eqx.Module):
@@ -172,7 +173,7 @@ def test_the_carry_keeps_its_static_leaves(layout):
     assert net.activation is jnp.tanh and net(jnp.ones(3)).shape == (3,)
 
 
-def test_it_implements_runtime_and_closes(plans):
+def test_inprocess_implements_runtime_and_close_frees_the_carry(plans):
     runtime = InProcess(plans[LAYOUTS["fused"]])
     assert isinstance(runtime, Runtime)
     runtime.start(KEY)
@@ -214,7 +215,7 @@ PRINTING = Functions(still, printing)
 
 
 @pytest.mark.parametrize("layout", [fused(), coarse(1), fine(1)], ids=["fused", "coarse x1", "fine x1"])
-def test_debug_print_works(layout, capfd):
+def test_debug_print_prints_the_values_of_every_iteration(layout, capfd):
     runtime = started(plan(PRINTING, Pond(), layout))
     losses = runtime.run(0, 2)["loss"]
     jax.effects_barrier()
@@ -246,12 +247,12 @@ def test_a_plan_with_debug_print_cannot_be_pickled_and_the_error_says_so(layout)
     assert "jax.debug.print" in str(refusal.value)
 
 
-def test_a_leaf_with_a_shape_other_than_in_the_plan_is_refused():
-    """JAX compiles for the shapes that it is given, and would compute with a leaf of another shape without an error."""
+def test_a_leaf_whose_shape_differs_from_the_plan_is_refused():
+    """Without this check, JAX would compile the program for the wrong shape and report no error."""
     running = InProcess(plan(WALK, Pond(), fused()))
     running.start(jax.random.key(0))
     (row,) = running.execution.leaves.values()
     names = [port.name for port in running.plan.iterate.ins]
-    row[names.index("['slow']")] = jnp.zeros((1,))  # would broadcast
-    with jax.numpy_rank_promotion("allow"), pytest.raises(AssertionError, match=r"as float32\[1\], and the plan says"):
+    row[names.index("['slow']")] = jnp.zeros((1,))  # a shape that would broadcast
+    with jax.numpy_rank_promotion("allow"), pytest.raises(AssertionError, match=r"as float32\[1\], but the plan says"):
         running.run(0, 1)

@@ -1,4 +1,4 @@
-"""`check_algorithm` names the part that each broken algorithm lacks."""
+"""`check_algorithm` names what is wrong with each broken algorithm."""
 
 import dataclasses
 from dataclasses import dataclass

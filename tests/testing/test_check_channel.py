@@ -116,7 +116,7 @@ class PipeReceiver(End):
             array.flat[: value.size] = value.flat[: array.size]
         elif spoil == "bits":
             array[...] = np.nan_to_num(value)
-        elif spoil == "beside" and array.base is not None and array.base.ndim > array.ndim:
+        elif spoil == "outside" and array.base is not None and array.base.ndim > array.ndim:
             array[...] = value
             array.base[...] = array.base.flat[0] if array.size == 0 else np.zeros(1, array.base.dtype)[0]
             array[...] = value
@@ -139,12 +139,12 @@ def test_a_channel_that_keeps_its_promises_passes():
 BROKEN = {
     "peer": "does not name its peer",
     "bits": "NaN, infinity and negative zero do not arrive as they were sent",
-    "beside": "writes outside of the array",
+    "outside": "writes outside of the array",
     "copy": "before it has copied|not arrive in order",
     "order": "not arrive in order|first message is not the first",
     "bound": "`send` when all slots are unread raises nothing; it should raise ChannelTimeout",
     "timeout": "does not return; it should raise ChannelTimeout",
-    "drain": "drops what it had sent",
+    "drain": "drops messages that it had sent",
     "finish": "raises PeerLost, not EndOfChannel",
     "receiver closed": "raises PeerLost, not ReceiverClosed",
     "closed": "`send` after `close` raises ReceiverClosed, not ChannelClosed",
@@ -168,4 +168,4 @@ def test_a_broken_promise_is_named(spoil, monkeypatch):
     with pytest.raises(ChannelError, match=BROKEN[spoil]):
         check_channel(make)
     for end in (end for pair in pipes for end in pair):
-        end.close()  # wakes a thread that a broken promise left waiting
+        end.close()  # wakes the thread of `check_channel` that may still wait in a broken channel

@@ -14,7 +14,7 @@ from choreo.testing import check_env
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A correct environment, except that `spoil` changes its TimeSteps."""
+    """A correct environment, except that the function `SPOILS[spoil]` changes its TimeSteps."""
 
     good: VmapEnv
     spoil: str
@@ -34,6 +34,7 @@ def _no_last(ts):
     return ts._replace(last=jnp.zeros_like(ts.last))
 
 
+# The key is a pattern of the error that `check_env` must raise.
 SPOILS = {
     "nothing": lambda ts: ts,
     "differs from `obs`": lambda ts: ts._replace(next_obs=ts.next_obs + 0.01),
@@ -63,11 +64,11 @@ def test_the_error_names_the_broken_promise(spoil):
         check_env(Broken(good=envs.make("jax:CartPole-v1", num_envs=4), spoil=spoil), steps=60)
 
 
-def test_the_wrapper_alone_breaks_nothing():
+def test_an_environment_that_breaks_no_promise_passes():
     check_env(Broken(good=envs.make("jax:CartPole-v1", num_envs=4), spoil="nothing"), steps=60)
 
 
-def test_a_missing_part_is_named():
+def test_missing_attributes_are_named():
     @dataclass(frozen=True)
     class Partial:
         num_envs: int = 4

@@ -1,4 +1,4 @@
-"""`check_layout` accepts correct plans and finds wrong ones."""
+"""`check_layout` accepts correct plans and refuses wrong ones."""
 
 import re
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ def test_a_fused_layout_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("layout", [multi_learner(2), coarse(2, max_lag=2, merge="any")])
-def test_shards_and_relaxed_layouts_pass(layout):
+def test_learner_shards_and_relaxed_layouts_pass(layout):
     assert check_layout(ALGO, ENV, layout) < 1e-6
 
 
@@ -36,31 +36,30 @@ def test_a_relaxed_layout_is_also_tested_in_lockstep():
     assert all(d.is_allowed for d in found)
 
 
-def test_a_wrong_plan_is_found(monkeypatch):
+def test_a_plan_that_skips_an_iteration_is_refused(monkeypatch):
     run = InProcess.run
 
-    def skip_the_last(self, first, stop):
+    def skip_the_last_iteration(self, first, stop):
         return run(self, first, stop - 1)
 
-    monkeypatch.setattr(InProcess, "run", skip_the_last)
+    monkeypatch.setattr(InProcess, "run", skip_the_last_iteration)
     with pytest.raises(PartitionError, match=r"`.*` is off by .* from jax.jit\(iterate\) after 3 iterations"):
         check_layout(ALGO, ENV, coarse(1))
 
 
-def test_the_carry_is_compared(monkeypatch):
-    """Types too: 1 and 1.0 differ."""
+def test_a_wrong_type_in_the_carry_is_refused(monkeypatch):
     carry = InProcess.carry
 
-    def other_type(self):
+    def carry_with_a_wrong_type(self):
         found = carry(self)
         return found._replace(train=found.train._replace(iterations=found.train.iterations.astype(jnp.float32)))
 
-    monkeypatch.setattr(InProcess, "carry", other_type)
+    monkeypatch.setattr(InProcess, "carry", carry_with_a_wrong_type)
     with pytest.raises(PartitionError, match=r"`carry.train.iterations` is off by inf from jax.jit\(iterate\)"):
         check_layout(ALGO, ENV, coarse(1))
 
 
-def test_metrics_are_compared(monkeypatch):
+def test_wrong_metrics_are_refused(monkeypatch):
     run = InProcess.run
 
     def mislabelled(self, first, stop):
@@ -74,7 +73,7 @@ def test_metrics_are_compared(monkeypatch):
 
 @dataclass(frozen=True)
 class Level:
-    """Makes an environment that gets harder with every reset, and so keeps state over a reset."""
+    """Makes an environment that gets harder with every reset, so that a used environment never repeats its first episode."""
 
     def __call__(self):
         return Harder()
@@ -94,7 +93,7 @@ class Harder(gymnasium.Env):
         return np.full(2, self.level, np.float32), float(self.level), True, False, {}
 
 
-def test_python_environments_are_made_anew_for_the_reference():
+def test_new_python_environments_are_made_for_the_reference():
     env = from_factory(Level(), 4)
     assert check_layout(ALGO, env, coarse(2)) < 1e-5
     assert check_layout(ALGO, env, coarse(2)) < 1e-5
@@ -108,12 +107,12 @@ def test_python_environments_are_made_anew_for_the_reference():
         (1e-3, make("CartPole-v1", 2), "Does `CartPole-v1` take the same steps again"),
     ],
 )
-def test_the_proposed_fix(difference, env, fix):
+def test_the_proposed_fix_fits_the_difference_and_the_environment(difference, env, fix):
     worst = Deviation(name="carry.x", difference=difference, allowed=0.0, reference="jax.jit(iterate)")
     assert re.search(fix, str(beyond(worst, env, 3)))
 
 
-def test_differences():
+def test_differences_are_relative_for_floats_and_absolute_for_integers():
     nan = float("nan")
     for a, b, difference in [([nan, 1.0], [nan, 1.0], 0), ([nan], [1.0], float("inf")), ([1e3], [1e3 + 1], 1 / 1001),
                              ([7], [8], 1), ([2**31], [2**31 + 1], 1), ([True], [False], 1), ([], [], 0)]:  # fmt: skip

@@ -35,12 +35,12 @@ def test_a_page_without_markers_is_refused():
 
 
 def test_every_room_has_a_row_and_imports_only_rows_below():
-    """The packages within one room form one layer of the contract: their order is not checked."""
+    """A room is a package or module directly in choreo. The order of the packages within one room is not checked."""
     rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in module_map.module_map().splitlines()[2:]]
     rooms = [row[0].strip("`") for row in rows]
     folder = ROOT / "src" / "choreo"
-    there = {path.parent.name for path in folder.glob("*/__init__.py")} | {path.stem for path in folder.glob("*.py")}
-    assert {room for room in rooms if "/" not in room} == there - {"__init__"}
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")} | {path.stem for path in folder.glob("*.py")}
+    assert {room for room in rooms if "/" not in room} == packages - {"__init__"}
     outer = [room.split("/")[0] for room in rooms]
     for number, row in enumerate(rows):
         for imported in row[2].replace("`", "").split(", "):

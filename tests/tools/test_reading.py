@@ -1,4 +1,4 @@
-"""Limits of algorithm files: the lines that two of them share, and the files that one opens to understand one."""
+"""Limits for algorithm files: how many lines two files share, and how many files a reader must open to understand one."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def test_no_two_algorithm_files_share_more_than_40_percent():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_ppo_and_sac_are_understood_with_four_files_open():
+def test_a_reader_needs_at_most_four_files_to_understand_ppo_or_sac():
     done = run("files_to_read.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "algos/ppo.py" in done.stdout and "algos/sac.py" in done.stdout

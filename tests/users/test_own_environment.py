@@ -1,7 +1,7 @@
 """A user trains on an environment of their own with several workers: from a script, a notebook, and the command line.
 
-Each test runs as a user would run it, in a process of its own and from a folder without our files. Afterwards no process may
-be left. Orphaned processes are found by a mark in the environment variables, which workers inherit.
+Each test starts a new process, as a user would, in a folder without our files. When it has ended, none of its workers may still
+run. The test finds such workers by a mark in the environment variables, which child processes inherit.
 """
 
 import json
@@ -30,8 +30,8 @@ class User:
         self.folder, self.mark = folder, uuid.uuid4().hex
 
     def run(self, *args: str | Path) -> str:
-        """Run Python with these arguments and return its output; it must succeed, and leave no process."""
-        # Jupyter writes its files into the folder, too.
+        """Run Python with these arguments, and return its output. Python must succeed, and leave no process behind."""
+        # Without these variables, Jupyter would write its files into the home folder.
         jupyter = {name: str(self.folder) for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
         done = subprocess.run(
             [sys.executable, *args],
@@ -46,6 +46,7 @@ class User:
         return done.stdout
 
     def processes(self) -> list[str]:
+        """The command lines of the processes that `run` started and that still run."""
         return [" ".join(p.cmdline()) for p in psutil.process_iter() if self._started(p)]
 
     def _started(self, process: psutil.Process) -> bool:
@@ -60,7 +61,7 @@ def user(tmp_path):
     return User(tmp_path)
 
 
-def test_script_without_guard(user):
+def test_a_script_needs_no_main_guard_to_train_with_workers(user):
     assert "__main__" not in EXAMPLE.read_text().split('"""', 2)[2]
     assert user.run(EXAMPLE) == "Share of the largest return: 1.00\n"
     run = user.folder / "runs" / "safe"
@@ -68,16 +69,15 @@ def test_script_without_guard(user):
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 32
 
 
-def test_loggers_without_a_run_folder(tmp_path, monkeypatch):
-    """Loggers that are given by name need a run folder, so `train` makes one."""
+def test_a_logger_that_is_given_by_name_makes_train_create_a_run_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     choreo.train(Tiny(unroll=4), "jax:CartPole-v1", num_envs=2, steps=16, loggers=["tensorboard"], progress=False)
     (events,) = tmp_path.glob("runs/*/tensorboard/*")
     assert events.stat().st_size
 
 
-def test_notebook(user):
-    """With the layout `fine`, whose workers only step environments and therefore start faster."""
+def test_a_notebook_trains_with_workers(user):
+    """The layout is `fine`, whose workers start fast, because they only step environments."""
     texts = [text.replace("choreo.coarse(", "choreo.fine(") for text in cells_of(EXAMPLE)]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in texts])
     nbformat.write(notebook, user.folder / "own.ipynb")
@@ -106,8 +106,8 @@ def make_env(difficulty: int = 1):
 """
 
 
-def test_command_line(user):
-    """Arguments of the environment reach its factory in every worker, and run.toml keeps them for evaluation."""
+def test_the_command_line_trains_and_evaluates_with_arguments_of_the_environment(user):
+    """The arguments reach the factory in every worker, and run.toml records them for `choreo evaluate`."""
     (user.folder / "my_env.py").write_text(cells_of(EXAMPLE)[0] + MAKE_ENV)
     (user.folder / "scales.py").write_text("def heavier(reward):\n    return 3 * reward\n")
     options = "--layout fine --workers 2 --num-envs 8 --unroll 32 --steps 8192 --seed 1 --out runs/x --quiet"

@@ -1,6 +1,6 @@
 """PPO learns environments whose observations or actions have several parts, with worker processes.
 
-The best return of both toys is known; it can be reached only by using every part.
+The best return of both toys is known. A policy must use every part to reach it.
 """
 
 import gymnasium
@@ -10,11 +10,11 @@ import pytest
 import choreo
 
 LENGTH = 8
-"""Steps of an episode, and the best return of both toys."""
+"""The number of steps of an episode, which is also the best return of both toys."""
 
 
 class Toy(gymnasium.Env):
-    """A contextual bandit: each step is a new question, independent of the others."""
+    """A contextual bandit: the observation of each step is independent of the steps before."""
 
     def ask(self):
         """The next observation."""
@@ -35,7 +35,7 @@ class Toy(gymnasium.Env):
 
 
 class Signs(Toy):
-    """Four actions: is the number positive or not, and is the lamp on or not? The right action gives 1."""
+    """The right one of four actions says whether the number is positive and whether the lamp is on. It gives 1."""
 
     observation_space = gymnasium.spaces.Dict(
         number=gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32),
@@ -53,7 +53,7 @@ class Signs(Toy):
 
 
 class Dials(Toy):
-    """Set each of three dials to the number that is shown for it; each right dial gives 1/3."""
+    """The observation shows a number for each of three dials. The action sets the dials, and each right dial gives 1/3."""
 
     observation_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])
     action_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])
@@ -74,7 +74,7 @@ class Dials(Toy):
     [choreo.fine(workers=1), pytest.param(choreo.coarse(workers=2), marks=pytest.mark.long)],
     ids=["fine", "coarse"],
 )
-def test_learned(toy, layout):
+def test_ppo_almost_reaches_the_best_return_of_a_toy(toy, layout):
     run = choreo.train(
         choreo.PPO(unroll=32, minibatch_size=64, gamma=0.0),
         toy,

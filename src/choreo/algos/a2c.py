@@ -1,10 +1,10 @@
 """Advantage actor-critic (Mnih et al. 2016), for any space of numbers, with or without memory.
 
-    policy:   log pi(a | s) * A         A: the generalised advantage of action a, by the critic's values
+    policy:   log pi(a | s) * A         A: the generalised advantage of action a, from the critic's values
     critic:   (V(s) + A) - V(s)         the error; no gradient flows through the target V(s) + A
 
-In lockstep this is A2C. Under a layout that computes gradients beside the environments and applies each gradient when it
-arrives (`a3c`), it is A3C.
+In lockstep this is A2C. Under the layout `a3c` it is A3C: each worker computes gradients next to its environments, and the
+learner applies each gradient when it arrives.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from choreo.loops import Transition
 
 @dataclass(frozen=True, kw_only=True)
 class A2C(OneGradient):
-    """Advantage actor-critic; under the layout `a3c`, which is asynchronous, it is A3C."""
+    """Advantage actor-critic; under the asynchronous layout `a3c` it is A3C."""
 
     learning_rate: float = 2e-3
     unroll: int = 8
@@ -27,12 +27,12 @@ class A2C(OneGradient):
     """Between one-step (0) and Monte Carlo (1) advantages; 1 is the n-step return of the paper, n = `unroll`."""
 
     def targets(self, trajectory: Transition, predicted: Predictions) -> Targets:
-        """Section 4 of the paper, "Asynchronous advantage actor-critic", with generalised advantages instead of n-step ones."""
+        """Section 4 of the paper, "Asynchronous advantage actor-critic", with generalised instead of n-step advantages."""
         _, value_tm1, value_t = predicted
         discount_t = self.gamma * trajectory.discount
         advantage = ops.gae(trajectory.reward, discount_t, trajectory.last, value_tm1, value_t, self.gae_lambda)
         return Targets(value_tm1 + advantage, advantage)
 
     def usual_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
-        # As in the paper. With Adam, some seeds stayed far behind at most settings we tried (docs/algorithms/a2c.md).
+        # RMSProp, as in the paper. With Adam, some seeds learned much less at most settings that we tried (docs/algorithms/a2c.md).
         return optax.rmsprop(learning_rate, decay=0.99, eps=1e-5)

@@ -1,8 +1,8 @@
 """Deep deterministic policy gradient (Lillicrap et al. 2016), for actions within bounds.
 
-Deviations from the paper: the noise of exploration is independent from step to step. The paper has an Ornstein-Uhlenbeck
-process instead, which was found to make no difference (Fujimoto et al. 2018, section 6.1). There is no weight decay, and no
-batch normalisation. The policy ascends the critic as it was before the update.
+Deviations from the paper: the exploration noise of each step is independent of other steps. The paper uses an
+Ornstein-Uhlenbeck process, which brings no advantage (Fujimoto et al. 2018, section 6.1). There is no weight decay and no
+batch normalisation. The gradient of the policy uses the critic from before the update.
 """
 
 import functools
@@ -24,7 +24,7 @@ class DDPG(ReplayedControl):
 
     network: networks.Factory = functools.partial(networks.deterministic, critics=1)
     noise: float = 0.1
-    """Standard deviation of the exploration noise on actions, in units of half the width of the space."""
+    """Standard deviation of the exploration noise on actions, in units of half the width of the action space."""
 
     def choose(self, policy: Any, obs: PyTree, key: Key | None) -> jax.Array:
         return noisy(policy, obs, key, self.noise)
@@ -33,13 +33,13 @@ class DDPG(ReplayedControl):
         return network, jax.tree.map(jnp.copy, network), self.make_optimizer().init(network)
 
     def update(self, train: Train, steps: StoredStep, key: Key) -> tuple[Train, Metrics]:
-        """Algorithm 1 of the paper; policy and critic take their steps together."""
+        """Algorithm 1 of the paper, with one optimiser step for policy and critic together."""
         gradient, metrics = jax.grad(self.loss, has_aux=True)(train.learned, train.target, steps, key)
         network, optimizer = self.descend(gradient, train.learned, train.optimizer)
         return train._replace(learned=network, target=self.follow(train.target, network), optimizer=optimizer), metrics
 
     def loss(self, network: Network, target: Network, steps: StoredStep, key: Key) -> tuple[jax.Array, Metrics]:
-        """The sum of both losses over a batch; each changes parameters that the other leaves alone."""
+        """The sum of both losses over a batch. No parameter gets a gradient from both losses."""
         metrics = mean_losses(lambda item, _: self.item_losses(network, target, item), steps, key)
         return metrics["critic_loss"] + metrics["policy_loss"], metrics
 

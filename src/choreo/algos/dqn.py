@@ -1,11 +1,11 @@
 """Deep Q-learning (Mnih et al. 2015) and its descendants, for Discrete actions.
 
     iterate:   draw -> learn -> priorities          from stored steps
-               act, step, act, step, ... -> add     at the same time, with the parameters the iteration began with
+               act, step, act, step, ... -> add     at the same time, with the parameters from before the iteration
 
-Options make it double (van Hasselt 2016), dueling (Wang 2016), n-step, prioritized (Schaul 2016), C51 (Bellemare 2017) or
-QR-DQN (Dabney 2018). With an epsilon for every environment (`epsilon_spread`), priorities and several buffer shards under the
-layout `apex`, it is Ape-X (Horgan 2018).
+Options turn DQN into double (van Hasselt 2016), dueling (Wang 2016), n-step or prioritized DQN (Schaul 2016), C51 (Bellemare
+2017) or QR-DQN (Dabney 2018). Ape-X (Horgan 2018) is DQN under the layout `apex`, with a different epsilon in every environment
+(`epsilon_spread`), priorities and several buffer shards.
 """
 
 import math
@@ -62,7 +62,7 @@ class Train(NamedTuple):
     updates: jax.Array
     """Number of updates done."""
     iterations: jax.Array
-    """Number of iterations done, including those in which too little was stored to learn from."""
+    """Number of iterations done, including those with too few stored steps to learn from."""
 
 
 class Carry(NamedTuple):
@@ -82,7 +82,7 @@ class Values(NamedTuple):
     q: jax.Array
     """The value of each action, FORBIDDEN where the mask forbids the action: [action]"""
     atoms: jax.Array
-    """The distribution of each return: logits of fixed values, quantiles, or the value itself: [action, atom]"""
+    """The distribution of each action's return, as logits of fixed values or as quantiles; or the value itself: [action, atom]"""
 
 
 class Item(NamedTuple):
@@ -106,52 +106,52 @@ class Played(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DQN:
-    """Deep Q-learning: double, dueling, n-step, prioritized, C51, QR; under the layout apex, Ape-X."""
+    """Deep Q-learning, with options for double, dueling, n-step, prioritized, C51 and QR; with the layout `apex`, Ape-X."""
 
     learning_rate: float = 5e-4
     """Step size of the optimiser; falls to 0 over `total_steps`."""
     unroll: int = 4
     """Steps per environment and iteration."""
     updates_per_step: float = 0.25
-    """Update-to-data ratio: gradient updates per environment step. Its product with unroll x environments must be whole."""
+    """Update-to-data ratio: gradient updates per environment step. Its product with unroll x environments must be an integer."""
     batch_size: int = 64
     """Items per update."""
     gamma: float = 0.99
     """Discount factor."""
     n_step: int = 3
-    """Steps until values are bootstrapped."""
+    """Rewards in a return before it bootstraps from a value."""
     double: bool = True
-    """Choose the action with the network, value it with the target network."""
+    """Double Q-learning: the network chooses the next action, and the target network gives its value."""
     dueling: bool = True
     """Use a network that computes the value of the state and the advantages of actions separately."""
     head: str = "mean"
-    """What the network learns of an action's return: "mean", "c51" (probabilities of fixed values) or "qr" (quantiles)."""
+    """What the network predicts about an action's return: "mean", "c51" (probabilities of fixed values) or "qr" (quantiles)."""
     atoms: int = 51
     """Number of fixed values or quantiles, with "c51" and "qr"."""
     value_range: tuple[float, float] = (0.0, 100.0)
     """The lowest and highest of the fixed values, with "c51"."""
     target_period: int = 200
-    """Updates after which the target network becomes a copy of the network, at the end of that iteration."""
+    """Updates between two copies of the network to the target network. A copy is made only at the end of an iteration."""
     capacity: int = 100_000
     """Steps that the replay holds."""
     min_size: int = 1_000
     """Steps that are stored before learning begins."""
     prioritized: bool = False
-    """Draw items by priority: the last temporal-difference error of an item. The first priority comes from the actor's values."""
+    """Draw items by priority: the temporal-difference error of the item, when it was last drawn or when it was stored."""
     priority_exponent: float = 0.6
-    """Power of the priority with which items are drawn; 0 draws all items alike."""
+    """An item is drawn in proportion to its priority to this power; with 0, all items are equally likely."""
     importance_exponent: float = 0.4
-    """How far the loss corrects for drawing by priority: 1 is fully, 0 is not at all."""
+    """How strongly the loss corrects for drawing by priority: 1 is the full correction, 0 is none."""
     buffer_shards: int = 1
-    """Number of replays, each over its own environments. Part of the results: every batch takes equally many items from each."""
+    """Number of buffer shards; it changes the results. Each shard has its own environments and gives an equal part of a batch."""
     frame_stack: int = 1
-    """Frames in an observation, along its last axis; with several, each frame is stored once."""
+    """Frames in an observation, along its last axis. If more than 1, the replay stores each frame only once."""
     epsilon: tuple[float, float] = (1.0, 0.05)
-    """Probability of a random action: at first, and in the end."""
+    """Probability of a random action, at the beginning and at the end of `epsilon_steps`."""
     epsilon_steps: int = 20_000
     """Environment steps over which epsilon falls from the first value to the second."""
     epsilon_spread: float = 0.0
-    """Environment i of E has epsilon to the power of 1 + spread * i / (E - 1). 0 is the same for all; Ape-X has 7."""
+    """Environment i of E uses epsilon ** (1 + epsilon_spread * i / (E - 1)). With 0 all use the same epsilon; Ape-X has 7."""
     max_grad_norm: float = 10.0
     """Gradients are scaled down to this norm."""
     total_steps: int | None = None
@@ -159,21 +159,21 @@ class DQN:
     network: networks.QFactory = networks.q_mlp
     """Builds the network: (observation_space, action_space, key, *, atoms, dueling) -> module."""
     optimizer: Callable[[Any], optax.GradientTransformation] | None = None
-    """From a learning rate to an optimiser; None: Adam on gradients clipped to `max_grad_norm`."""
+    """Makes an optimiser from a learning rate; None: Adam on gradients clipped to `max_grad_norm`."""
 
     def __post_init__(self):
         if min(self.unroll, self.n_step, self.target_period) < 1:
-            raise AlgorithmError("DQN: unroll, n_step and target_period are at least 1.")
+            raise AlgorithmError("DQN: unroll, n_step and target_period must be at least 1.")
         if not 0 < self.updates_per_step < math.inf:
             raise AlgorithmError(f"DQN(updates_per_step={self.updates_per_step}) must be above 0, and finite.")
         if self.head not in ("mean", "c51", "qr"):
             raise AlgorithmError(f"DQN(head={self.head!r}) is not known.", fix='Use "mean", "c51" or "qr".')
         if self.head == "c51" and self.value_range[0] >= self.value_range[1]:
             raise AlgorithmError(f"DQN(value_range={self.value_range}) is empty.", fix="Give the lowest return first.")
-        self.replay(updates=1)  # raises if sizes do not fit together
+        self.replay(updates=1)  # raises AlgorithmError if the sizes do not fit together
 
     def replay(self, updates: int) -> Replay:
-        """The replay of one buffer shard, with `updates` batches per draw."""
+        """The replay of one buffer shard. One draw gives `updates` batches."""
         return make_replay(
             capacity=self.capacity, unroll=self.unroll, length=self.n_step + 1, updates=updates,
             batch_size=self.batch_size, min_size=self.min_size, shards=self.buffer_shards,
@@ -198,7 +198,10 @@ class DQN:
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, power: jax.Array | None = None, *, greedy: bool = False):
-        """One environment: -> action (with probability epsilon ** `power` a random one), and `Played` if prioritized."""
+        """Return the action for one environment, and `Played` if the replay is prioritized (else None).
+
+        With probability epsilon ** power the action is random; with `power` None or `greedy` it is always the best one.
+        """
         q = self.values(params.network, obs).q
         best = jnp.argmax(q)
         action = best
@@ -207,7 +210,7 @@ class DQN:
             allowed = (q > FORBIDDEN).astype(epsilon.dtype)
             chosen = jax.nn.one_hot(best, len(q), dtype=epsilon.dtype)
             action = jax.random.categorical(key, jnp.log((1 - epsilon) * chosen + epsilon * allowed / jnp.sum(allowed)))
-        # Everything that `act` returns is stored with the step and costs memory there, so `Played` is left out if it is not needed.
+        # The replay stores everything that `act` returns, so `act` returns `Played` only if the replay needs it.
         played = Played(q[action], q[best]) if self.prioritized else None
         return action.astype(jnp.int32) + params.start, played
 
@@ -238,12 +241,12 @@ class DQN:
         return 1 + self.epsilon_spread * place
 
     def epsilon_at(self, env_steps: jax.Array) -> jax.Array:
-        """The probability of a random action after so many environment steps."""
+        """The probability of a random action after `env_steps` environment steps."""
         return jnp.asarray(optax.linear_schedule(*self.epsilon, transition_steps=self.epsilon_steps)(env_steps))
 
     @fragment("learner")
     def learn(self, train: Train, batches: Batches, num_steps: jax.Array):
-        """One update after another: -> state of learning, new priorities of the items [update, item], metrics."""
+        """Do all updates of an iteration; return the state of learning, new priorities [update, item] and metrics."""
         learning_rate = anneal(self.learning_rate, self.total_steps, train.iterations, num_steps)
         optimizer = self.make_optimizer(learning_rate)
         weights = self.importance(batches.probability)
@@ -279,13 +282,13 @@ class DQN:
         return Item(obs, steps.action[0], ret, next_obs)
 
     def loss(self, network: PyTree, items: Item, beyond: Values, weight: jax.Array):
-        """The mean loss of items [item, ...]; and of each item its loss, its error and its value."""
+        """The mean loss of items [item, ...], and the loss, the error and the value of each item."""
         losses, errors, q = jax.vmap(self.item_loss, (None, 0, 0))(network, items, beyond)
         losses = weight * losses
         return jnp.mean(losses), (losses, errors, q)
 
     def item_loss(self, network: PyTree, item: Item, beyond: Values):
-        """Loss, error and value of one item (Mnih et al. 2015, eq. 2); `beyond` is the target network's output for `next_obs`."""
+        """Loss, error and value of one item (Mnih et al. 2015, eq. 2). `beyond`: output of the target network for `next_obs`."""
         values, ret = self.values(network, item.obs), item.ret
         # Double Q-learning: van Hasselt et al. 2016, eq. 4.
         chooser = self.values(network, item.next_obs).q if self.double else beyond.q
@@ -304,8 +307,8 @@ class DQN:
             return -jnp.sum(wanted * jax.nn.log_softmax(atoms))
         if self.head == "qr":  # Dabney et al. 2018, algorithm 1
             return ops.quantile_huber(atoms, ret.reward + ret.discount * beyond)
-        # The squared error, not Huber's loss: far from the target, Huber's loss seeks the median, neglects the few items at
-        # which episodes end, and values grow without bound (docs/algorithms/dqn.md).
+        # The squared error, not Huber's loss. Far from the target, Huber's loss fits the median and so neglects the few items at
+        # which episodes end; the values then grow without bound (docs/algorithms/dqn.md).
         return 0.5 * error**2
 
     def values(self, network: PyTree, obs: PyTree) -> Values:
@@ -337,6 +340,6 @@ class DQN:
 
 
 def _of(action: jax.Array, values: jax.Array) -> jax.Array:
-    """`values[action]`, as a product with a one-hot vector, whose gradient is a product too and not a scatter."""
+    """`values[action]`, computed as a product with a one-hot vector: the gradient of an index would be a slow scatter."""
     chosen = jax.nn.one_hot(action, len(values), dtype=values.dtype)
     return jnp.sum(values * chosen.reshape(-1, *(1,) * (values.ndim - 1)), axis=0)

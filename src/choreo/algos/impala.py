@@ -1,11 +1,11 @@
 """IMPALA (Espeholt et al. 2018), for any space of numbers, with or without memory.
 
     policy:   log pi(a | s) * rho * (r + gamma v' - V(s))       rho: the clipped importance weight of action a
-    critic:   v - V(s)                                          v: the V-trace target of state s, v' that of its successor
+    critic:   v - V(s)                                          v, v': the V-trace targets of state s and its successor
 
 Actors may use parameters that are some iterations old. `act` returns the distribution from which it drew the action, and
-V-trace corrects for the difference to the learner's policy. With up-to-date parameters there is nothing to correct, and
-IMPALA is an n-step actor-critic.
+V-trace corrects for the difference between that distribution and the learner's policy. If actors use the newest parameters,
+there is no difference, and IMPALA is an n-step actor-critic.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,15 @@ from choreo.loops import Transition
 
 @dataclass(frozen=True, kw_only=True)
 class IMPALA(OneGradient):
-    """Importance-weighted actor-learners: an actor-critic that corrects for actors with older parameters."""
+    """Importance-weighted actor-learner: an actor-critic that corrects for the older parameters of its actors."""
 
     trace_lambda: float = 0.95
     """Between one-step (0) and n-step (1) targets, n = `unroll`; the paper has 1."""
     rho_bar: float = 1.0
-    """Largest importance weight of a temporal difference. With a larger one the critic judges a policy nearer to the learner's."""
+    """Bound on the importance weight of a temporal difference. With a larger bound, the critic learns the values of a policy that
+    is closer to the learner's policy."""
     c_bar: float = 1.0
-    """Largest importance weight of a trace. A smaller one gives targets with less variance."""
+    """Bound on the importance weight in a trace. A smaller bound gives targets with less variance."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -44,7 +45,7 @@ class IMPALA(OneGradient):
             )
 
     def targets(self, trajectory: Transition, predicted: Predictions) -> Targets:
-        """Section 4.2 of the paper; means over the trajectory where the paper has sums."""
+        """Section 4.2 of the paper; the loss is a mean over the trajectory, not a sum as in the paper."""
         log_prob, behaviour_log_prob = (pi.log_prob(trajectory.action) for pi in (predicted.pi, trajectory.extras))
         log_ratio = log_prob - behaviour_log_prob
         ratio = jnp.exp(log_ratio)
@@ -63,5 +64,5 @@ class IMPALA(OneGradient):
         return Targets(value, advantage, metrics)
 
     def usual_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
-        # As in the paper. With Adam and actors four iterations behind, some seeds collapsed (docs/algorithms/impala.md).
+        # RMSProp, as in the paper. With Adam and actors four iterations behind, some seeds collapsed (docs/algorithms/impala.md).
         return optax.rmsprop(learning_rate, decay=0.99, eps=1e-5)

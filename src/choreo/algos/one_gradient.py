@@ -2,8 +2,8 @@
 
     iterate:   act, step, act, step, ...  ->  trajectory [time, env]  ->  gradient  ->  all_reduce  ->  update
 
-Each algorithm of the family defines `targets`: from a trajectory to the target values of the critic and the advantages of the
-actions. Networks with memory are unfolded along the whole trajectory, from the memory they had before its first step.
+Each algorithm of the family defines `targets`, which computes the critic's target values and the advantages of the actions from
+a trajectory. A network with memory is applied along the whole trajectory and starts with its memory from before the first step.
 """
 
 import abc
@@ -41,7 +41,7 @@ class Train(NamedTuple):
     optimizer: optax.OptState
     """State of the optimiser."""
     iterations: jax.Array
-    """Number of iterations done; the learning rate follows it."""
+    """Number of iterations done; the learning rate depends on it."""
 
 
 class Carry(NamedTuple):
@@ -65,18 +65,18 @@ class Predictions(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What critic and policy learn from a trajectory [time, env]; constants in the loss."""
+    """What critic and policy learn from a trajectory [time, env]; the loss treats all fields as constants."""
 
     value: jax.Array
     """Target of the critic."""
     advantage: jax.Array
-    """Factor of the log-probability of each action."""
+    """The factor that the policy loss multiplies with the log-probability of each action."""
     metrics: dict[str, jax.Array] = {}
     """Further metrics of the algorithm."""
 
 
 class Gradient(NamedTuple):
-    """The result of `gradient` for one trajectory; averaged over learner shards before `update` applies it."""
+    """The result of `gradient` for one trajectory. `all_reduce` averages it over learner shards; then `update` applies it."""
 
     network: PyTree
     """The gradient of the loss."""
@@ -107,7 +107,7 @@ class OneGradient(abc.ABC):
     network: networks.Factory = networks.mlp
     """Builds the network: (observation_space, action_space, key) -> module."""
     optimizer: Callable[[Any], optax.GradientTransformation] | None = None
-    """From a learning rate to an optimiser; None: the usual one of the algorithm, on gradients clipped to `max_grad_norm`."""
+    """Makes an optimiser from a learning rate; None: `usual_optimizer`, on gradients clipped to `max_grad_norm`."""
 
     @abc.abstractmethod
     def targets(self, trajectory: Transition, predicted: Predictions) -> Targets:
@@ -139,7 +139,7 @@ class OneGradient(abc.ABC):
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
-        """One environment: -> action, its distribution; and, if the network has memory, the new memory."""
+        """The action for one environment and its distribution; if the network has memory, also the new memory."""
         pi, _, memory = self.apply(params, obs, memory)
         action = pi.mode() if greedy else pi.sample(key)
         return (action, pi) if memory is None else (action, pi, memory)
@@ -185,7 +185,7 @@ class OneGradient(abc.ABC):
         return loss, metrics | targets.metrics
 
     def predict(self, params: Params, trajectory: Transition, memory: PyTree) -> Predictions:
-        """The network at each step of a trajectory; no gradient flows through the value of a successor."""
+        """Apply the network at each step of a trajectory; no gradient flows through the value of a successor."""
         apply, fresh = functools.partial(self.apply, params), self.initial_state(params)
         along = jax.vmap(lambda obs, last, memory: unfold(apply, obs, last, memory, fresh), (1, 1, 0), 1)
         pi, value_tm1, memories = along(trajectory.obs, trajectory.last, memory)
@@ -193,7 +193,7 @@ class OneGradient(abc.ABC):
         return Predictions(pi, value_tm1, jax.lax.stop_gradient(value_t))
 
     def apply(self, params: Params, obs: PyTree, memory: PyTree):
-        """The network on one observation: pi, value, memory (None if the network has none)."""
+        """Apply the network to one observation; returns pi, value and memory (None if the network has no memory)."""
         if params.moments is not None:
             obs = ops.normalise(params.moments, obs)
         network = networks.thaw(params.network)

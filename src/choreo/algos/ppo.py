@@ -2,8 +2,7 @@
 
     iterate:   act, step, act, step, ...  ->  trajectory [time, env]  ->  learn: advantages, then epochs of minibatches
 
-The details that matter in practice are those of Huang et al. 2022, "The 37 implementation details of PPO"; where this
-file departs from them, a comment says so.
+The implementation details follow Huang et al. 2022, "The 37 implementation details of PPO"; a comment marks every deviation.
 """
 
 import functools
@@ -40,7 +39,7 @@ class Train(NamedTuple):
     optimizer: optax.OptState
     """State of the optimiser."""
     iterations: jax.Array
-    """Number of iterations done; the learning rate follows it."""
+    """Number of iterations done; the learning rate depends on it."""
 
 
 class Carry(NamedTuple):
@@ -62,7 +61,7 @@ class Batch(NamedTuple):
     advantage: jax.Array
     target: jax.Array
     memory: PyTree
-    """Memory of the network before the first step: [sequence]; None if the network has none."""
+    """Memory of the network before the first step: [sequence]; None if the network has no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ class PPO:
     network: networks.Factory = networks.mlp
     """Builds the network: (observation_space, action_space, key) -> module."""
     optimizer: Callable[[Any], optax.GradientTransformation] | None = None
-    """From a learning rate to an optimiser; None: Adam on gradients clipped to `max_grad_norm`."""
+    """Makes an optimiser from a learning rate; None: Adam on gradients clipped to `max_grad_norm`."""
 
     def __post_init__(self):
         for name in ("unroll", "epochs", "minibatch_size"):
@@ -122,20 +121,20 @@ class PPO:
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, memory: PyTree = None, *, greedy: bool = False):
-        """One environment: -> action, its distribution; and, if the network has memory, the new memory."""
+        """The action for one environment and its distribution; if the network has memory, also the new memory."""
         pi, _, memory = self.apply(params, obs, memory)
         action = pi.mode() if greedy else pi.sample(key)
         return (action, pi) if memory is None else (action, pi, memory)
 
     def apply(self, params: Params, obs: PyTree, memory: PyTree):
-        """The network on one observation: pi, value, memory (None if the network has none)."""
+        """Apply the network to one observation; returns pi, value and memory (None if the network has no memory)."""
         if params.moments is not None:
             obs = ops.normalise(params.moments, obs)
         network = networks.thaw(params.network)
         return (*network(obs), None) if memory is None else network(obs, memory)
 
     def unfold(self, params: Params, obs: PyTree, last: jax.Array, memory: PyTree):
-        """The network along sequences [sequence, time, ...], from the memory [sequence] before their first step."""
+        """Apply the network along sequences [sequence, time, ...]; `memory` [sequence] is from before their first step."""
         apply, fresh = functools.partial(self.apply, params), self.initial_state(params)
         return jax.vmap(lambda obs, last, memory: unfold(apply, obs, last, memory, fresh))(obs, last, memory)
 
@@ -168,7 +167,7 @@ class PPO:
 
         state = (train.params.network, train.optimizer)
         (network, opt_state), metrics = jax.lax.scan(epoch, state, jax.random.split(key, self.epochs))
-        # After the epochs, not before: the actor's probabilities were computed with the old statistics.
+        # Update the statistics only after the epochs: the actor computed its probabilities with the old statistics.
         moments = train.params.moments
         if moments is not None:
             moments = ops.update_moments(moments, trajectory.obs)
@@ -199,7 +198,7 @@ class PPO:
         }
 
     def make_batch(self, params: Params, trajectory: Transition, memory: PyTree) -> Batch:
-        """Advantages and targets of a trajectory, and all input of the loss, sequence by sequence or sample by sample."""
+        """All input of the loss, with advantages and targets: [sequence, time] if the network has memory, else [sample]."""
         sequences = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
         # The learner computes the values, so that an actor need not compute and send them.
         _, value_tm1, memories = self.unfold(params, sequences.obs, sequences.last, memory)
@@ -208,7 +207,7 @@ class PPO:
         discount_t = self.gamma * trajectory.discount
         advantage = ops.gae(trajectory.reward, discount_t, trajectory.last, value_tm1.T, value_t.T, self.gae_lambda).T
         s = sequences
-        # Here and not in `act`: one large computation instead of a small one at every step.
+        # Computed here, not in `act`: one large computation is faster than a small one at every step.
         log_prob = s.extras.log_prob(s.action)
         batch = Batch(s.obs, s.action, log_prob, s.last, advantage, advantage + value_tm1, memory)
         return batch if memory is not None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
@@ -219,7 +218,7 @@ class PPO:
         return ops.clipped(optax.adam(learning_rate, eps=1e-5), self.max_grad_norm)
 
     def sequences_per_minibatch(self, num_envs: int, *, recurrent: bool) -> int:
-        """Number of sequences in a minibatch; a sequence has `unroll` steps if the network has memory, else one."""
+        """Number of sequences in a minibatch; a sequence has `unroll` steps if the network has memory, else one step."""
         length, num_sequences = (self.unroll, num_envs) if recurrent else (1, self.unroll * num_envs)
         if self.minibatch_size % length:
             raise AlgorithmError(
@@ -240,5 +239,5 @@ class PPO:
 
 
 def _divisors(num_sequences: int, length: int) -> list[int]:
-    """The largest minibatch sizes that fit, at most six."""
+    """The six largest minibatch sizes (or fewer) that divide the steps of an iteration."""
     return [length * d for d in range(num_sequences, 0, -1) if num_sequences % d == 0][:6]

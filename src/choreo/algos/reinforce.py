@@ -3,9 +3,9 @@
     policy:   log pi(a | s) * (G - V(s))        G: the discounted sum of all rewards from this step on
     critic:   G - V(s)                          the error
 
-An action is judged by all rewards that follow it, minus the baseline: the value that the critic expected. Deviations from the
-paper: the baseline is a network, an update comes after `unroll` steps of every environment instead of after each episode, and
-the loss has an entropy bonus.
+The advantage of an action is the sum G of all later rewards minus the baseline V(s), which the critic predicted. Deviations
+from the paper: the baseline is a network, an update comes after `unroll` steps of every environment instead of after each
+episode, and the loss has an entropy bonus.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class REINFORCE(OneGradient):
     unroll: int = 128
 
     def targets(self, trajectory: Transition, predicted: Predictions) -> Targets:
-        """Sutton & Barto 2018, section 13.4; as is common, without the factor gamma^t, with which late steps would hardly count."""
-        # Where the end of the unroll or a time limit cuts an episode, the return bootstraps from the baseline. Learning from
-        # whole episodes only would leave out the long ones, which differ from the rest.
+        """Sutton & Barto 2018, section 13.4, without the factor gamma^t, which would make the weight of late steps tiny."""
+        # Where the end of the unroll or a time limit cuts an episode, the return bootstraps from the baseline. Learning only from
+        # whole episodes would leave out the long episodes, which differ from the short ones.
         value = ops.discounted_return(
             trajectory.reward, self.gamma * trajectory.discount, trajectory.last, predicted.value_t
         )

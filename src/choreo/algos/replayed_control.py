@@ -1,11 +1,11 @@
 """The loop of algorithms that learn control of continuous actions from replay: DDPG, TD3 and SAC.
 
     iterate:   draw -> learn: update, update, ...      from stored steps
-               act, step, act, step, ... -> add        at the same time, with the parameters the iteration began with
+               act, step, act, step, ... -> add        at the same time, with the parameters from before the iteration
 
-Each algorithm of the family defines how a policy acts (`choose`), what is learned (`start`) and how a batch changes that
-(`update`). Its network has a `policy`, which is all that acting needs, and `critics` of actions
-(`choreo.networks.deterministic`, `squashed`). Until the first update, actions are drawn uniformly from the action space.
+Each algorithm of the family defines how a policy acts (`choose`), the initial state of learning (`start`), and how one batch
+changes this state (`update`). The network (`choreo.networks.deterministic`, `squashed`) has a `policy`, which is all that acting
+needs, and `critics`, which give values to actions. Until the first update, actions are drawn uniformly from the action space.
 """
 
 import abc
@@ -43,7 +43,7 @@ class Network(NamedTuple):
     """The two parts of a network, frozen: every leaf is an array."""
 
     policy: PyTree
-    """obs -> action, or a distribution over actions; with the `bounds` of the action space."""
+    """A function obs -> action, or obs -> distribution over actions; its attribute `bounds` has the bounds of the action space."""
     critics: PyTree
     """A tuple of functions obs, action -> value."""
 
@@ -60,7 +60,7 @@ class Train(NamedTuple):
     updates: jax.Array
     """Number of updates done."""
     iterations: jax.Array
-    """Number of iterations done, including those in which too little was stored to learn from."""
+    """Number of iterations done, including those with too few stored steps to learn from."""
 
 
 class Carry(NamedTuple):
@@ -84,7 +84,7 @@ class Item(NamedTuple):
     """Discount of the value of `next_obs`: 0 where the episode terminated."""
     next_obs: PyTree
     weight: jax.Array
-    """Weight in the loss of the critics: 1; but 0 where a time limit cut the episode, because the successor was not stored."""
+    """Weight in the loss of the critics. It is 0 where a time limit cut the episode, because the true successor is not stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,35 +96,35 @@ class ReplayedControl(abc.ABC):
     unroll: int = 1
     """Steps per environment and iteration."""
     updates_per_step: float = 1.0
-    """Update-to-data ratio: gradient updates per environment step. Its product with unroll x environments must be whole."""
+    """Update-to-data ratio: gradient updates per environment step. Its product with unroll x environments must be an integer."""
     batch_size: int = 256
     """Items per update."""
     gamma: float = 0.99
     """Discount factor."""
     tau: float = 0.005
-    """Fraction of the way to the learned parameters that the target networks move in each update; 1 copies them."""
+    """In each update, the target networks move this fraction of the way to the learned parameters; 1 copies the parameters."""
     capacity: int = 1_000_000
     """Steps that the replay holds."""
     min_size: int = 1_000
     """Steps that are stored before learning begins; until then actions are uniform."""
     buffer_shards: int = 1
-    """Number of replays, each over its own environments. Part of the results: every batch takes equally many items from each."""
+    """Number of buffer shards; it changes the results. Each shard has its own environments and gives an equal part of a batch."""
     network: networks.Factory = networks.deterministic
     """Builds the network: (observation_space, action_space, key) -> module with `policy` and `critics`."""
     optimizer: Callable[[Any], optax.GradientTransformation] | None = None
-    """From a learning rate to an optimiser; None: Adam."""
+    """Makes an optimiser from a learning rate; None: Adam."""
 
     @abc.abstractmethod
     def choose(self, policy: Any, obs: PyTree, key: Key | None) -> jax.Array:
-        """The action of a policy in one environment: exploring, or the best one if there is no key."""
+        """The action of a policy in one environment: with exploration noise, or the best action if `key` is None."""
 
     @abc.abstractmethod
     def start(self, network: Network) -> tuple[Any, PyTree, Any]:
-        """Before the first update: `learned`, `target` and `optimizer` of `Train`."""
+        """The fields `learned`, `target` and `optimizer` of `Train` before the first update."""
 
     @abc.abstractmethod
     def update(self, train: Train, steps: StoredStep, key: Key) -> tuple[Train, Metrics]:
-        """Change `learned`, `target` and `optimizer` by a batch of stored windows [item, step, ...]."""
+        """Learn from a batch of stored windows [item, step, ...]; changes `learned`, `target` and `optimizer`."""
 
     def __post_init__(self):
         name = type(self).__name__
@@ -135,10 +135,10 @@ class ReplayedControl(abc.ABC):
             raise AlgorithmError(f"{name}(updates_per_step={self.updates_per_step}) must be above 0, and finite.")
         if not 0 < self.tau <= 1:
             raise AlgorithmError(f"{name}(tau={self.tau}) must be above 0, and at most 1.", fix="Use tau=0.005.")
-        self.replay(updates=1)  # raises if sizes do not fit together
+        self.replay(updates=1)  # raises AlgorithmError if the sizes do not fit together
 
     def replay(self, updates: int) -> Replay:
-        """The replay of one buffer shard, with `updates` batches per draw; its items are windows of two steps."""
+        """The replay of one buffer shard. One draw gives `updates` batches; an item is a window of two steps."""
         return make_replay(
             capacity=self.capacity, unroll=self.unroll, length=2, updates=updates,
             batch_size=self.batch_size, min_size=self.min_size, shards=self.buffer_shards,
@@ -159,7 +159,7 @@ class ReplayedControl(abc.ABC):
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, *, greedy: bool = False):
-        """One environment: -> action, and None, because nothing else is stored with the step."""
+        """The action for one environment, and None: the replay stores nothing else with the step."""
         policy = networks.thaw(params.policy)
         if greedy:
             return self.choose(policy, obs, None), None
@@ -180,7 +180,7 @@ class ReplayedControl(abc.ABC):
 
     @fragment("learner")
     def learn(self, train: Train, batches: Batches, key: Key):
-        """One update after another; while too little is stored, only the number of iterations changes."""
+        """Do all updates of an iteration. While too few steps are stored, only the number of iterations changes."""
 
         def update(train: Train, now: tuple[StoredStep, Key]) -> tuple[Train, Metrics]:
             after, metrics = self.update(train, *now)
@@ -197,14 +197,14 @@ class ReplayedControl(abc.ABC):
         """The transition in a window of two stored steps."""
         obs, next_obs = (jax.tree.map(lambda x, i=i: x[i], steps.obs) for i in (0, 1))
         action, reward, discount, last = steps.action[0], steps.reward[0], steps.discount[0], steps.last[0]
-        cut = last & (discount > 0)  # by a time limit: `next_obs` belongs to the next episode
+        cut = last & (discount > 0)  # a time limit cut the episode: `next_obs` belongs to the next episode
         return Item(obs, action, reward, self.gamma * discount, next_obs, jnp.where(cut, 0.0, 1.0).astype(reward.dtype))
 
     def make_optimizer(self) -> optax.GradientTransformation:
         return (self.optimizer or optax.adam)(self.learning_rate)
 
     def descend(self, gradient: PyTree, params: PyTree, state: optax.OptState) -> tuple[PyTree, optax.OptState]:
-        """One step of the optimiser, with the gradient averaged over learner shards: -> parameters, state."""
+        """Average a gradient over learner shards and do one optimiser step; returns the parameters and the optimiser state."""
         changes, state = self.make_optimizer().update(all_reduce(gradient), state, params)
         return optax.apply_updates(params, changes), state
 
@@ -215,12 +215,15 @@ class ReplayedControl(abc.ABC):
 
 def values(critics: PyTree, obs: PyTree, action: jax.Array) -> jax.Array:
     """The value of an action by each critic: [critic]."""
-    # One after another: as one product with an axis for the critics, they are slower on a CPU.
+    # One critic after another: on a CPU, one batched product for all critics is slower.
     return jnp.stack([critic(obs, action) for critic in networks.thaw(critics)])
 
 
 def noisy(policy: Any, obs: PyTree, key: Key | None, noise: float) -> jax.Array:
-    """The action of a deterministic policy; with a key, plus normal noise in units of half the width of the space."""
+    """The action of a deterministic policy, plus normal noise unless `key` is None.
+
+    `noise` is the standard deviation, in units of half the width of the action space.
+    """
     action = policy(obs)
     if key is None:
         return action
@@ -228,6 +231,6 @@ def noisy(policy: Any, obs: PyTree, key: Key | None, noise: float) -> jax.Array:
 
 
 def mean_losses(losses: Callable[[StoredStep, Key], Metrics], steps: StoredStep, key: Key) -> Metrics:
-    """The means of `losses` over a batch of windows [item, step, ...], each item with a key of its own."""
+    """The means of `losses` over a batch of windows [item, step, ...]; each item gets a different key."""
     metrics = jax.vmap(losses)(steps, jax.random.split(key, len(steps.reward)))
     return {name: jnp.mean(x) for name, x in metrics.items()}

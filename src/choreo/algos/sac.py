@@ -1,8 +1,8 @@
 """Soft actor-critic (Haarnoja et al. 2018), for actions within bounds.
 
-This is its second form, "Soft actor-critic algorithms and applications": two critics, no network for the value of states,
-and a learned temperature. Deviation from the paper: all parts take their steps together, so the policy ascends the critics
-as they were before the update.
+This is the version of the second paper, "Soft actor-critic algorithms and applications": two critics, no network for the value
+of states, and a learned temperature. Deviation from the paper: one optimiser step updates policy, critics and temperature
+together, so the gradient of the policy uses the critics from before the update.
 """
 
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ class Learned(NamedTuple):
     policy: PyTree
     critics: PyTree
     log_temperature: jax.Array
-    """Logarithm of the temperature, which is the worth of a nat of entropy."""
+    """Logarithm of the temperature: the reward that one nat of entropy is worth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAC(ReplayedControl):
-    """Soft actor-critic: continuous actions, rewarded for staying random."""
+    """Soft actor-critic: continuous actions, and a reward for the entropy of the policy."""
 
     learning_rate: float = 3e-4
     network: networks.Factory = networks.squashed
     temperature: float | None = None
-    """Worth of a nat of entropy, in units of reward; None: learned, such that the entropy is `target_entropy`."""
+    """The reward that one nat of entropy is worth; None: learned, so that the entropy approaches `target_entropy`."""
     target_entropy: float = -1.0
-    """Entropy for each dimension of an action, in nats, of actions scaled to [-1, 1]."""
+    """Wanted entropy per dimension of an action, in nats, for actions scaled to [-1, 1]."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -48,19 +48,19 @@ class SAC(ReplayedControl):
         return pi.mode() if key is None else pi.sample(key)
 
     def start(self, network: Network) -> tuple[Learned, PyTree, Any]:
-        """Only the critics have targets."""
+        """As in `ReplayedControl`; only the critics have target networks."""
         learned = Learned(*network, jnp.zeros((), jnp.result_type(float)))
         return learned, jax.tree.map(jnp.copy, network.critics), self.make_optimizer().init(learned)
 
     def update(self, train: Train, steps: StoredStep, key: Key) -> tuple[Train, Metrics]:
-        """Algorithm 1 of the paper; policy, critics and temperature take their steps together."""
+        """Algorithm 1 of the paper, with one optimiser step for policy, critics and temperature together."""
         gradient, metrics = jax.grad(self.loss, has_aux=True)(train.learned, train.target, steps, key)
         learned, optimizer = self.descend(gradient, train.learned, train.optimizer)
         target = self.follow(train.target, learned.critics)
         return train._replace(learned=learned, target=target, optimizer=optimizer), metrics
 
     def loss(self, learned: Learned, target: PyTree, steps: StoredStep, key: Key) -> tuple[jax.Array, Metrics]:
-        """The sum of all three losses over a batch; each changes parameters that the others leave alone."""
+        """The sum of all three losses over a batch. No parameter gets a gradient from more than one loss."""
         metrics = mean_losses(lambda item, key: self.item_losses(learned, target, item, key), steps, key)
         return metrics["critic_loss"] + metrics["policy_loss"] + metrics["temperature_loss"], metrics
 

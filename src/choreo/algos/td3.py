@@ -1,7 +1,7 @@
 """Twin delayed deterministic policy gradient, TD3 (Fujimoto et al. 2018), for actions within bounds.
 
-DDPG with three changes against values that are too high: the smaller of two critics, targets smoothed over nearby actions,
-and a policy that is updated less often than the critics.
+TD3 is DDPG with three changes, because DDPG overestimates values: it uses the smaller value of two critics, smooths the targets
+over nearby actions, and updates the policy less often than the critics.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class TD3(ReplayedControl):
     """Twin delayed DDPG: two critics, smoothed targets, a policy that is updated less often."""
 
     noise: float = 0.1
-    """Standard deviation of the exploration noise on actions, in units of half the width of the space."""
+    """Standard deviation of the exploration noise on actions, in units of half the width of the action space."""
     target_noise: float = 0.2
     """Standard deviation of the noise on the actions of the target policy, in the same units."""
     target_noise_clip: float = 0.5
-    """Largest noise on the actions of the target policy."""
+    """Bound to which this noise is clipped, in the same units."""
     policy_delay: int = 2
-    """Updates of the critics for each update of the policy and the targets."""
+    """The policy and the target networks are updated once in this many updates of the critics."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -40,17 +40,17 @@ class TD3(ReplayedControl):
         return noisy(policy, obs, key, self.noise)
 
     def start(self, network: Network) -> tuple[Network, Network, Any]:
-        """Policy and critics have an optimiser each, because the policy is updated less often."""
+        """As in `ReplayedControl`; policy and critics have separate optimisers, because the policy is updated less often."""
         optimizers = tuple(map(self.make_optimizer().init, (network.policy, network.critics)))
         return network, jax.tree.map(jnp.copy, network), optimizers
 
     def update(self, train: Train, steps: StoredStep, key: Key) -> tuple[Train, Metrics]:
-        """The part of the paper's algorithm 1 that follows the drawing of a batch."""
+        """Algorithm 1 of the paper, from the point where a batch has been drawn."""
         network, (policy_state, critics_state) = train.learned, train.optimizer
         gradient, metrics = jax.grad(self.critic_loss, has_aux=True)(network.critics, train.target, steps, key)
         critics, critics_state = self.descend(gradient, network.critics, critics_state)
         due = (train.updates + 1) % self.policy_delay == 0
-        # Only the gradient is inside of `cond`: it takes most of the time. The collective, in `descend`, must run on every update.
+        # `cond` contains only the gradient, which takes most of the time. `descend` calls `all_reduce`, which must run every time.
         gradient = jax.lax.cond(
             due, jax.grad(self.policy_loss), lambda policy, *_: optax.tree.zeros_like(policy),
             network.policy, critics, steps.obs,
@@ -68,7 +68,7 @@ class TD3(ReplayedControl):
         return metrics["critic_loss"], metrics
 
     def item_losses(self, critics: PyTree, target: Network, steps: StoredStep, key: Key) -> Metrics:
-        """The critics' loss of one item [step, ...], and their values of its action."""
+        """The loss of the critics for one item [step, ...], and the value `q` of its action by each critic."""
         item, target = self.item(steps), networks.thaw(target)
         # Equation 14: the action of the target policy, plus clipped noise.
         noise = self.target_noise * jax.random.normal(key, (item.action.size,), item.action.dtype)
@@ -80,7 +80,7 @@ class TD3(ReplayedControl):
         return {"critic_loss": item.weight * 0.5 * jnp.sum((q - wanted) ** 2), "q": q}
 
     def policy_loss(self, policy: PyTree, critics: PyTree, obs: PyTree) -> jax.Array:
-        """The value of the policy's own actions by the first critic, negated (algorithm 1); `obs` is [item, step, ...]."""
+        """Minus the mean value of the policy's actions by the first critic (algorithm 1); `obs` is [item, step, ...]."""
         policy, critic = networks.thaw(policy), networks.thaw(critics)[0]
         first = jax.tree.map(lambda x: x[:, 0], obs)
         return -jnp.mean(jax.vmap(lambda obs: critic(obs, policy(obs)))(first))

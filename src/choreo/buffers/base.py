@@ -2,19 +2,19 @@
 
     storage     [env, time, ...]      a ring buffer of steps for each environment; new steps overwrite the oldest
     item        (env, time)           the window of `table.length` steps that begins there
-    table       "items", "queue"      a sampler of its own over the same storage
+    table       "items", "queue"      draws items in its own way; all tables share the storage
 
                  oldest                               newest
     steps        |5 |6 |7 |8 |9 |10|11|12|13|14|15|16|
-    items of 3    *  *  *  *  *  *  *  *  *  *           the star marks the first step of each
+    items of 3    *  *  *  *  *  *  *  *  *  *           a star marks the first step of an item of 3 steps
 
-An n-step return needs n + 1 observations, so its item is a window of n + 1 steps; no observation is stored a second time as
-the successor of another. The whole replay is arrays in an algorithm's carry. Every large array has the env axis first, so
-that a layout can divide it among sites as it divides the environments; a sampler reads only the environments it is given.
+An n-step return needs n + 1 observations, so its item is a window of n + 1 steps. Each observation is stored once, not a second
+time as a successor. The whole replay consists of arrays in an algorithm's carry. Every large array has the env axis first, so that
+a layout can divide it among sites like the environments. A table reads only the environments of its own replay.
 
-Why not flashbax: its buffers keep one sum tree over all environments, which cannot be divided among sites; they draw one kind of
-item; they do not store frame stacks as single frames; and XLA copies them whole if an iteration draws before it adds
-(`benchmarks/replay.py` measures it). An algorithm of your own can use them unchanged: `docs/replay.md`.
+We do not use flashbax for four reasons. Its buffers keep one sum tree over all environments, which cannot be divided among
+sites. They draw one kind of item. They do not store frame stacks as single frames. And if an iteration draws before it adds, XLA
+copies a whole buffer (`benchmarks/replay.py` measures this copy). Your own algorithm can use flashbax unchanged (`docs/replay.md`).
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ source_info_util.register_exclusion(__file__)
 
 
 class StoredStep(NamedTuple):
-    """One step of one environment, as it is stored."""
+    """One stored step of one environment."""
 
     obs: PyTree
     """Observation before the step."""
@@ -49,7 +49,7 @@ class StoredStep(NamedTuple):
     last: jax.Array
     """True where the episode ended, by termination or truncation."""
     extras: PyTree = None
-    """Anything else that the algorithm wants to read back."""
+    """Any other values that the algorithm stores with the step."""
 
 
 class ReplayState(NamedTuple):
@@ -58,7 +58,7 @@ class ReplayState(NamedTuple):
     steps: StoredStep
     """The ring buffers: [env, time, ...]"""
     inserted: Count
-    """Steps added to each ring buffer so far, including those overwritten since."""
+    """Number of steps added to each ring buffer so far, including overwritten steps."""
     tables: dict[str, TableState]
     """The state of each table, by name."""
 
@@ -76,14 +76,14 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """A ring buffer for each environment, and the tables that draw from them."""
+    """A ring buffer for each environment, and the tables that draw from these buffers."""
 
     capacity: int
-    """Steps stored, of all environments together."""
+    """Number of steps to store, in all environments together."""
     unroll: int
-    """Steps of each environment in one addition."""
+    """Number of steps of each environment in one call of `add`."""
     tables: tuple[Table, ...]
-    """The tables; the first is the default of `sample` and `set_priorities`."""
+    """The tables; `sample` and `set_priorities` use the first table by default."""
     stack: int = 1
     """Frames in an observation, along its last axis. If more than 1, each frame is stored once and stacks are rebuilt."""
 
@@ -100,16 +100,17 @@ class Replay:
                 )
 
     def ring(self, num_envs: int) -> int:
-        """The length of an environment's ring buffer: a multiple of `unroll`, so that an addition is contiguous.
+        """The length of the ring buffer of one environment: a multiple of `unroll`, so that each `add` writes one contiguous slice.
 
-        Long enough for an item with any number of environments, because a plan also traces with twice as many as the run has.
+        The ring buffer has room for at least one item, however large `num_envs` is. A plan also traces the algorithm with twice as
+        many environments as the run has.
         """
         longest = max(table.length for table in self.tables) + self.stack - 1
         steps = max(-(-self.capacity // num_envs), self.unroll + longest)
         return -(-steps // self.unroll) * self.unroll
 
     def init(self, step: StoredStep, num_envs: int) -> ReplayState:
-        """An empty replay; `step` is one step of one environment, as arrays or as their types."""
+        """An empty replay. `step` is one step of one environment; its leaves may be arrays or only their shapes and types."""
         check_fits(jax.eval_shape(lambda: self._empty(step, num_envs)), capacity=self.capacity)
         if self.ring(num_envs) * num_envs >= LARGEST_ROUND:
             raise AlgorithmError(
@@ -166,7 +167,7 @@ class Replay:
             )
 
     def sample(self, state: ReplayState, key: Key, table: str | None = None) -> tuple[ReplayState, Sample]:
-        """Draw a batch of items from a table, by default the first."""
+        """Draw a batch of items from a table (default: the first table)."""
         drawn = self.table(table)
         num_envs, ring = state.steps.last.shape
         after, ready, where = drawn.draw(state.tables[drawn.name], state.inserted, ring, num_envs, self.stack - 1, key)
@@ -194,7 +195,7 @@ class Replay:
     ) -> ReplayState:
         """Set the priorities of items that were drawn from a table. Call it before the next `add`.
 
-        A priority that is NaN makes the probability of everything drawn later NaN, and so the loss: the run then ends.
+        If a priority is NaN, all probabilities that are drawn later are NaN, and so is the loss; then the run ends.
         """
         changed = self.table(table)
         return state._replace(
@@ -203,7 +204,7 @@ class Replay:
         )
 
     def table(self, name: str | None) -> Table:
-        """The table of this name; None means the first."""
+        """The table with this name; with None, the first table."""
         found = [table for table in self.tables if name in (None, table.name)]
         if not found:
             raise AlgorithmError(
@@ -224,10 +225,10 @@ class Replay:
 
 
 def _read_token(steps: StoredStep, inserted: jax.Array) -> jax.Array:
-    """An opaque False that depends on every leaf of `steps`, which was read from the storage.
+    """An opaque False that depends on every leaf of `steps`, which were read from the storage.
 
-    XLA updates an array in place only if all reads of the old array come first, and orders them only by data dependence.
-    If the next `add` did not depend on these reads, XLA would copy the whole storage in every iteration.
+    XLA updates an array in place only if all reads of the old array come before the write, and only a data dependence fixes this
+    order. If the next `add` did not depend on these reads, XLA would copy the whole storage in every iteration.
     (`optimization_barrier` does not help: XLA removes it before it decides about copies.)
     """
     some = [x.ravel()[0].astype(bool) for x in jax.tree.leaves(steps)]

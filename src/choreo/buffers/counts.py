@@ -1,10 +1,11 @@
-"""Counters that do not overflow. JAX's integers end at 2^31; a long run stores and draws more than that.
+"""Counters that do not overflow. JAX's int32 ends at 2^31, but a long run stores and draws more steps.
 
     Count(rest, rounds)        total = rounds x round + rest
 
-Every use of a count knows the size of its round. The rest alone tells where in the ring buffer a step lies, and whether enough
-steps are stored: a round of steps is a multiple of the ring's length, and the rest never falls below the ring's length again.
-Only ratios, such as samples per insert, need the total.
+A *round* is a fixed number; a count does not store it, so each use passes it as an argument. For steps, a round is a multiple of
+the ring's length, so `rest` alone gives the position of a step in the ring buffer. Once `rest` has reached the ring's length, it
+never falls below, so `rest` alone also tells whether enough steps are stored. Only ratios, such as samples per insert, need the
+total.
 """
 
 from typing import NamedTuple
@@ -13,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 LARGEST_ROUND = 2**30
-"""Leaves room below 2^31 for the number that is added to a rest before the rest is compared with a round."""
+"""The largest size of a round. It is far below 2^31, so that adding to `rest` does not overflow."""
 
 
 class Count(NamedTuple):
-    """A counter in two integers."""
+    """A counter that consists of two integers."""
 
     rest: jax.Array
     """The count minus all whole rounds."""
@@ -25,13 +26,13 @@ class Count(NamedTuple):
     """How many whole rounds have been subtracted."""
 
     def plus(self, more: int | jax.Array, round_: int = LARGEST_ROUND, kept: int = 0) -> "Count":
-        """The count after `more`; a round is subtracted from the rest as soon as at least `kept` would be left."""
+        """The count plus `more`. A round is subtracted from `rest` if at least `kept` is left then."""
         rest = self.rest + more
         is_round = rest >= round_ + kept
         return Count(jnp.where(is_round, rest - round_, rest), self.rounds + is_round.astype(jnp.int32))
 
     def total(self, round_: int = LARGEST_ROUND) -> jax.Array:
-        """The whole count, as a rounded float: an integer may be too small for it."""
+        """The whole count as a float, which is rounded; it may be too large for an int32."""
         return self.rounds.astype(jnp.float32) * round_ + self.rest.astype(jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Check that a replay fits into this machine's memory, before it is allocated; shapes are enough for the check."""
+"""Check that a replay fits into the memory of this machine. The check needs only shapes, so it comes before the allocation."""
 
 import math
 import os
@@ -13,7 +13,7 @@ CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_fits(state: PyTree, *, capacity: int) -> int:
-    """The size of `state` in bytes; raises AlgorithmError if this machine has less memory."""
+    """Return the size of `state` in bytes; raise AlgorithmError if this machine has less memory."""
     num_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     limit = memory_bytes()
     if num_bytes > limit:

@@ -3,8 +3,8 @@
     iterate:    draw -> learn             from stored steps
                 rollout -> add            with the parameters from the beginning of the iteration
 
-Within an iteration, learning does not depend on acting: a step is drawn in the iteration after it was collected, at the
-earliest. So a site that acts and a site that learns work at the same time, also in lockstep.
+Within an iteration, learning does not depend on acting: a step can be drawn only in a later iteration than the one that
+collected it. So a site that acts and a site that learns work at the same time, also in lockstep.
 
     1 shard     [env]                     one replay over all environments
     B shards    B x [env / B]             a replay for each shard's environments; a batch has the same number of items of each
@@ -57,7 +57,10 @@ def make_replay(
     exponent: float = 0.6,
     stack: int = 1,
 ) -> Replay:
-    """The replay of one of `shards` shards, from which items of `length` steps are drawn for `updates` updates at a time."""
+    """The replay of one buffer shard. `capacity`, `batch_size` and `min_size` are totals over all shards.
+
+    An item has `length` steps. One draw returns the items of all `updates` of an iteration.
+    """
     if shards < 1 or batch_size % shards:
         raise AlgorithmError(
             f"A batch of {batch_size} cannot be drawn evenly from {shards} buffer shards.",
@@ -80,11 +83,16 @@ def make_replay(
 
 
 def num_updates(updates_per_step: float, unroll: int, env: Env) -> int:
-    """The updates of one iteration, from the update-to-data ratio: gradient updates per environment step of all shards."""
+    """The number of gradient updates in one iteration. `updates_per_step` is the update-to-data ratio.
+
+    `env` has the environments of one learner shard; the ratio counts the steps of all learner shards.
+    """
     num_envs = env.num_envs * num_shards()
     updates = updates_per_step * unroll * num_envs
     whole = max(round(updates), 1)
-    if abs(updates - whole) > 1e-6 * whole:  # a ratio such as 1/3 is rounded
+    if (
+        abs(updates - whole) > 1e-6 * whole
+    ):  # the tolerance is for ratios such as 1/3, which a float cannot hold exactly
         raise AlgorithmError(
             f"updates_per_step={updates_per_step:g} gives {updates:g} updates in an iteration of {unroll * num_envs} steps "
             f"(unroll={unroll} x {num_envs} environments), but the number of updates must be whole.",

@@ -4,10 +4,10 @@
     next levels     each child is the sum over one node of the level below
     last level      one node, the root
 
-Drawing an item descends once from the root to a leaf: a few small vector operations, for any number of items.
-(Two levels for a million items would need nodes of a thousand children, and a CPU reads each child.) When a weight changes, the
-sums above it are computed anew, so rounding errors do not accumulate: a sum is 0 if and only if there is no item below. All
-levels are in one array, so that the number of arrays in a carry does not depend on the number of environments.
+A draw descends from the root to a leaf, with a few small vector operations in each level. (A tree of only two levels would need
+nodes of a thousand children for a million items, and a CPU reads each child.) When a weight changes, all sums above it are computed
+again from their children, so rounding errors do not accumulate: a sum is 0 if and only if there is no item below. All levels are
+in one array, so that the number of arrays in a carry does not depend on the number of environments.
 """
 
 import jax
@@ -17,14 +17,14 @@ from choreo.types import Key
 
 
 def empty(num_envs: int, num_items: int, batch: int) -> jax.Array:
-    """Sum trees whose weights are all 0, for `num_items` items of each environment, drawn `batch` at a time."""
-    # With a small batch, time depends on the number of levels; with a large one, on the children (benchmarks/replay.py).
+    """Sum trees with all weights 0, for `num_items` items of each environment; `batch` is the number of items in one draw."""
+    # The time of a small batch depends on the number of levels, that of a large batch on `fan_out` (benchmarks/replay.py).
     fan_out = 16 if batch <= 64 else 8
     return jnp.zeros((num_envs, sum(_nodes_per_level(-(-num_items // fan_out), fan_out)), fan_out), jnp.float32)
 
 
 def set_consecutive(tree: jax.Array, item: jax.Array, weight: jax.Array) -> jax.Array:
-    """Set the weights [env, item] of consecutive items, the same in every environment; after the last item comes item 0."""
+    """Set the weights [env, item] of consecutive items; `item` [item] is the same for all environments and may wrap around to 0."""
     fan_out = tree.shape[-1]
     for first, num_nodes in _levels(tree):
         tree = tree.at[:, first + item // fan_out, item % fan_out].set(weight)
@@ -36,7 +36,7 @@ def set_consecutive(tree: jax.Array, item: jax.Array, weight: jax.Array) -> jax.
 
 
 def set_weights(tree: jax.Array, env: jax.Array, item: jax.Array, weight: jax.Array) -> jax.Array:
-    """Set the weights [n] of any items [n]; if an item is given twice, one of its two weights is set."""
+    """Set the weights [n] of any items [n]; an item that occurs twice gets one of its two weights."""
     fan_out = tree.shape[-1]
     for first, _ in _levels(tree):
         node = item // fan_out
@@ -57,16 +57,19 @@ def total(tree: jax.Array) -> jax.Array:
 
 
 def draw(tree: jax.Array, key: Key, num: int, *, systematic: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Stratified sampling: one item from each of `num` equal parts of the total weight, as (env, item, probability).
+    """Stratified sampling: draw one item from each of `num` equal parts of the total weight; returns (env, item, probability).
 
-    `systematic`: from the same position within every part, so that an item lighter than a part is drawn at most once.
+    With `systematic`, the position within every part is the same, so an item that weighs less than a part is drawn at most once.
     """
     position = jnp.broadcast_to(jax.random.uniform(key, () if systematic else (num,), jnp.float32), (num,))
     return find(tree, position)
 
 
 def find(tree: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The items (env, item, probability) at `position` [n], from 0 to 1, within each of n equal parts of the total weight."""
+    """Divide the total weight into n equal parts, and return the item (env, item, probability) at a position within each part.
+
+    `position` [n] is between 0 and 1.
+    """
     num, whole = len(position), total(tree)
     rest = (jnp.arange(num, dtype=jnp.float32) + position) / num * whole
     env = item = jnp.zeros((num,), jnp.int32)
@@ -87,9 +90,9 @@ def _nodes_per_level(num_leaf_nodes: int, fan_out: int) -> list[int]:
 
 
 def _levels(tree: jax.Array) -> list[tuple[int, int]]:
-    """For each level, from the leaves to the root: its first node, and how many nodes it has."""
+    """The first node and the number of nodes of each level, from the leaves to the root."""
     _, num_nodes, fan_out = tree.shape
-    # The number of leaf nodes follows from the number of all nodes. Search for it, from slightly below its estimate.
+    # The number of all nodes determines the number of leaf nodes. Search for this number, beginning slightly below an estimate.
     least = max(num_nodes * (fan_out - 1) // fan_out - num_nodes.bit_length(), 1)
     sizes = next(found for n in range(least, num_nodes + 1) if sum(found := _nodes_per_level(n, fan_out)) == num_nodes)
     return [(sum(sizes[:i]), num) for i, num in enumerate(sizes)]
@@ -106,16 +109,16 @@ def _levels_over_envs(sums: jax.Array, fan_out: int) -> list[jax.Array]:
 
 
 def _descend(children: jax.Array, node: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """From nodes [n] with `children` [n, child] to the child whose interval of cumulative weight contains `rest` [n].
+    """Choose, in each of n nodes, the child whose interval of cumulative weight contains `rest` [n]; `children` is [n, child].
 
-    Returns the child's number in its level, the rest within the child, and the child's weight. Never chooses a child of
-    weight 0, unless all are 0.
+    Returns the child's number in its level, the rest within the child, and the child's weight. A child of weight 0 is never
+    chosen, unless all children have weight 0.
     """
-    # Not cumsum, which is slow on a CPU; nor a second reduction, because reading one number of each row is enough.
+    # `before` is an exclusive cumulative sum. It is computed as a product, because `cumsum` is slow on a CPU.
     fan_out = children.shape[-1]
     before = jnp.dot(children, jnp.triu(jnp.ones((fan_out, fan_out), children.dtype), k=1), precision="highest")
     number = jnp.broadcast_to(jnp.arange(fan_out, dtype=node.dtype), children.shape)
-    # By rounding, the rest may exceed the sum of the children: then the last child is chosen.
+    # Because of rounding, `rest` may exceed the sum of the children; then the last child with a weight is chosen.
     chosen = jnp.max(jnp.where((before <= rest[:, None]) & (children > 0), number, 0), axis=-1)
 
     def of_chosen(x: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """Tables: which items exist, and how they are drawn.
 
 An item is identified by its environment and by the position of its first step in the ring buffer. It exists from the moment
-its last step is stored until its first step is overwritten. All environments add their steps together, so uniform and FIFO
-tables need only a count. A table with priorities, or with a bound on how often an item is drawn, keeps a weight for each
-item, in sum trees (`sum_tree.py`).
+its last step is stored until its first step is overwritten. All environments add their steps at the same time, so
+uniform and FIFO tables need only a count. A table with priorities, or with a bound on how often an item is drawn, keeps a weight
+for each item, in sum trees (`sum_tree.py`).
 """
 
 from dataclasses import dataclass
@@ -33,29 +33,29 @@ class TableState(NamedTuple):
     """The state of a table."""
 
     draws: Count
-    """How many batches were drawn."""
+    """Number of batches drawn so far."""
     read_token: jax.Array
     """An opaque False that makes the write of the next `Replay.add` depend on the reads of the last `Replay.sample`, so
     that XLA updates the buffer in place. [env]"""
     next: tuple[jax.Array, jax.Array] | None = None
-    """FIFO only: the next item, as (number of its first step, environment). `ReplayState.inserted.rest` numbers the steps."""
+    """Only for FIFO: the next item, as (number of its first step, environment). `ReplayState.inserted.rest` numbers the steps."""
     tree: jax.Array | None = None
     """Sum trees over the weights of the items: [env, node, child]"""
     times_drawn: jax.Array | None = None
     """How often each item was drawn: [env, time]"""
 
     def renumbered(self, subtracted: jax.Array) -> "TableState":
-        """The same state after `subtracted` was subtracted from the number of every step."""
+        """The same state, with `subtracted` subtracted from the number of every step."""
         if self.next is None:
             return self
-        # An item that was not drawn for a whole round is no longer in the ring buffer; its exact number does not matter.
+        # The bound prevents an overflow. An item that is so old is not in the ring buffer, so its exact number does not matter.
         oldest = jnp.asarray(-(2**30), self.next[0].dtype)
         return self._replace(next=(jnp.maximum(self.next[0] - subtracted, oldest), self.next[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Items of one length, and the way they are drawn."""
+    """Items of one length, and how they are drawn."""
 
     name: str = "items"
     """The name by which `Replay.sample` finds the table."""
@@ -64,15 +64,15 @@ class Table:
     batch: int
     """Items in one draw."""
     sampler: Literal["uniform", "prioritized", "fifo"] = "uniform"
-    """The order in which items are drawn."""
+    """How items are chosen."""
     exponent: float = 0.6
     """Priority exponent: an item is drawn in proportion to its priority to this power."""
     min_size: int = 1
     """Steps that must be stored, in all environments together, before anything is drawn."""
     samples_per_insert: float | None = None
-    """Upper bound on the number of items drawn for each step stored; None: no bound."""
+    """Upper bound on the ratio of drawn items to stored steps; None: no bound."""
     max_times_sampled: int | None = None
-    """An item is removed once it was drawn this often. With priorities, its last batch may contain it more than once."""
+    """Number of draws after which an item is removed. With priorities, an item may be drawn a few times more in its last batch."""
 
     def __post_init__(self):
         if self.sampler not in ("uniform", "prioritized", "fifo"):
@@ -108,17 +108,17 @@ class Table:
     def insert(
         self, state: TableState, starts: jax.Array, priority: jax.Array | None, ring: int, before: int
     ) -> TableState:
-        """Insert new items, and remove those that the new steps have overwritten, wholly or in part.
+        """Insert new items, and remove items of which the new steps have overwritten at least one step.
 
-        `starts` [item]: the numbers of the items' first steps; `priority` [env, item]; `before`: how many steps before its
-        first step an item needs (for frame stacks).
+        `starts` [item] are the numbers of the first steps of the new items, and `priority` [env, item] their priorities. An item
+        needs `before` steps before its first step (for frame stacks).
         """
         if state.tree is None:
             return state
         num_envs = len(state.read_token)
         gone = starts[-1] + 1 + jnp.arange(self.length - 1 + before, dtype=starts.dtype)
         new = jnp.ones((num_envs, len(starts))) if priority is None else self._weight(priority)
-        is_item = (starts >= 0)[None] & ~state.read_token[:, None]  # no item begins before the run does
+        is_item = (starts >= 0)[None] & ~state.read_token[:, None]  # an item does not begin before step 0
         weights = jnp.where(is_item, new.astype(jnp.float32), 0)
         weights = jnp.concatenate([weights, jnp.zeros((num_envs, len(gone)), jnp.float32)], axis=1)
         where = jnp.concatenate([starts, gone]) % ring
@@ -128,14 +128,14 @@ class Table:
     def draw(
         self, state: TableState, inserted: Count, ring: int, num_envs: int, before: int, key: Key
     ) -> tuple[TableState, jax.Array, Draw]:
-        """Draw a batch: the new state, whether the draw is valid, and the items drawn."""
+        """Draw a batch; returns the new state, whether the draw is valid, and the drawn items."""
         end = inserted.rest
         first = jnp.where(end >= ring, end - ring + before, 0)
         num_items = jnp.maximum(end - self.length + 1 - first, 0)
         ready = self._may_draw(state, inserted, ring, num_envs, num_items)
         if state.tree is not None:
             found, where = self._draw_by_weight(state.tree, key)
-            if self.max_times_sampled is not None:  # else every item has a weight, and num_items > 0 is enough
+            if self.max_times_sampled is not None:  # otherwise every item has a weight, and num_items > 0 is enough
                 ready &= found
             state = self._count_draws(state, where, ready)
         elif self.sampler == "fifo":
@@ -150,7 +150,7 @@ class Table:
         if state.tree is None or not self.has_priorities:
             raise AlgorithmError(f"The table `{self.name}` is {self.sampler}: it has no priorities.",
                                  fix='Make it Table(sampler="prioritized").')  # fmt: skip
-        # A draw that was not ready names places without items; these must not become items.
+        # A draw that was not ready may contain places without an item; these places must not become items.
         is_item = sum_tree.get_weights(state.tree, env, time) != 0
         new = jnp.where(is_item, self._weight(priorities).astype(jnp.float32), 0)
         if state.times_drawn is not None and self.max_times_sampled is not None:
@@ -158,12 +158,12 @@ class Table:
         return state._replace(tree=sum_tree.set_weights(state.tree, env, time, new))
 
     def drawn_per_insert(self, state: TableState, inserted: Count, ring: int, num_envs: int) -> jax.Array:
-        """Items drawn for each step stored, so far."""
-        # In floats: both counts may exceed 2^31.
+        """The ratio of drawn items to stored steps, so far."""
+        # The result is computed in floats, because both counts may exceed 2^31.
         return state.draws.total() * self.batch / (jnp.maximum(inserted.total(round_of_steps(ring)), 1) * num_envs)
 
     def _weight(self, priority: jax.Array) -> jax.Array:
-        # Never 0, because weight 0 means that there is no item.
+        # The weight is never 0, because a weight of 0 means that there is no item.
         return jnp.maximum(jnp.abs(priority), 1e-6) ** self.exponent
 
     def _may_draw(
@@ -184,7 +184,7 @@ class Table:
     def _draw_in_order(
         self, state: TableState, first: jax.Array, end: jax.Array, ring: int, num_envs: int
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, Draw]:
-        """The next items, each `max_times_sampled` times in a row; skips items that were overwritten in the meantime."""
+        """Draw the next items, each `max_times_sampled` times in a row; overwritten items are skipped."""
         assert state.next is not None
         each = self.max_times_sampled or 1
         time, env = state.next
@@ -192,11 +192,11 @@ class Table:
         begin, ahead = jnp.maximum(time, first), env + jnp.arange(self.batch + 1) // each
         time, env = begin + ahead // num_envs, ahead % num_envs
         where = Draw(env[:-1], time[:-1] % ring, jnp.ones((self.batch,), jnp.float32))
-        # Not `time[-2] < end`: the number of an item that does not exist yet may exceed 2^31.
+        # `time[-2] < end` would be wrong: the number of an item that does not exist yet may exceed 2^31.
         return (time[-1], env[-1]), ahead[-2] // num_envs < end - begin, where
 
     def _draw_by_weight(self, tree: jax.Array, key: Key) -> tuple[jax.Array, Draw]:
-        # Without priorities all weights are 1: systematic sampling then draws no item twice, if there are enough items.
+        # Without priorities all weights are 1. Then systematic sampling draws no item twice, if there are enough items.
         drawn = sum_tree.draw(tree, key, self.batch, systematic=not self.has_priorities)
         needed = 0 if self.has_priorities else self.batch - 1
         return sum_tree.total(tree) > needed, Draw(*drawn)

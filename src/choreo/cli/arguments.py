@@ -1,6 +1,6 @@
 """Parse the arguments of commands: names of an algorithm and an environment, options of a run, hyper-parameters.
 
-Heavy modules are imported inside the functions that need them: `choreo --help` answers without JAX.
+Heavy modules are imported inside the functions that need them, so that `choreo --help` does not wait for JAX.
 """
 
 import argparse
@@ -17,7 +17,7 @@ class UsageError(ChoreoError):
 
 
 def make_parser(command: str, usage: str) -> argparse.ArgumentParser:
-    """A parser that raises UsageError, where argparse would print the usage and exit."""
+    """A parser that raises UsageError for wrong arguments; argparse itself would print the usage and exit."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -30,11 +30,11 @@ def make_parser(command: str, usage: str) -> argparse.ArgumentParser:
 
 def add_layout(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     add = parser.add_argument
-    words = "where the algorithm runs: a name of `choreo list layouts`, or a layout of yours, my_layouts.py:two_stage"
+    words = "where the algorithm runs: a name of `choreo list layouts`, or your own layout, my_layouts.py:two_stage"
     add("--layout", default=default, help=f"{words} ({default or 'none'})")
     add("--workers", type=count, help="replicas of the layout's first replicated group")
-    add("--learners", type=count, help="replicas of its learner, where there may be several")
-    add("--buffers", type=count, help="replicas of its replay, where there may be several")
+    add("--learners", type=count, help="replicas of the learner, in a layout that may have several")
+    add("--buffers", type=count, help="replicas of the replay, in a layout that may have several")
     add("--devices", type=count, help="devices that share the work of one site")
     add("--shards", type=count, help="learner shards S; they change the results, unlike workers, learners and devices")
     add("--max-lag", type=count, help="how many updates old the parameters that a worker reads may be (0, lockstep)")
@@ -55,7 +55,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="write one JSON object as the last line of stdout; all else goes to stderr"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def parse(parser: argparse.ArgumentParser, args: list[str]) -> argparse.Namespace:
@@ -71,7 +71,8 @@ def parse(parser: argparse.ArgumentParser, args: list[str]) -> argparse.Namespac
 def parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argparse.Namespace, Any, Any]:
     """Returns the options of the command, the algorithm with its hyper-parameters, and the environments.
 
-    The first arguments are the names of algorithm and environment, or a run.toml, whose options become the defaults.
+    The first arguments are the names of algorithm and environment, or the path of a run.toml. The options in a run.toml
+    become the defaults.
     """
     names = []
     while args and len(names) < 2 and not args[0].startswith("-"):
@@ -99,7 +100,10 @@ def parse_named(parser: argparse.ArgumentParser, args: list[str]) -> tuple[argpa
 
 
 def env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Returns the other arguments, and the `--env.key=value` ones as a dict; values are Python literals or else texts."""
+    """Returns the arguments without `--env.key=value`, and a dict with all `key: value`.
+
+    A value that is not a Python literal stays a text.
+    """
     import ast
 
     rest, settings = [], {}
@@ -121,18 +125,21 @@ def env_settings(args: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _read_config(names: list[str], parser: argparse.ArgumentParser, *, trust: bool) -> Any:
-    """The RunConfig of the run.toml in `names`, whose options become the defaults of `parser`; None without a run.toml."""
+    """Returns the RunConfig in the run.toml that `names` contains, or None if `names` contains none.
+
+    The options in the run.toml become the defaults of `parser`.
+    """
     if not names or not (names[0].endswith(".toml") or Path(names[0], "run.toml").is_file()):
         if trust:
             raise UsageError(
-                "--trust is only for a run.toml; code that you name yourself is always run.", fix="Leave it out."
+                "--trust is only for a run.toml; code that you name yourself is always run.", fix="Leave out --trust."
             )
         return None
     if not names[0].endswith(".toml"):
         raise UsageError(f"`{names[0]}` is a run folder.", fix=f"Name its file: {parser.prog} {names[0]}/run.toml")
     if len(names) > 1:
         raise UsageError(
-            f"`{names[1]}` is one argument too many: {names[0]} has the environment.",
+            f"`{names[1]}` is one argument too many: {names[0]} already names the environment.",
             fix="Give the algorithm and the environment by name, or only the file.",
         )
 
@@ -166,12 +173,12 @@ LAYOUT_OPTIONS = ("workers", "learners", "buffers", "devices", "shards", "max_la
 
 
 def layout_given(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of the layout that the user gave."""
+    """The layout options that the user gave."""
     return {name: value for name in LAYOUT_OPTIONS if (value := getattr(options, name)) is not None}
 
 
 def layout_of(options: argparse.Namespace) -> Any:
-    """The layout that the user named; for a run.toml, the layout of the run with the given options changed."""
+    """The layout that the user named. If the layout comes from a run.toml, the given layout options replace its options."""
     from choreo.runs import resolve
 
     layout, given = options.layout, layout_given(options)
@@ -181,7 +188,7 @@ def layout_of(options: argparse.Namespace) -> Any:
     if before is None:
         raise UsageError(
             f"{as_flag(next(iter(given)))} cannot change the layout of this run, which is not a preset of Choreo.",
-            fix="Name a layout as well: --layout coarse --workers 2",
+            fix="Also name a layout: --layout coarse --workers 2",
         )
     return resolve.layout(layout.name, **before | given)
 

@@ -1,8 +1,8 @@
 """The work of `choreo check`: test on a few small iterations that a layout changes nothing but time.
 
 check_algorithm       every part of the algorithm exists and has the right form
-check_independent     tries to disprove fragments that the user marked independent=True
-deviations            compares every leaf of the carry and every metric with `jax.jit(iterate)` without marks
+check_independent     searches for counterexamples to the independent=True that the user promised
+deviations            compares every leaf of the carry and every metric with those of `jax.jit(iterate)` without marks
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from choreo.testing.layouts import Deviation, beyond, deviations, worst_of
 from choreo.testing.marks import unmarked
 
 FEW_ENVS = 6
-"""The least number of environments in a check."""
+"""The smallest number of environments in a check."""
 FEW_STEPS = 8
-"""The most steps per iteration in a check, if `unroll` is at its default."""
+"""The largest number of steps per iteration in a check. An `unroll` that the user changed is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class Verdict:
     """The result of a check: what was compared, and how large the differences were."""
 
     algo: Any
-    """The algorithm as it was run, with small sizes."""
+    """The algorithm that was run, with small sizes."""
     env: Any
     layout: Layout
     iterations: int
     deviations: list[Deviation]
     trusted: list[str]
-    """Fragments marked independent=True; the check could not disprove it."""
+    """Fragments marked independent=True, for which the check found no counterexample."""
     warnings: tuple[str, ...]
     """Warnings of the plan."""
 
@@ -58,7 +58,7 @@ class Verdict:
         tolerance: float | None = None,
         seed: int = 0,
     ) -> "Verdict":
-        """Check an algorithm with few environments (or `num_envs`); sizes that are at their defaults are made small."""
+        """Check an algorithm with few environments (or `num_envs`). Sizes that the user did not change are made small."""
         with jax_settings.put_back():
             jax_settings.prepare(layout, env)
             use_compilation_cache()
@@ -84,7 +84,7 @@ class Verdict:
 
     @property
     def error(self) -> PartitionError | None:
-        """The error about the largest deviation, if it is more than is allowed; else None."""
+        """The error about the largest deviation if this deviation is not allowed; else None."""
         return None if self.worst.is_allowed else beyond(self.worst, self.env, self.iterations)
 
     @property
@@ -109,7 +109,7 @@ class Verdict:
         return words + (f" It is trusted, not proved, that environments do not mix in {names}." if names else "")
 
     def table(self) -> Table:
-        """A table of the leaves and metrics that differ, the largest difference first, and the number of equal ones."""
+        """A table of the leaves and metrics that differ, largest difference first. A last row counts those that are equal."""
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column("", overflow="fold")
         table.add_column("difference", justify="right")
@@ -151,7 +151,7 @@ def few_envs(algo: Any, layout: Layout) -> int:
     counts = [n for group in layout.groups for n in (group.replicas, group.devices) if n]
     together = math.lcm(*counts, layout.shards, getattr(algo, "buffer_shards", 1))
     least = max(1, -(-FEW_ENVS // together), 2)
-    # With `exact`, the number of blocks depends on the number of environments, and replicas must divide it too.
+    # With `exact`, the number of blocks depends on the number of environments. The replicas must divide the blocks evenly.
     return next((n * together for n in range(least, least + 16) if _divides(layout, n * together)), least * together)
 
 
@@ -161,7 +161,7 @@ def _divides(layout: Layout, num_envs: int) -> bool:
 
 
 def small(algo: Any, env: Any, layout: Layout, iterations: int) -> Any:
-    """`algo` with small sizes where they are at their defaults, so that it learns within a few short iterations.
+    """`algo` with small sizes, so that it learns within a few short iterations. Sizes that the user changed are kept.
 
     Returns `algo` with its own sizes if it cannot be traced with the small ones.
     """
@@ -187,7 +187,7 @@ def small(algo: Any, env: Any, layout: Layout, iterations: int) -> Any:
 
 
 def _with_horizon(algo: Any, env: Any, iterations: int) -> Any:
-    """`algo` with `total_steps` set to the length of the check, as `train` sets it."""
+    """`algo` with `total_steps` set to the length of the check if it was None. `train` does the same for a run."""
     if getattr(algo, "total_steps", 0) is not None:
         return algo
     return dataclasses.replace(algo, total_steps=iterations * algo.unroll * env.num_envs)

@@ -1,8 +1,8 @@
 """The commands of `choreo`: each parses its arguments, does its work and returns the exit code.
 
-Options of a run are parsed here; all other options are hyper-parameters, the fields of the algorithm's dataclass, which
-tyro parses. Heavy modules are imported inside the functions, after the arguments were parsed: `choreo --help` and a mistyped
-option are answered without JAX.
+Options of a run are parsed here. All other options are hyper-parameters: fields of the algorithm's dataclass, which tyro
+parses. Heavy modules are imported inside the functions, after the arguments are parsed. So `choreo --help` and the error for
+a mistyped option do not wait for JAX.
 """
 
 import argparse
@@ -39,11 +39,11 @@ def train(args: list[str]) -> int:
     add("--seed", type=count, default=0, help="the run's only source of randomness (0)")
     add("--out", type=Path, help="the run folder (runs/ALGORITHM-ENVIRONMENT-SEED, numbered)")
     add("--overwrite", action="store_true", help="replace an earlier run in --out")
-    add("--runtime", help="inprocess, or local: worker processes (local if the layout has several sites)")
-    add("--cluster", type=Path, help="a cluster.toml: the hosts of worker processes (this machine)")
+    add("--runtime", help="inprocess, or local for worker processes (local if the layout has several sites)")
+    add("--cluster", type=Path, help="a cluster.toml, which names the hosts of worker processes (this machine)")
     add("--env-timeout", type=float, default=60.0, help="seconds after which an environment counts as hanging (60)")
     add("--profile", action="store_true", help="show how each site spends its time; writes trace.json for Perfetto")
-    add("--allow-versions", action="store_true", help="accept hosts with other versions than this machine")
+    add("--allow-versions", action="store_true", help="accept hosts whose versions differ from those of this machine")
     add("--same-bits", action="store_true", help="refuse hosts whose CPU or XLA_FLAGS may round differently")
     add("--trust-network", action="store_true", help="let learners on different hosts combine gradients, unencrypted")
     add("--eval-every", type=count, help="iterations between evaluations (none)")
@@ -51,7 +51,7 @@ def train(args: list[str]) -> int:
     add(
         "--stop-at-return",
         type=float,
-        help="end when this return is reached, in an evaluation if --eval-every is given",
+        help="end the run at this training return, or at this evaluation return if --eval-every is given",
     )
     add("--checkpoint-every", type=count, help="iterations between checkpoints (ten per run)")
     add("--init-from", type=Path, help="a run folder: begin with its weights; optimiser and counters start anew")
@@ -95,7 +95,7 @@ def train(args: list[str]) -> int:
         ),
     )
     if not code and not options.quiet and not options.json and not type(algo).__module__.startswith("choreo."):
-        print(f"Does the layout change nothing but time? See `{_check_command(typed, options)}`.", file=sys.stderr)
+        print(f"To test that the layout changes nothing but time: `{_check_command(typed, options)}`.", file=sys.stderr)
     return code
 
 
@@ -138,7 +138,7 @@ def resume(args: list[str]) -> int:
     """Continue a run from its last checkpoint."""
     parser = make_parser("resume", "choreo resume RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--steps", type=count, help="total environment steps (those the run was started with)")
+    parser.add_argument("--steps", type=count, help="total environment steps (as many as the run was started with)")
     parser.add_argument("--logger", action="append", default=[], help="also log to: tensorboard")
     add_trust(parser)
     add_output(parser)
@@ -151,7 +151,7 @@ def resume(args: list[str]) -> int:
 
 
 def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], Any]) -> int:
-    """Train, then print the final table, and with --json one line; on Ctrl-C, name the last checkpoint."""
+    """Train, then print the final table; with --json, also one line of JSON. On Ctrl-C, print where the last checkpoint is."""
     from rich.console import Console
 
     from choreo.runs import figures
@@ -182,10 +182,10 @@ def _report(out: Path, options: argparse.Namespace, run_training: Callable[[], A
 
 
 def replay(args: list[str]) -> int:
-    """Run a run again from its log, and compare the parameters."""
+    """Repeat a run from its log, and compare the parameters."""
     parser = make_parser("replay", "choreo replay RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     add_trust(parser)
     options = parse(parser, args)
 
@@ -198,7 +198,7 @@ def replay(args: list[str]) -> int:
     if hashes[0] != hashes[1]:
         raise RunError(
             f"The parameters are not those of {options.run}: {hashes[1]} instead of {hashes[0]}.",
-            fix="Was the run resumed to another number of steps? Are other versions installed here than those in its run.toml?",
+            fix="Was the run resumed with a different --steps? Do the installed versions differ from those in its run.toml?",
         )
     print(f"The same parameters, bit for bit: {hashes[0]}")
     return 0
@@ -209,7 +209,7 @@ def evaluate(args: list[str]) -> int:
     parser = make_parser("evaluate", "choreo evaluate RUN [options]")
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--episodes", type=count, default=100, help="complete episodes to play (100)")
-    parser.add_argument("--seed", type=count, default=0, help="another seed gives other episodes (0)")
+    parser.add_argument("--seed", type=count, default=0, help="a different seed gives different episodes (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_trust(parser)
     options = parse(parser, args)
@@ -276,7 +276,10 @@ def check(args: list[str]) -> int:
     if options.iterations < 1:
         raise UsageError(f"--iterations {options.iterations} compares nothing.", fix="Give 1 or more.")
     if options.tolerance is not None and not options.tolerance >= 0:
-        raise UsageError(f"--tolerance {options.tolerance} is negative.", fix="Give 0 for the same bits, or more.")
+        raise UsageError(
+            f"--tolerance {options.tolerance} is negative.",
+            fix="Give 0 to require the same bits, or a positive number.",
+        )
 
     from rich.console import Console
 
@@ -311,10 +314,13 @@ def compare(args: list[str]) -> int:
     """Compare runs, as a table and as a picture."""
     parser = make_parser("compare", "choreo compare RUN RUN ... [options]")
     parser.add_argument(
-        "runs", type=Path, nargs="+", help="run folders, finished or not; the first is the base of speed-ups"
+        "runs",
+        type=Path,
+        nargs="+",
+        help="run folders of finished or unfinished runs; speed-ups are relative to the first",
     )
     parser.add_argument(
-        "--at-return", type=float, help="compare the time to this return (the highest that every run reached)"
+        "--at-return", type=float, help="compare the times to reach this return (the highest that every run reached)"
     )
     parser.add_argument("-o", "--out", type=Path, help="also write a picture (PNG)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -345,9 +351,9 @@ def agent(args: list[str]) -> int:
     from choreo.runtime.coordinator.cluster import LOOPBACK, Cluster, Host
 
     parser = make_parser("agent", "choreo agent --token-file FILE [options]")
-    parser.add_argument("--address", default=LOOPBACK, help=f"where to listen: this host's own address ({LOOPBACK})")
-    parser.add_argument("--port", type=count, default=7000, help="the port of `cluster.toml` (7000)")
-    parser.add_argument("--token-file", type=Path, required=True, help="the secret, the same on every host")
+    parser.add_argument("--address", default=LOOPBACK, help=f"the address to listen at, one of this host ({LOOPBACK})")
+    parser.add_argument("--port", type=count, default=7000, help="the port to listen on, as in `cluster.toml` (7000)")
+    parser.add_argument("--token-file", type=Path, required=True, help="a file with the secret that all hosts share")
     options = parse(parser, args)
 
     from choreo.runtime.coordinator.agent import serve
@@ -376,7 +382,7 @@ def show_list(args: list[str]) -> int:
 
 
 def _other_names() -> dict[str, str]:
-    """Aliases of layouts: names with the same meaning in one text, and the preset or description that they stand for."""
+    """Aliases of layouts, and what they mean: a preset or a description. Aliases with the same meaning share one key."""
     from choreo.layouts import ALIASES, PRESETS
     from choreo.runs import resolve
 
@@ -404,4 +410,4 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "agent": agent,
     "list": show_list,
 }
-"""Each command by its name: from its arguments to the exit code."""
+"""The commands by name. Each takes its arguments and returns the exit code."""

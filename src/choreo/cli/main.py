@@ -17,9 +17,9 @@ An RL algorithm is written once, as plain JAX; a layout decides where it runs.
   choreo check ALGORITHM ENVIRONMENT [options]    test on a few iterations that the layout changes nothing but time
   choreo evaluate RUN [--episodes 100]            play greedy episodes with the trained parameters
   choreo resume RUN [--steps N]                   continue from the last checkpoint
-  choreo replay RUN                               run it again from its log: the same parameters, bit for bit
+  choreo replay RUN                               repeat a run from its log; gives the same parameters, bit for bit
   choreo compare RUN RUN ... [-o compare.png]     compare return over steps and time, and speed, as table and picture
-  choreo agent --token-file FILE                  start workers on this host for a coordinator on another
+  choreo agent --token-file FILE                  start workers on this host for a coordinator on another host
   choreo list algos|envs|layouts                  list the names that Choreo knows
 
 An ALGORITHM is a name (ppo) or a class in a file (my_ppo.py:MyPPO). An ENVIRONMENT is a name (CartPole-v1,
@@ -29,15 +29,15 @@ folder. --layout takes a name (coarse, seed_rl) or a layout in a file (my_layout
   choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/x
 
 The run.toml of a run replaces ALGORITHM ENVIRONMENT and all options: choreo train runs/x/run.toml --seed 1
-If you did not write a run.toml yourself, code that it names is run with --trust only.
+Code that a run.toml names is run only if you wrote the file yourself, or with --trust.
 
 `choreo train --help` lists the options of a run, `choreo train ppo --help` also those of the algorithm.
-CHOREO_TRACEBACK=1 shows where in Choreo an error was raised; CHOREO_CACHE=off keeps no compiled programs.
+CHOREO_TRACEBACK=1 shows where in Choreo an error was raised. CHOREO_CACHE=off turns off the cache of compiled programs.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 if it failed, 2 if it was misused, 130 if it was interrupted."""
+    """Run one command; returns the exit code: 0 for success, 1 for a failure, 2 for wrong arguments, 130 for Ctrl-C."""
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -74,11 +74,12 @@ def _run(args: list[str]) -> int:
 
 
 def _traceback_of_the_user(error: ChoreoError) -> list[str]:
-    """The traceback of an error that the user's environment raised, here or in a worker; else the notes of the error."""
+    """The traceback if the user's environment raised the error, here or in a worker; for any other error, its notes."""
     cause = error.__cause__
     if cause is None or isinstance(cause, ChoreoError) or not isinstance(error, EnvError):
         notes = getattr(error, "__notes__", [])
-        return [note for note in notes if "JAX has removed its internal frames" not in note]  # we print no traceback
+        # This note of JAX explains a traceback, and no traceback is printed.
+        return [note for note in notes if "JAX has removed its internal frames" not in note]
     import traceback
 
     return ["".join(traceback.format_exception(cause)).rstrip()]

@@ -20,7 +20,7 @@ BUILT_IN = {"jax:CartPole-v1": CartPole, "jax:Pendulum-v1": Pendulum}
 
 
 def make(name: str, num_envs: int, **kwargs: Any) -> Env:
-    """A batch of `num_envs` environments of that name; `kwargs` are the environment's own settings.
+    """A batch of `num_envs` environments with this name; `kwargs` are settings of the environment.
 
     >>> make("jax:CartPole-v1", num_envs=8).action_space
     Discrete(2)

@@ -3,7 +3,7 @@
     reset(keys[E]) -> state, obs[E, ...]         step(state, action[E, ...]) -> state, TimeStep
 
 An environment resets itself within the step that ends an episode. So a step gives two observations: `obs`, on which the
-actor acts next, and `next_obs`, the true successor. They differ only where `last`.
+actor acts next, and `next_obs`, the true successor. They differ only where `last` is True.
 
     action  a0   a1   a2           a3
     obs    o0   o1   o2     |    o0'   o1'        the third step ends the episode: its TimeStep has
@@ -24,15 +24,15 @@ class TimeStep(NamedTuple):
     """The result of one step of every environment; each leaf has the env axis first."""
 
     obs: PyTree
-    """Observation on which to act next; where `last`, the first one of a new episode."""
+    """Observation on which to act next; where `last` is True, the first observation of a new episode."""
     reward: jax.Array
     """Reward of this step."""
     discount: jax.Array
-    """0 where the episode terminated, else 1. It is 1 where a time limit truncated it, so that learners bootstrap there."""
+    """0 where the episode terminated, else 1: also 1 where a time limit truncated the episode, so that learners bootstrap."""
     last: jax.Array
     """True where the episode ended, by termination or truncation."""
     next_obs: PyTree
-    """True successor of the observation before the step; differs from `obs` only where `last`."""
+    """True successor of the observation before the step; differs from `obs` only where `last` is True."""
     info: dict[str, jax.Array]
     """`episode_return` and `episode_length`: totals of the episode up to and including this step."""
 
@@ -42,12 +42,12 @@ class Env(Protocol):
     """A batch of environments. Implementations are frozen, hashable values; `choreo.testing.check_env` checks them.
 
     The environment clips an action to its `Box` action space, as Gymnasium's `ClipAction` does; the learner sees the
-    action as it was sampled.
+    sampled action, before the clipping.
     """
 
     @property
     def name(self) -> str:
-        """The name under which `choreo.envs.make` makes it: "jax:CartPole-v1"."""
+        """The name that `choreo.envs.make` takes: "jax:CartPole-v1"."""
         ...
 
     @property
@@ -78,12 +78,12 @@ class Env(Protocol):
         ...
 
     def with_num_envs(self, num_envs: int) -> "Env":
-        """The same environment with another `num_envs`."""
+        """The same environment with a different `num_envs`."""
         ...
 
 
 def check_num_envs(name: str, num_envs: int) -> None:
-    """Refuse a batch without environments."""
+    """Raise EnvError if `num_envs` is less than 1."""
     if num_envs < 1:
         raise EnvError(
             f"`{name}` needs at least one environment, not num_envs={num_envs}.", fix="Pass num_envs=1 or more."
@@ -91,7 +91,7 @@ def check_num_envs(name: str, num_envs: int) -> None:
 
 
 def check_kind(space: gymnasium.Space, action: jax.Array, name: str) -> None:
-    """Refuse float actions for a space of integers: rounded to integers they would run, but nothing would be learned."""
+    """Raise EnvError for float actions in a space of integers: rounding would hide the mistake, and nothing would be learned."""
     whole = isinstance(space, gymnasium.spaces.Discrete | gymnasium.spaces.MultiDiscrete | gymnasium.spaces.MultiBinary)
     if whole and not (action.dtype == bool or jnp.issubdtype(action.dtype, jnp.integer)):
         raise EnvError(

@@ -1,10 +1,10 @@
-"""Gymnasium environments, by id or from a function that makes one. They run in Python, as host fragments.
+"""Gymnasium environments, by id or from a function that makes one environment. They run in Python, as host fragments.
 
-    make_gymnasium("CartPole-v1", 8)            HostEnv: the value that a program uses; it contains no environment
+    make_gymnasium("CartPole-v1", 8)            HostEnv: the value that an algorithm uses; it contains no environment
           reset, step   ->   host methods       choreo.host.gymnasium.GymBatch: the environments, on the site where they run
 
-The state of a HostEnv is a token that counts steps and so keeps the calls in order. The spaces are found by a probe: once per
-process, one environment is made, inspected and closed. Tracing makes no environment.
+The state of a HostEnv is a token that counts steps and so keeps the calls in order. A probe finds the spaces: once per process,
+it makes one environment, inspects it and closes it. Tracing makes no environment.
 """
 
 import dataclasses
@@ -32,16 +32,16 @@ from choreo.types import Key, PyTree
 source_info_util.register_exclusion(__file__)
 
 InfoKeys: TypeAlias = str | Sequence[str]
-"""Names as a sequence, or as one string with commas between them."""
+"""Names of numbers in `info`: a sequence of names, or one string with commas between the names."""
 
 
 def make_gymnasium(
     name: str, num_envs: int, *, info_keys: InfoKeys = (), vectorization_mode: str | None = None, **kwargs: Any
 ) -> "HostEnv":
-    """The Gymnasium environment of that id (`CartPole-v1`, `module:Id-v0`); `kwargs` are its own arguments.
+    """The Gymnasium environment with the id `name` (`CartPole-v1`, `module:Id-v0`); `kwargs` are arguments of the environment.
 
     `gymnasium.make` makes each environment, with its wrappers. With `vectorization_mode="vector_entry_point"`, the
-    environments of a site are one vector environment, as the environment's authors registered it.
+    environments of a site are one vector environment, made by the entry point that the authors registered.
     """
     if vectorization_mode not in (None, "vector_entry_point"):
         raise EnvError(
@@ -53,7 +53,7 @@ def make_gymnasium(
 
 
 def make_envpool(name: str, num_envs: int, *, info_keys: InfoKeys = (), **kwargs: Any) -> "HostEnv":
-    """The EnvPool environment of that name (`envpool:Pong-v5`); `kwargs` are EnvPool's options."""
+    """The EnvPool environment with this name (`envpool:Pong-v5`); `kwargs` are EnvPool's options."""
     from choreo.host import envpool  # an optional extra
 
     arguments = {"env_id": name.removeprefix("envpool:"), **kwargs}
@@ -61,12 +61,15 @@ def make_envpool(name: str, num_envs: int, *, info_keys: InfoKeys = (), **kwargs
 
 
 def makes_environments(value: Any) -> bool:
-    """Whether `from_factory` should take `value`: a function or a class; or a single environment, which it refuses."""
+    """Whether to call `from_factory` with `value`: a function, a class, or a single environment.
+
+    `from_factory` accepts a single environment only if it is a `JaxEnv`, and otherwise raises an error that helps.
+    """
     return callable(value) or isinstance(value, gymnasium.Env | gymnasium.vector.VectorEnv | JaxEnv)
 
 
 def from_factory(factory: Any, num_envs: int, *, info_keys: InfoKeys = (), **kwargs: Any) -> Env:
-    """A batch of `num_envs` environments that `factory(**kwargs)` makes: Gymnasium environments, or ones written in JAX."""
+    """A batch of `num_envs` environments that `factory(**kwargs)` makes; they may be Gymnasium or JAX environments."""
     if isinstance(factory, JaxEnv) and not isinstance(factory, type):
         return VmapEnv(env=factory, num_envs=num_envs)
     if not callable(factory):
@@ -114,7 +117,7 @@ class HostEnv:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments with which it was made, besides name and `num_envs`."""
+        """The arguments with which this environment was made, except name and `num_envs`."""
         call = self.source.factory_call
         more: dict[str, Any] = {"info_keys": self.info_keys} if self.info_keys else {}
         if isinstance(call.target, str) and call.vector:
@@ -154,7 +157,7 @@ class HostEnv:
         return spaces.unflatten(self.observation_space, iter(leaves))
 
     def timestep(self, results: list[Any]) -> TimeStep:
-        """The TimeStep with the arrays that `Batch.step` returned after its token."""
+        """The TimeStep made of `results`: the arrays that `Batch.step` returned, without the token."""
         rest, space = iter(results), self.observation_space
         obs, reward, discount, last = spaces.unflatten(space, rest), next(rest), next(rest), next(rest)
         next_obs = spaces.unflatten(space, rest)
@@ -169,7 +172,7 @@ class HostEnv:
         return dataclasses.replace(self, num_envs=num_envs)
 
     def _action_leaves(self, action: PyTree) -> list[jax.Array]:
-        """The flat arrays of an action, after a check of shapes and types: an environment would fail only in mid-run."""
+        """The arrays of an action, after a check of shapes and types; without it, a wrong action would fail only during the run."""
         declared = spaces.leaves(self.action_space, what=self.name)
         given = jax.tree.leaves(action)
         expected = [(self.num_envs, *(space.shape or ())) for _, space in declared]
@@ -185,7 +188,7 @@ class HostEnv:
 
 
 def seeds(keys: Key) -> jax.Array:
-    """One seed for each environment, which determines all its episodes."""
+    """One seed for each environment; the seed determines all episodes of the environment."""
     return jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys)
 
 

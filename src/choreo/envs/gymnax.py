@@ -1,7 +1,7 @@
 """Environments of gymnax: `gymnax:Breakout-MinAtar`. An optional extra: `pip install 'choreo[gymnax]'`.
 
-We do not use gymnax's automatic reset, because it loses the true successor of an episode's last step. gymnax's time limit
-truncates an episode, even where the limit is part of the task (a bandit of 100 pulls).
+We do not use gymnax's automatic reset, because it loses the observation after the last step of an episode. Where gymnax's time
+limit ends an episode, the episode is truncated, not terminated, even if the limit is part of the task (a bandit of 100 pulls).
 """
 
 import functools
@@ -87,7 +87,7 @@ def _build(env_id: str) -> tuple[Any, Any]:
 @static_key.cache
 def _spaces(one: GymnaxEnv) -> tuple[gymnasium.Space, gymnasium.Space]:
     env, params = one._build()
-    # gymnax makes the bounds of its spaces with JAX; within a trace they would be tracers.
+    # gymnax computes the bounds of its spaces with JAX; while JAX traces, they would be tracers.
     with jax.ensure_compile_time_eval():
         return _space(one.name, env.observation_space(params)), _space(one.name, env.action_space(params))
 
@@ -111,5 +111,5 @@ def _space(name: str, space: Any) -> gymnasium.Space:
 
 
 def _strong(state: PyTree) -> PyTree:
-    """The state with strongly typed arrays: gymnax mixes Python numbers and arrays, and a scan needs fixed types."""
+    """The state with strongly typed arrays: a scan needs fixed types, but a state of gymnax may contain Python numbers."""
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.asarray(x).dtype), state)

@@ -31,7 +31,7 @@ class Pendulum:
     gravity: float = 10.0
     """Acceleration of gravity."""
     time_limit: int = 200
-    """Steps after which an episode is truncated; it never terminates."""
+    """Steps after which an episode is truncated; no episode terminates."""
 
     @property
     def name(self) -> str:

@@ -1,11 +1,11 @@
 """Spaces as networks see them: an observation as one vector, a mask of actions, the bounds of continuous actions.
 
-`encoder` reads any nesting of Dict and Tuple spaces: the leaves, one after another, make one vector. The key `action_mask` of
-a Dict is no observation: it says which actions are allowed.
+`encoder` accepts nested Dict and Tuple spaces and concatenates their leaves to one vector. The key `action_mask` of a Dict is
+not part of this vector: it says which actions are allowed.
 
     {"action_mask": MultiBinary(3), "place": Discrete(5), "speed": Box(2)}  ->  [one-hot of place, speed], mask
 
-Nothing here has weights; all of it is static data and pure functions.
+This file has no weights, only static data and pure functions.
 """
 
 import math
@@ -29,7 +29,7 @@ ACTION_MASK = "action_mask"
 
 @dataclass(frozen=True)
 class Encoder:
-    """From an observation to a vector: the leaves of the observation one after another, without the action mask."""
+    """From an observation to a vector: the concatenated leaves of the observation, without the action mask."""
 
     parts: tuple["Numbers | OneHot", ...]
     """How each leaf becomes a vector."""
@@ -48,7 +48,7 @@ jax.tree_util.register_static(Encoder)
 
 @dataclass(frozen=True)
 class Numbers:
-    """A Box or MultiBinary as a vector. Pixels are divided by `pixel_scale` if they are uint8, not if they are floats already."""
+    """A Box or MultiBinary as a vector. Pixels of type uint8 are divided by `pixel_scale`; floats are not."""
 
     size: int
     """Length of the vector."""
@@ -62,7 +62,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class OneHot:
-    """A Discrete or MultiDiscrete as a vector: for each dimension, a one at the place of its value, and zeros elsewhere."""
+    """A Discrete or MultiDiscrete as a vector: the concatenated one-hot vectors of its dimensions."""
 
     sizes: tuple[int, ...]
     """Number of values of each dimension."""
@@ -74,14 +74,14 @@ class OneHot:
         return sum(self.sizes)
 
     def __call__(self, obs: jax.Array) -> jax.Array:
-        # For all dimensions at once: `dimension` and `value` say what each element of the result stands for.
+        # All dimensions at once: element i of the result is 1 if the observation has value[i] in dimension[i].
         dimension = np.repeat(np.arange(len(self.sizes)), self.sizes)
         value = np.concatenate([np.arange(n) + first for n, first in zip(self.sizes, self.start, strict=True)])
         return (obs.ravel().astype(jnp.int32)[dimension] == value.astype(np.int32)).astype(jnp.result_type(float))
 
 
 def encoder(space: gymnasium.Space) -> Encoder:
-    """The encoder of an observation space; a space without any numbers is refused."""
+    """The encoder of an observation space; `AlgorithmError` if an observation would be an empty vector."""
     encode = Encoder(tuple(_encode_leaf(path, leaf) for path, leaf in leaves(without_mask(space))))
     if encode.size == 0:
         raise AlgorithmError(
@@ -103,7 +103,7 @@ def _encode_leaf(path: str, space: gymnasium.Space) -> Numbers | OneHot:
         return Numbers(math.prod(space.shape), pixel_scale=float(highest))
     raise AlgorithmError(
         f"The built-in networks cannot read `{path}`, which is {space}.",
-        fix="Encode it as numbers in a wrapper, or pass network= a factory of your own.",
+        fix="Encode it as numbers in a wrapper, or set `network` to your own factory.",
     )
 
 
@@ -126,7 +126,7 @@ def integers(numbers: np.ndarray) -> tuple[int, ...]:
 
 
 def action_mask(obs: PyTree) -> jax.Array | None:
-    """Which actions are allowed, the dimensions of an action one after another; None if the observation has no mask."""
+    """Which actions are allowed: the concatenated masks of all action dimensions; None if the observation has no mask."""
     if not isinstance(obs, dict) or ACTION_MASK not in obs:
         return None
     return jnp.concatenate([x.ravel().astype(bool) for x in jax.tree.leaves(obs[ACTION_MASK])])
@@ -140,10 +140,10 @@ def without_mask(obs: PyTree) -> PyTree:
 
 
 def check_action_mask(observation_space: gymnasium.Space, action_space: gymnasium.Space) -> None:
-    """Refuse an action mask that does not fit the action space; without this check it would be ignored."""
+    """Raise AlgorithmError if the action mask does not fit the action space; without this check it would be ignored."""
     if not isinstance(observation_space, spaces.Dict) or ACTION_MASK not in observation_space.spaces:
         return
-    rename = f"Give the key another name than {ACTION_MASK!r} if it is an observation like others."
+    rename = f"If the key {ACTION_MASK!r} is an ordinary observation, give the key a different name."
     if not isinstance(action_space, spaces.Discrete | spaces.MultiDiscrete):
         raise AlgorithmError(
             f"An action mask is for Discrete and MultiDiscrete actions, not for {action_space}.", fix=rename
@@ -155,13 +155,13 @@ def check_action_mask(observation_space: gymnasium.Space, action_space: gymnasiu
         raise AlgorithmError(
             f"The action mask {observation_space[ACTION_MASK]} does not fit the actions {action_space}: "
             f"it needs {num} numbers, 1 where an action may be taken and 0 where not.",
-            fix=f"Make it MultiBinary({num}), the dimensions of an action one after another. {rename}",
+            fix=f"Make it MultiBinary({num}): the masks of all action dimensions, concatenated. {rename}",
         )
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """A Box with finite bounds. A *unit* action is an action, rescaled to a vector of numbers between -1 and 1."""
+    """A Box with finite bounds. A *unit action* is an action as a vector whose numbers are scaled to [-1, 1]."""
 
     low: tuple[float, ...]
     """Lower bound of each element."""
@@ -175,7 +175,7 @@ class Bounds:
         return len(self.low)
 
     def scale(self, unit: Float[Array, "n"]) -> Float[Array, "*action"]:
-        """The action that a unit action stands for."""
+        """The action of a unit action."""
         middle, half = self._affine(unit.dtype)
         return (middle + half * unit).reshape(self.shape)
 
@@ -185,7 +185,7 @@ class Bounds:
         return (action.ravel() - middle) / half
 
     def add(self, action: Float[Array, "*action"], noise: Float[Array, "n"]) -> Float[Array, "*action"]:
-        """An action plus `noise`, in units of half the width of the space; the sum is clipped to the bounds."""
+        """An action plus `noise`, clipped to the bounds; `noise` is in units of half the width of the space."""
         return self.scale(jnp.clip(self.unscale(action) + noise, -1, 1))
 
     def uniform(self, key: Key) -> Float[Array, "*action"]:
@@ -202,7 +202,7 @@ jax.tree_util.register_static(Bounds)
 
 
 def bounds_of(space: gymnasium.Space) -> Bounds:
-    """The bounds of an action space; refused unless it is a Box of real numbers with finite bounds."""
+    """The bounds of an action space; `AlgorithmError` if the space is not a Box of real numbers with finite bounds."""
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         raise AlgorithmError(
             f"Actions must be real numbers in a Box, not {space}.",

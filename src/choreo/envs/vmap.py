@@ -1,8 +1,8 @@
 """Make a batch of environments from one environment written in JAX.
 
 An author writes a `JaxEnv`: the dynamics of one environment, without resets, time limit and episode totals. `VmapEnv` adds
-these and maps over environments. `vmap` is around the fragments, not inside them: then the program itself proves that
-environments are independent of each other.
+these and maps over environments. It calls the fragments under `vmap`, instead of `vmap` inside a fragment: then the traced
+program proves that environments are independent of each other.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ class EnvStep(NamedTuple):
     """The result of one step of one environment's dynamics."""
 
     obs: PyTree
-    """Observation after the step, also at the end of an episode."""
+    """Observation after the step; at the end of an episode, its last observation."""
     reward: jax.Array
     """Reward of the step, a scalar."""
     terminated: jax.Array
     """True if the task itself ended, so that there is no future reward."""
     truncated: jax.Array | bool = False
-    """True if the environment ended the episode for another reason. Not for `time_limit`, which `VmapEnv` counts."""
+    """True if the environment ended the episode for any other reason. `VmapEnv` itself truncates at `time_limit`."""
 
 
 @runtime_checkable

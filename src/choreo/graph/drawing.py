@@ -1,4 +1,4 @@
-"""A graph as a picture: a lane for carry and metrics, a lane for each role, fragments as boxes and edges as arrows."""
+"""Draw a graph: one lane for carry and metrics, and one lane for each role. Fragments are boxes, and edges are arrows."""
 
 from typing import TYPE_CHECKING, Any
 

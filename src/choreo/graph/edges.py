@@ -1,10 +1,10 @@
-"""The edges of a graph: which fragment reads results of which other fragment, directly, through glue or through scans.
+"""The edges of a graph: which fragment reads the results of which fragment, directly, through glue or through scans.
 
     act --i32[8]--> step_one --f32[8,4]--> act, in the next round
 
-An edge connects fragments, the carry and the metrics. A *round* is one step of a scan. Random keys and constants make no
-edges, because every site computes them for itself. The functions here also accept a graph that is not valid (no strict
-zip), because `verify` prints the graphs that it refuses.
+An end of an edge is a fragment, the carry or the metrics. A *round* is one step of a scan. Random keys and constants make no
+edges, because every site computes them itself. The functions here also accept graphs that are not valid, because `verify`
+prints the graphs that it refuses. So `zip` is not strict here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,18 +21,18 @@ else:  # graph.py imports the printer, which imports this module
 CARRY, METRICS = "carry", "metrics"
 End: TypeAlias = Op | Literal["carry", "metrics"]
 Rounds: TypeAlias = tuple[tuple[Op, Literal["first", "next"]], ...]
-"""The scans that carry a value to its reader, outermost first, and in which of their rounds it is read: in the first one
-(the value comes from outside), or in every later one (the value comes from the round before)."""
+"""The scans that carry a value to its reader, outermost first. "first": the first round of the scan reads the value, which comes
+from outside. "next": every later round reads the value, which comes from the round before."""
 
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """The results of one fragment that another one reads."""
+    """The values that one end reads from another end, or from itself in an earlier round."""
 
     src: End
     dst: End
     reads: tuple[Value, ...]
-    """The values, labelled with the user's names for them; "" where there is none."""
+    """The values. Each label is the user's name for the value, or "" if the value has no name."""
     rounds: Rounds
     """In which rounds of the scans around `dst` the values are read."""
     times: int
@@ -55,7 +55,7 @@ class Edge:
 
 
 def find_edges(graph: Graph) -> list[Edge]:
-    """The edges of a graph, in the order of the fragments that read."""
+    """The edges of a graph, sorted by the fragments that read."""
     flow, names = _Flow(graph), value_names(graph)
     order: list[End] = [CARRY, *graph.fragments(), METRICS]
     edges = []
@@ -77,7 +77,7 @@ def find_edges(graph: Graph) -> list[Edge]:
 
 
 def value_names(graph: Graph) -> dict[Value, str]:
-    """The user's names for values: leaves of the carry and of the metrics, also where scans pass them on."""
+    """The user's names for values. The leaves of the carry and the metrics have names, and keep them where scans pass them on."""
     names = dict(zip(graph.body.ins, graph.in_names, strict=False))
     for value, name in zip(graph.body.outs, graph.out_names, strict=False):
         if isinstance(value, Value):
@@ -87,7 +87,7 @@ def value_names(graph: Graph) -> dict[Value, str]:
 
 
 def _name_body(body: Body, names: dict[Value, str]) -> None:
-    """Add names for the values of a body: results with a path as label, and values that scans pass on."""
+    """Add names for the values of a body: for results whose label is a path, and for values that scans pass on."""
 
     def pass_on(known: Operand | None, other: Operand | None) -> None:
         if isinstance(known, Value) and isinstance(other, Value) and known in names:
@@ -118,7 +118,7 @@ def runs(graph: Graph) -> dict[Op, int]:
 
 
 _Origins: TypeAlias = frozenset[tuple[Op | Value, Rounds]]
-"""The fragments and the leaves of the carry that a value is computed from."""
+"""The fragments and the leaves of the carry from which a value is computed, each with the rounds in which it is read."""
 _NOTHING: _Origins = frozenset()
 
 
@@ -142,7 +142,7 @@ class _Flow:
         given += [_NOTHING] * (len(graph.body.ins) - num_carry)
         outs = self._through(graph.body, given, times=1)
         for position, (value, name, origins) in enumerate(zip(graph.body.outs, graph.out_names, outs, strict=False)):
-            carried = position < num_carry or not num_carry  # all that `init` returns is carry
+            carried = position < num_carry or not num_carry  # `init` reads no carry, and returns only the carry
             untouched = position < num_carry and value is graph.body.ins[position]
             if isinstance(value, Value) and not untouched:
                 self._read(CARRY if carried else METRICS, replace(value, label=name), origins)
@@ -178,7 +178,7 @@ class _Flow:
         fixed = [before is after for before, after in zip(body.carry_ins, body.carry_outs, strict=False)]
         start = ins[c : c + k]
         carry = [found if same else _read_in(found, op, "first") for found, same in zip(start, fixed, strict=False)]
-        while True:  # the fixed point of the origins of the carry: they only grow
+        while True:  # until a fixed point: the origins of the carry only grow
             outs = self._through(body, [*ins[:c], *carry, *ins[c + k :]], times * body.length)
             later = [_read_in(found, op, "next") for found in outs[:k]]
             grown = [now if same else now | new for now, new, same in zip(carry, later, fixed, strict=False)]
@@ -192,12 +192,12 @@ def _union(found: Iterable[_Origins]) -> _Origins:
 
 
 def _read_in(found: _Origins, scan: Op, kind: Literal["first", "next"]) -> _Origins:
-    """Origins of a value that a scan carries, as its first round or its later rounds see them."""
+    """The origins of a value that a scan carries. `kind` says which rounds of the scan read the value."""
     return frozenset((src, rounds if _kind(rounds, scan) else (*rounds, (scan, kind))) for src, rounds in found)
 
 
 def _after(found: _Origins, scan: Op) -> _Origins:
-    """Origins of a result of a scan. Origins outside of the scan are left out where its rounds produce the value."""
+    """The origins of a result of a scan. If a round produces the result, origins from before the scan are left out."""
     produced = [(src, rounds) for src, rounds in found if _kind(rounds, scan) != "first"]
     return frozenset((src, tuple(each for each in rounds if each[0] is not scan)) for src, rounds in produced or found)
 

@@ -1,4 +1,4 @@
-"""The fragmented dataflow graph of one traced function; it prints and draws itself."""
+"""The fragmented dataflow graph of one traced function. A graph can print and draw itself."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class Graph:
     """`init` or `iterate`."""
     body: Body
     in_names: tuple[str, ...]
-    """One for each input of the body: paths into the carry, and `key`, `iteration`."""
+    """One name for each input of the body: a path into the carry, `key` or `iteration`."""
     out_names: tuple[str, ...]
-    """One for each output of the body: paths into the carry and the metrics."""
+    """One name for each output of the body: a path into the carry or the metrics."""
     num_envs: int
-    """Environments that the function was traced for."""
+    """The number of environments for which the function was traced."""
 
     @property
     def roles(self) -> list[Role]:

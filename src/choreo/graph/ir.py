@@ -1,7 +1,8 @@
-"""What a graph is made of: immutable data over the equations of a traced program.
+"""The parts of a graph. They are immutable, and refer to the equations of a traced program.
 
     Graph  = a body, with names for its inputs and outputs (in `graph.py`)
-    Body   = ins, ops, outs            ins: consts, carry, xs, as in `lax.scan`; of a whole program: carry, key, iteration
+    Body   = ins, ops, outs            the inputs of a scan are consts, carry, xs, as in `lax.scan`;
+                                       the inputs of a whole program are carry, key, iteration
     Op     = one equation over values  a fragment (it has a call), a scan that contains fragments (it has a body), or glue
     Value  = one array
 
@@ -30,7 +31,7 @@ class Value:
     aval: Any
     """Shape and dtype."""
     label: str
-    """A name for people: a path into the user's data, or the operation that produces the value."""
+    """A name for people: a path into the user's data, or the name of the operation that produces the value."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,13 +60,13 @@ class Op:
     eqn: jec.JaxprEqn
     ins: tuple[Operand, ...]
     outs: tuple[Value | None, ...]
-    """The results; None for a result that nothing can read."""
+    """The results; None for a result that nothing reads."""
     roles: frozenset[Role]
     """The role of a fragment, or the roles of all fragments inside of a scan; empty for glue."""
     call: Call | None = None
     """For a fragment: how it was called."""
     body: "Body | None" = None
-    """For a scan that contains fragments: its body, so that the scan can be split over sites."""
+    """For a scan that contains fragments: its body. The scan can be split over sites."""
     at: str = ""
     """File and line of the user's code, with the function's name."""
 
@@ -79,7 +80,7 @@ class Op:
         return bool(self.call and self.call.host) or bool(self.body and any(op.host for op in self.body.ops))
 
     def values(self) -> Iterator[Value]:
-        """The operands that are values, without literals."""
+        """The operands, without literals."""
         return (v for v in self.ins if isinstance(v, Value))
 
     def __repr__(self) -> str:

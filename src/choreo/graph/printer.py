@@ -18,7 +18,7 @@ else:  # graph.py imports this module
 
 
 def format_graph(graph: Graph) -> str:
-    """The fragments of a graph in order, with the values they read and give, and a table of the edges."""
+    """The fragments of a graph in order, with the values that they read and return, and a table of the edges."""
     names, fragments = end_names(graph), list(graph.fragments())
     glue = sum(len(list(_glue(body))) for body in _bodies(graph.body))
     head = f"{graph.name} on {count(graph.num_envs, 'environment')}: {count(len(fragments), 'fragment')} of "
@@ -75,7 +75,7 @@ def _with_line(text: str, op: Op) -> str:
 
 
 def user_line(op: Op) -> str:
-    """`my_ppo.py:88 (act)`: file and line without the folder and the column."""
+    """The user's file and line, without folder and column: `my_ppo.py:88 (act)`."""
     match = re.fullmatch(r"(.*?):(\d+)(?::\d+)?( \(.*\))?", op.at)
     if not match:
         return op.at

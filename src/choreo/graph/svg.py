@@ -1,4 +1,4 @@
-"""Pictures as SVG text: lanes side by side, time downwards, boxes in lanes, arrows between lanes, frames around loops.
+"""Draw pictures as SVG text. Lanes stand side by side, and time goes downwards. Frames enclose loops.
 
 actor     env        two lanes
   |        |
@@ -29,9 +29,9 @@ class Lane:
     lines: tuple[str, ...] = ()
     """Smaller text beneath the title."""
     roles: tuple[str, ...] = ()
-    """The roles whose colours the lane has; without any, it is grey."""
+    """The roles whose colours the lane shows. A lane without roles is grey."""
     replicas: int = 1
-    """More than one are drawn as a pile of cards."""
+    """If there are several replicas, the head of the lane is drawn as a pile of cards."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Box:
     lines: tuple[str, ...] = ()
     """Smaller text beneath the title."""
     roles: tuple[str, ...] = ()
-    """The roles whose colours the box has; without any, it is grey."""
+    """The roles whose colours the box shows. A box without roles is grey."""
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """Values that go from one lane to another, or back into the same one."""
+    """Values that go from one lane to another lane, or back into the same lane."""
 
     src: int
     """Position of the lane where the arrow begins."""
@@ -68,7 +68,7 @@ class LoopFrame:
     """A loop, drawn around its items."""
 
     title: str
-    """How often it runs: `× 16`."""
+    """How often the loop runs: `× 16`."""
     note: str
     """Smaller text beside the title."""
     items: "tuple[Item, ...]"
@@ -78,7 +78,7 @@ Item: TypeAlias = Box | Arrow | LoopFrame
 
 
 def role_colour(role: str) -> str:
-    """The colour of a role; it is the same in every picture."""
+    """The colour of a role: the same in every picture."""
     return ROLE_COLOURS.get(role) or OTHER_COLOURS[zlib.crc32(role.encode()) % len(OTHER_COLOURS)]
 
 
@@ -135,7 +135,7 @@ class _Painter:
         return "\n".join([head, f"<title>{escape(title)}</title>", defs, paper, *self.parts, "</svg>"]) + "\n"
 
     def pile(self, lane: Lane) -> Pixels:
-        """By how much the cards of a pile stick out. At most three cards are drawn."""
+        """How many pixels the last card of a pile stands out from the first one. At most three cards are drawn."""
         return 5 * (min(lane.replicas, 3) - 1)
 
     def header(self, i: int, height: Pixels) -> Pixels:
@@ -196,7 +196,7 @@ class _Painter:
         return y + 50
 
     def turn(self, arrow: Arrow, y: Pixels) -> Pixels:
-        """Draw an arrow that begins and ends in the same lane, beside the lane, on the side that has room for the text."""
+        """Draw an arrow that begins and ends in the same lane. It stands on the side of the lane that has room for the text."""
         x, last = self.x(arrow.src), arrow.src == len(self.lanes) - 1
         side = -1 if last and len(self.lanes) > 1 else 1
         anchor, room = "start" if side > 0 else "end", self.pitch - 46
@@ -253,7 +253,7 @@ class _Painter:
 
 
 def fold(words: str, size: Pixels, room: Pixels) -> list[str]:
-    """At most three lines of whole words. The last one may be too long: `fit` shortens it."""
+    """Break a text into at most three lines of whole words. The last line may be too long; `fit` shortens it."""
     lines = [""]
     for word in words.split(" "):
         joined = f"{lines[-1]} {word}".strip()

@@ -1,4 +1,4 @@
-"""Text for people, in printed graphs, plans and pictures: counts, sizes, types, names of values, tables."""
+"""Format counts, sizes, types, names of values, and tables as text. Printed graphs, plans and pictures use these functions."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from choreo import _compat
 
 WIDTH = 100
-"""Columns of a printed graph or plan."""
+"""The width of a printed graph or plan, in characters."""
 
 
 def count(number: int, noun: str) -> str:
@@ -27,13 +27,14 @@ def format_bytes(number: int) -> str:
 
 
 def format_type(aval: Any) -> str:
-    """`f32[8,4]`, as JAX prints types."""
+    """A type as JAX prints it: `f32[8,4]`."""
     kind = "key" if _compat.is_key(aval.dtype) else re.sub(r"^(b?)([fiuc])[a-z]*(?=\d)", r"\1\2", str(aval.dtype))
     return f"{kind}[{','.join(map(str, aval.shape))}]"
 
 
 def describe(values: Iterable[Any]) -> str:
-    """Names and types of values (anything with `label` and `aval`). Leaves of one tree are shown as their common path."""
+    """Names and types of values. A value is any object with `label` and `aval`. Three or more leaves of one tree are shown as
+    their common path."""
     named: dict[str, list[tuple[str, Any]]] = {}
     for value in values:
         named.setdefault(_root(value.label), []).append((value.label, value.aval))
@@ -79,7 +80,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, align: str, fle
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of whole words. All but the first are two columns shorter, so that the caller can indent them."""
+    """Break a text into lines of whole words. All lines except the first are shorter by two, so that the caller can indent them."""
     lines = [""]
     for word in text.split(" "):
         room = width if len(lines) == 1 else width - 2

@@ -1,4 +1,4 @@
-"""The rules of a graph, as a program that checks them after every pass. A failure is a bug in Choreo, not in the user's code."""
+"""Check the rules of a graph after every pass. If a check fails, this is a bug in Choreo, not in the user's code."""
 
 from typing import Any
 
@@ -42,11 +42,11 @@ def _verify_body(body: Body, seen: set[int]) -> None:
         for operand, var in zip(op.ins, op.eqn.invars, strict=True):
             check_read(operand, repr(op))
             assert _type(operand) == _type(var), f"{op!r} changes a type"
-        assert not op.call or op.roles == {op.call.role}, f"fragment {op!r} has other roles than its own"
+        assert not op.call or op.roles == {op.call.role}, f"fragment {op!r} has roles other than the role of its call"
         if op.body:
-            assert op.eqn.primitive.name == "scan" and op.roles, f"{op!r} has a body but is no scan with fragments"
+            assert op.eqn.primitive.name == "scan" and op.roles, f"{op!r} has a body but is not a scan with fragments"
             assert len(op.body.ins) == len(op.ins) and len(op.body.outs) == len(op.outs), (
-                f"the body of {op!r} has too many or too few inputs or outputs"
+                f"the body of {op!r} does not have as many inputs and outputs as the op"
             )
             _verify_body(op.body, seen)
         for value in op.outs:

@@ -1,6 +1,6 @@
-"""Python objects of a site, and the calls that a plan makes on them.
+"""Python objects of a site, and the calls of their methods in a plan.
 
-A site makes one object for its own block of environments, and keeps it:
+A site makes one object for its own block of environments, and keeps this object for the whole run:
 
     environments  0 1 2 3 | 4 5 6 7        HostMethod(make, "step")
     site          env-0   | env-1          env-0: make(range(0, 4)).step(...)   env-1: make(range(4, 8)).step(...)
@@ -32,13 +32,13 @@ class Spec:
 class HostMethod:
     """One method of an object that each site makes for its own environments.
 
-    The method takes arrays and returns a tuple of new arrays, all with the env axis first. Environments must be independent:
-    a call for a block of environments must give that block of the results of a call for all environments.
+    The method takes arrays and returns a tuple of new arrays, all with the env axis first. Environments must be independent: a
+    call for one block of environments must return the same values as that block has in a call for all environments.
     """
 
     make: Callable[[range], Any]
-    """Makes the object from the numbers of the site's environments. Methods with an equal `make` share the object; its
-    `close` method is called at the end. If `make.exact` is true, the types of the results are not checked."""
+    """Makes the object from the numbers of the site's environments. Methods with an equal `make` share one object, which is
+    closed at the end (`close`). If `make.exact` is true, results are neither checked nor copied."""
     method: str
     """The name of the method."""
     outs: tuple[Spec, ...]
@@ -46,7 +46,7 @@ class HostMethod:
 
     @property
     def num_envs(self) -> int:
-        """The number of all environments."""
+        """The number of environments for which `outs` is declared."""
         return self.outs[0].shape[0]
 
     def of_shards(self, shards: int) -> "HostMethod":
@@ -55,14 +55,14 @@ class HostMethod:
 
 
 HostFn = HostMethod | Callable[..., tuple[np.ndarray, ...]]
-"""The Python that a host fragment calls: a method, or a function on all environments at once."""
+"""The Python code that a host fragment calls: a method, or a function on all environments at once."""
 
 
 class HostObjects:
     """The Python objects of one site, which has block `replica` of `replicas` equal blocks of environments.
 
-    `each`: the methods to bind are declared for one block, not for all environments. `sharing`: use the objects of this
-    other site instead of new ones.
+    With `each`, `outs` of the methods to bind are declared for one block, not for all environments. With `sharing`, this site
+    uses the objects of that other site instead of new ones.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HostObjects:
         """Incremented at the beginning and at the end of every call; odd while a call is running."""
 
     def bind(self, fn: HostFn, shards: int = 1) -> Callable[..., tuple[np.ndarray, ...]]:
-        """The function to call at this site. With several shards, `fn` is for one shard and arrays are [shard, env, ...]."""
+        """The function to call at this site. With several shards, `fn` is for one shard, and arrays are [shard, env, ...]."""
         if not isinstance(fn, HostMethod):
             return self._counted(fn)
         if shards > 1:
@@ -111,7 +111,7 @@ class HostObjects:
         return call
 
     def current(self) -> int | None:
-        """The number of the environment that is running now, if an object has an attribute `current` that says so."""
+        """The number of the environment that is running now, from the attribute `current` of an object; None if none has it."""
         found = (getattr(obj, "current", None) for obj in self.made.values())
         return next((index for index in found if index is not None), None)
 
@@ -127,7 +127,7 @@ def _dtype(spec: Spec) -> np.dtype:
 
 
 def _own(results: Any) -> tuple[np.ndarray, ...]:
-    """Copies of the results: a loop keeps the results of each step, and a user's function may reuse its arrays."""
+    """Copies of the results; needed because a loop keeps the results of each step, and a user's function may reuse its arrays."""
     return tuple(np.array(x) for x in results)
 
 

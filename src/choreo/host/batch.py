@@ -1,11 +1,11 @@
-"""The common part of every batch of environments: tokens, episode totals, and checks of the environments' results.
+"""The common part of every batch of environments: the step token, episode totals, and checks of the environments' results.
 
     reset(seeds)              -> token, *obs
     step(token, *action)      -> token, *obs, reward, discount, last, *next_obs, episode_return, episode_length, *info
 
-Every array has the env axis first and is never changed afterwards; if no episode ended, `obs` and `next_obs` are the same
-arrays. The token counts steps. A Python environment cannot return to an earlier state, so `step` refuses any token but the
-latest. Observations and actions are flat lists of arrays (choreo.host.spaces).
+Every array has the env axis first. A batch never changes an array after returning it; if no episode ended, `obs` and `next_obs`
+are the same arrays. The step token counts steps. A Python environment cannot return to an earlier state, so `step`
+accepts only the latest token. Observations and actions are flat lists of arrays (choreo.host.spaces).
 """
 
 import math
@@ -20,7 +20,7 @@ from choreo.host import spaces
 from choreo.host.probe import EnvForm
 
 Prepare = Callable[[np.ndarray], np.ndarray]
-"""Converts sampled actions to actions of the space; always returns a copy, which the environment may keep."""
+"""Clips and converts sampled actions to actions of the space; always returns a copy, because the environment may keep it."""
 
 
 class Batch:
@@ -36,13 +36,13 @@ class Batch:
             spaces.Leaf(space, path, wide=wide) for path, space in spaces.leaves(form.observation_space, what=name)
         ]
         self.float_leaves = [k for k, leaf in enumerate(self.leaves) if leaf.dtype_out.kind == "f"]
-        self.prepare = [_preparation(leaf) for _, leaf in spaces.leaves(form.action_space, what=name)]
+        self.prepare = [_preparation(space) for _, space in spaces.leaves(form.action_space, what=name)]
         self.token: np.ndarray | None = None
         """The latest token."""
-        # In the type of the results, so that returning them needs no conversion.
         self.returns = np.zeros(len(envs), self.float)
+        """The sum of rewards of each running episode, in the type in which `step` returns it."""
         self.all_ones, self.all_false = np.ones(len(envs), self.float), np.zeros(len(envs), np.bool_)
-        for shared in (self.all_ones, self.all_false):  # returned by every step in which no episode ends
+        for shared in (self.all_ones, self.all_false):  # every step in which no episode ends returns these arrays
             shared.setflags(write=False)
         self.began = np.zeros(len(envs), np.int32)
         """The token at which each running episode began."""
@@ -60,30 +60,30 @@ class Batch:
         raise NotImplementedError
 
     def reset_results(self, obs: list[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """The results of `reset`, from the first observations; resets the episode totals."""
+        """Set the episode totals to 0 and return the results of `reset`; `obs` are the first observations."""
         self.refuse_nan(obs, "reset")
         self.returns = np.zeros_like(self.returns)
-        for totals in (self.began, *self.infos):
-            totals[:] = 0
+        for numbers in (self.began, *self.infos):
+            numbers[:] = 0
         token = np.zeros(len(self.envs), np.int32)
         self.current, self.token = None, token
         return (token, *obs)
 
     def check_token(self, token: np.ndarray) -> None:
-        """Refuse a token that is not the latest."""
+        """Raise EnvError if `token` is not the latest token."""
         if token is not self.token and (self.token is None or token.tobytes() != self.token.tobytes()):
             raise self._stale_token(int(token[0]))
 
     def _stale_token(self, step: int) -> EnvError:
-        where = f"`{self.name}` should continue from step {step}, but its environments"
+        where = f"`{self.name}` was asked to continue from step {step}, but its environments"
         if self.token is None:
             return EnvError(
-                f"{where} have not been reset: the state of a Python environment cannot be restored.",
-                fix="Begin with env.reset. A run on Python environments cannot be resumed; begin a new one with its weights "
+                f"{where} have not been reset. The state of a Python environment cannot be restored.",
+                fix="Begin with env.reset. A run on Python environments cannot be resumed; begin a new run with its weights "
                 "(--init-from).",
             )
         return EnvError(
-            f"{where} have taken {self.token[0]} steps: a Python environment cannot go back to an earlier state.",
+            f"{where} have taken {self.token[0]} steps. A Python environment cannot go back to an earlier state.",
             fix="Begin with env.reset, use each state once, and use an environment in one run at a time.",
         )
 
@@ -96,13 +96,14 @@ class Batch:
         terminal: Sequence[int],
         restart: Callable[[list[np.ndarray]], None],
     ) -> tuple[np.ndarray, ...]:
-        """The results of `step`, from the observations after the step and the numbers of the environments that ended.
+        """Update the episode totals, begin new episodes and return the results of `step`.
 
-        `restart` writes the first observations of the new episodes into the arrays it is given.
+        `ended` are the indices of the environments whose episode ended, `terminal` those where it terminated. `restart` writes the
+        first observations of the new episodes into the arrays that it gets.
         """
         self.refuse_nan(next_obs, "step")
         if math.isnan(reward.dot(reward)):
-            self.wrong(int(np.isnan(reward).argmax()), "step", "NaN as reward")
+            self.wrong(int(np.isnan(reward).argmax()), "step", "NaN as its reward")
         returns = self.returns = self.returns + reward
         token = self.token = token + 1  # overflows after 2**31 steps, which is harmless
         totals = [returns, token - self.began, *(values.copy() for values in self.infos)]
@@ -121,19 +122,19 @@ class Batch:
         self.current = None
         return (token, *obs, reward, discount, last, *next_obs, *totals)
 
-    def refuse_nan(self, obs: list[np.ndarray], part: str) -> None:
-        """Raise EnvError if an observation from the method `part` contains NaN."""
+    def refuse_nan(self, obs: list[np.ndarray], method: str) -> None:
+        """Raise EnvError if an observation from the method `method` contains NaN."""
         for k in self.float_leaves:
             leaf = obs[k]
-            # A sum of squares is NaN if and only if one number is NaN; this is the fastest check.
+            # The sum of squares is NaN if and only if one of the numbers is NaN. This is the fastest check.
             if math.isnan(np.vdot(leaf, leaf)):
                 bad = np.isnan(leaf.reshape(len(leaf), -1)).any(axis=1)
-                self.wrong(int(bad.argmax()), part, "NaN in its observation")
+                self.wrong(int(bad.argmax()), method, "NaN in its observation")
 
-    def wrong(self, i: int, part: str, what: str) -> NoReturn:
-        """Raise EnvError: environment `i` of this batch returned `what` from its method `part`."""
+    def wrong(self, i: int, method: str, what: str) -> NoReturn:
+        """Raise EnvError: environment `i` of this batch returned `what` from its method `method`."""
         raise EnvError(
-            f"Environment {self.envs.start + i} of `{self.name}` returned from `{part}`: {what}.",
+            f"`{method}` of environment {self.envs.start + i} of `{self.name}` returned {what}.",
             fix="Correct the environment, or wrap it in one that converts its results.",
         )
 

@@ -8,7 +8,7 @@ from choreo.errors import EnvError
 
 
 def env_raised(name: str, which: str, part: str, error: BaseException) -> EnvError:
-    """The error to raise from `error`, which an environment raised in its method `part`."""
+    """The EnvError for the exception `error`, which an environment raised in its method `part`."""
     return EnvError(
         f"{which} of `{name}` raised {type(error).__name__} in {part}: {error}",
         fix="The traceback above is the environment's own.",
@@ -16,7 +16,7 @@ def env_raised(name: str, which: str, part: str, error: BaseException) -> EnvErr
 
 
 def describe(result: Any) -> str:
-    """What `result` is, for the message that it should have been something else: `3 values`, `an array int32[4]`."""
+    """A short description of a wrong result for an error message: `3 values`, `an array int32[4]`."""
     if isinstance(result, tuple):
         return f"{len(result)} values"
     if isinstance(result, np.ndarray):

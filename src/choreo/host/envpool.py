@@ -1,7 +1,7 @@
 """EnvPool as a Gymnasium vector environment: `envpool:Pong-v5`. An optional extra: `pip install 'choreo[envpool]'`.
 
-EnvPool takes seeds only when a pool is made, so a reset with seeds makes a new pool. EnvPool's automatic reset is not used:
-the pool resets the environments that it is told to, which is Gymnasium's autoreset mode DISABLED.
+EnvPool takes seeds only when a pool is made, so a reset with seeds makes a new pool. We do not use EnvPool's automatic reset.
+Instead, `reset` names the environments to reset, which is Gymnasium's autoreset mode DISABLED.
 """
 
 import contextlib
@@ -61,20 +61,20 @@ class EnvPool(VectorEnv):
             pool = pools.make_gymnasium(
                 self.env_id, num_envs=self.num_envs, seed=[seed & 0x7FFFFFFF for seed in seeds], **self.options
             )
-            _ = pool.observation_space, pool.action_space  # computed at first use, with warnings
+            _ = pool.observation_space, pool.action_space  # EnvPool computes the spaces at first use, with warnings
             return pool
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings about the precision of the bounds of EnvPool's own spaces."""
+    """Suppress warnings that the bounds of EnvPool's spaces lose precision."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
         yield
 
 
 def _put(into: Any, new: Any, where: np.ndarray) -> Any:
-    """A copy of the observations `into`, with those of the environments `where` replaced."""
+    """A copy of the observations `into`, in which `new` replaces the observations of the environments `where`."""
     if isinstance(into, dict):
         return {key: _put(part, new[key], where) for key, part in into.items()}
     into = np.array(into)

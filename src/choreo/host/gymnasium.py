@@ -1,4 +1,4 @@
-"""A block of Gymnasium environments, stepped one after the other.
+"""A block of Gymnasium environments, which are stepped one after the other.
 
     MakeBatch(source=..., form=probe(source))(range(4, 8))  ->  GymBatch: environments 4, 5, 6, 7
 
@@ -22,7 +22,7 @@ from choreo.host.sources import Source
 
 
 class GymBatch(Batch):
-    """The environments with the numbers `envs`, one Python object each."""
+    """The environments with the numbers `envs`; each environment is one Python object."""
 
     def __init__(self, envs: range, source: Source, *, form: EnvForm, info_keys: tuple[str, ...], wide: bool):
         super().__init__(envs, name=source.name, form=form, info_keys=info_keys, wide=wide)
@@ -104,7 +104,7 @@ class GymBatch(Batch):
         return {"obs": seen, MASK: info[MASK]}
 
     def _refuse_malformed(self, results: list[Any]) -> NoReturn:
-        """Raise EnvError for the first of these results that is not what `step` should return."""
+        """Raise EnvError for the first result in `results` that is malformed."""
         for i, result in enumerate(results):
             if not isinstance(result, tuple) or len(result) != 5:
                 self.wrong(i, "step", f"{describe(result)}, not (obs, reward, terminated, truncated, info)")
@@ -114,7 +114,7 @@ class GymBatch(Batch):
         raise AssertionError("one of the results is malformed")
 
     def _stack(self, seen: Sequence[Any], part: str, which: Sequence[int] | None = None) -> list[np.ndarray]:
-        """The observations as new arrays, one for each leaf; `which`: the environments they come from, if not all."""
+        """The observations as new arrays, one for each leaf. `which` are the indices of their environments; None: all."""
         try:
             if not self.is_tree:
                 return [self.leaves[0].stack(seen)]
@@ -136,7 +136,7 @@ class GymBatch(Batch):
         try:
             reward = np.array(rewards, self.float)
         except (TypeError, ValueError):
-            reward = np.empty(())  # the next lines find the wrong reward
+            reward = np.empty(())  # has a wrong shape, so that the next lines find the wrong reward
         if reward.shape != (len(rewards),):
             bad = next(i for i, x in enumerate(rewards) if np.ndim(x) or not isinstance(x, float | int | np.generic))
             self.wrong(bad, "step", f"{describe(rewards[bad])} as reward, not a number")
@@ -144,11 +144,11 @@ class GymBatch(Batch):
 
 
 def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
-    """The `step` below the wrappers that only count or check, and their time limit.
+    """Return the `step` method below the wrappers that only count or check, and the time limit of these wrappers.
 
-    `gymnasium.make` wraps every environment in TimeLimit, OrderEnforcing and PassiveEnvChecker. A batch counts steps itself
-    and always resets first, and PassiveEnvChecker checks only the first step. With a fast environment these wrappers would
-    take a tenth of the time.
+    `gymnasium.make` wraps every environment in TimeLimit, OrderEnforcing and PassiveEnvChecker. A batch does not
+    need them: it counts steps itself and always resets first, and PassiveEnvChecker checks only the first step. With a fast
+    environment these wrappers would take a tenth of the time.
     """
     limit = math.inf
     while type(env) in (TimeLimit, OrderEnforcing) or (type(env) is PassiveEnvChecker and env.checked_step):
@@ -173,9 +173,9 @@ def _action_splitter(space: gymnasium.Space, prepare: list[Prepare], count: int)
 
 
 class DiscreteAction(int):
-    """An action of a Discrete space: an int with the attributes of numpy's int64, which Gymnasium's own actions are.
+    """An action of a Discrete space: an int that also has the attributes of numpy's int64, the type of Gymnasium's actions.
 
-    Most environments check in every step that the action is in its space; with an int this takes a tenth of the time.
+    Most environments check in every step that the action is in the space. With an int, this check is ten times as fast.
     """
 
     def __getattr__(self, name: str) -> Any:

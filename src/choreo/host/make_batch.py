@@ -1,4 +1,4 @@
-"""Make the environments of one site: as one vector environment, or one by one."""
+"""Make the environments of one site, either as one vector environment or as separate environments."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class MakeBatch:
     """Whether JAX computes in 64 bits."""
 
     exact = True
-    """Tells `HostObjects` not to check the results: a batch checks everything it gets from an environment, and returns
-    arrays that it made itself."""
+    """Tells `HostObjects` not to check or copy the results: a batch checks everything that an environment returns, and returns
+    only new arrays."""
 
     def __call__(self, envs: range) -> Batch:
         make = VectorBatch if self.form.vector else GymBatch

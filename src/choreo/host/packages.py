@@ -1,4 +1,4 @@
-"""The installed packages that an environment uses, and whose versions may change its behaviour.
+"""The installed packages that an environment uses. Other versions of these packages may change its behaviour.
 
     TimeLimit<Ant-v5>  ->  ("gymnasium", "mujoco", "numpy")
 
@@ -26,7 +26,7 @@ def packages_of(env: Any) -> tuple[str, ...]:
 
 
 def _layers(env: Any) -> Iterator[Any]:
-    """The environment, and those that it wraps."""
+    """The environment, and all environments inside its wrappers."""
     seen = set()
     while env is not None and id(env) not in seen:
         seen.add(id(env))
@@ -58,12 +58,12 @@ def _used_by(function: FunctionType) -> Iterator[str]:
 
 @functools.cache
 def _providers(top: str) -> tuple[str, ...]:
-    """The packages that contain a top-level module; none if it was not installed."""
+    """The packages that contain a top-level module; empty if the module does not belong to an installed package."""
     try:
         return (importlib.metadata.distribution(top).name.lower().replace("_", "-"),)
     except importlib.metadata.PackageNotFoundError:
         pass
     file = getattr(sys.modules.get(top), "__file__", None) or ""
     if "site-packages" not in file and "dist-packages" not in file:
-        return ()  # not installed; and searching all packages takes a third of a second
+        return ()  # not installed: skip the search of all packages, which takes a third of a second
     return tuple(importlib.metadata.packages_distributions().get(top, ()))

@@ -1,4 +1,4 @@
-"""Find the facts about an environment that a program needs: make one, inspect it, close it.
+"""Make one environment, inspect it and close it, to find the facts about it that a plan needs.
 
 probe(Source.of_id("CartPole-v1", {}))  ->  EnvForm(observation_space=Box(4), action_space=Discrete(2), ...)
 """
@@ -17,7 +17,7 @@ from choreo.host.packages import packages_of
 from choreo.host.sources import Source, import_prefix
 
 MASK = "action_mask"
-"""The key of the mask of possible actions, in `info` or in a dictionary of observations."""
+"""The key of the mask of allowed actions, in `info` or in a Dict observation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,9 @@ class EnvForm:
     """Facts about an environment, found by a probe."""
 
     observation_space: gymnasium.Space
-    """The environment's own space; if the action mask comes from `info`, a Dict of `obs` and `action_mask`."""
+    """The environment's observation space; if the action mask comes from `info`, a Dict of this space (`obs`) and `action_mask`."""
     action_space: gymnasium.Space
-    """The environment's own space."""
+    """The environment's action space."""
     masked: bool
     """Whether the action mask comes from `info`."""
     vector: bool
@@ -37,7 +37,7 @@ class EnvForm:
 
 
 def probe(source: Source) -> EnvForm:
-    """The form of the environments of `source`; probed once per process."""
+    """The form of the environments of `source`; each source is probed once per process."""
     if source not in _forms:
         _forms[source] = _inspect(source)
     return _forms[source]
@@ -47,7 +47,7 @@ _forms: dict[Source, EnvForm] = {}
 
 
 def probe_anew(source: Source) -> Source:
-    """Probe again, because a function may now make another class than at the last probe; returns the source to use."""
+    """Probe again, because a function may now make a different class than before; returns the source to use from now on."""
     form = _inspect(source)
     source = source.seen_as(repr(form))
     _forms[source] = form
@@ -91,7 +91,7 @@ def _spaces_of(env: Any, source: Source) -> list[gymnasium.Space]:
 
 
 def _mask(env: Any, source: Source) -> Any:
-    """The action mask in the `info` of a first reset; None if there is none."""
+    """The action mask in the `info` of the first reset; None if `info` has no mask."""
     try:
         _, info = env.reset(seed=0)
     except Exception as error:

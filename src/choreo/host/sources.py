@@ -1,11 +1,11 @@
-"""How an environment is made, as a value that can be pickled and sent to another process.
+"""How an environment is made, as a value (`Source`) that can be pickled and sent to another process.
 
     Source.of_id("CartPole-v1", {"sutton_barto_reward": True})      the arguments of `gymnasium.make`
     Source.of_factory(lambda: MyWrapper(MyEnv()), {})               any function of a user
 
-Two sources are equal if their function and arguments are, also after one was pickled and loaded in another process. A factory
-from a script, a notebook or a user's file is pickled by value: a worker never imports the user's main module. A source
-that was pickled in a process and is unpickled in the same process is the original object.
+Two sources are equal if their functions and arguments are equal, also after one source was pickled and loaded in another process.
+A factory from a script, a notebook or a user's file is pickled by value, so a worker never imports the user's main module. If
+the same process pickles and unpickles a source, the result is the original object.
 """
 
 import difflib
@@ -36,7 +36,7 @@ class NotGymnasium(EnvError):
 
 
 class Source:
-    """How one environment (or, if `vector`, a vector environment) is made."""
+    """How one environment is made, or one vector environment."""
 
     def __init__(self, name: str, identity: Hashable, load: Callable[[], "FactoryCall"]):
         self.name, self.identity, self._load = name, identity, load
@@ -60,20 +60,20 @@ class Source:
         return source
 
     def seen_as(self, form: str) -> "Source":
-        """The same source, equal only to sources with the same form: the user may have edited the class in a notebook."""
+        """The same source, but equal only to sources with the same form: a class that is edited in a notebook may change form."""
         identity = (self.identity, form)
         source = _sources[identity] = Source(self.name, identity, lambda: self.factory_call)
         return source
 
     @property
     def factory_call(self) -> "FactoryCall":
-        """The call that makes the environment; unpickled at its first use."""
+        """The call that makes the environment; it is unpickled when it is first used."""
         if self._factory_call is None:
             self._factory_call = self._load()
         return self._factory_call
 
     def make_any(self) -> gymnasium.Env | gymnasium.vector.VectorEnv:
-        """One environment, or a vector environment with one environment if the source makes vector environments."""
+        """One environment; if the source makes vector environments, a vector environment with `num_envs=1`."""
         if not self.factory_call.vector:
             return self.make()
         made = self._make(num_envs=1)
@@ -104,7 +104,7 @@ class Source:
                 return target(**kwargs)
             if more:
                 return gymnasium.make_vec(target, vectorization_mode="vector_entry_point", **kwargs)
-            # Our own checks are stricter than those of Gymnasium's wrapper, and cheaper.
+            # Our checks are stricter and cheaper than the checks of Gymnasium's wrapper.
             return gymnasium.make(target, **{"disable_env_checker": True, **kwargs})
         except ChoreoError:
             raise
@@ -145,33 +145,33 @@ class FactoryCall:
 
 
 _sources: "weakref.WeakValueDictionary[Hashable, Source]" = weakref.WeakValueDictionary()
-"""The sources of this process, by identity: a source that was pickled here is unpickled as the original object."""
+"""The sources of this process, by identity. Unpickling returns the original object if this process has it."""
 
 
 def _unpickle(name: str, identity: Hashable, payload: bytes, paths: list[str]) -> Source:
     def load() -> FactoryCall:
-        # The user's file may import modules from its own folder: these must be found here too.
+        # The user's file may import modules from its own folder; this process must find them too.
         sys.path.extend(path for path in paths if path not in sys.path)
         try:
             return FactoryCall(*cloudpickle.loads(payload))
         except Exception as error:
             raise EnvError(
                 f"`{name}` cannot be made in this process: {type(error).__name__}: {error}",
-                fix="Modules that a factory imports must be installed here, or be in the folder of the user's script.",
+                fix="Install the modules that the factory imports, or put them into the folder of the user's script.",
             ) from error
 
     return _sources.setdefault(identity, Source(name, identity, load))
 
 
 def _paths(target: Any) -> list[str]:
-    """The folders in which this process finds modules, for the process that unpickles."""
+    """The folders in which this process finds modules; the process that unpickles adds them to its own."""
     code = getattr(target, "__code__", None)
     beside = [str(Path(code.co_filename).parent)] if code and Path(code.co_filename).is_file() else []
     return [str(Path(path).resolve()) for path in [*beside, *sys.path] if Path(path).is_dir()]
 
 
 def _freeze(value: Any) -> Hashable:
-    """A hashable key of a value: equal for equal values, also in another process."""
+    """A hashable key of a value; equal plain values have equal keys, also in different processes."""
     if isinstance(value, _PLAIN):
         return (type(value).__name__, value)
     if isinstance(value, list | tuple):
@@ -193,7 +193,7 @@ def _freeze(value: Any) -> Hashable:
 
 
 _unique_ids: dict[int, tuple[str, Any]] = {}
-"""Unique ids of objects, by Python's `id`. The objects are kept alive, because Python reuses the `id` of a deleted one."""
+"""Unique ids of objects, by Python's `id`. The objects are kept alive, because Python reuses the `id` of a deleted object."""
 
 
 def _name(factory: Callable[..., Any]) -> str:
@@ -215,8 +215,8 @@ def _takes_num_envs(factory: Callable[..., Any]) -> bool:
 def _unknown(env_id: str) -> UnknownNameError:
     known = [name for name in gymnasium.registry if name != env_id]
     fix = (
-        "An environment that a package registers is written `package:Id-v0`; one that a function makes, "
-        "`my_env.py:make_env`. `choreo list envs` lists the built-in ones."
+        "For an environment that a package registers, write `package:Id-v0`; for a function that makes an environment, "
+        "`my_env.py:make_env`. `choreo list envs` lists the built-in environments."
     )
     if difflib.get_close_matches(env_id, known, n=1, cutoff=0.5):
         return unknown_name("environment", env_id, known, fix=fix)
@@ -227,7 +227,7 @@ def _no_environment(name: str, made: Any) -> EnvError:
     if isinstance(made, gymnasium.vector.VectorEnv):
         return EnvError(
             f"`{name}` made a vector environment of {made.num_envs} environments, but takes no argument `num_envs`.",
-            fix="Let the factory take `num_envs`: each site asks for as many environments as it has.",
+            fix="Add a parameter `num_envs` to the factory: each site passes the number of its environments.",
         )
     return NotGymnasium(
         f"`{name}` made a {type(made).__name__}, which is not a gymnasium.Env.",
@@ -246,5 +246,5 @@ def import_prefix(env_id: Any) -> None:
     except ModuleNotFoundError as error:
         raise EnvError(
             f"There is no module `{module}` for `{env_id}`: {error}.",
-            fix="Install the package it belongs to; for a file write `path/to/my_env.py:make_env`.",
+            fix="Install the package of this module; for a file, write `path/to/my_env.py:make_env`.",
         ) from error

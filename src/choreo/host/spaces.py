@@ -2,8 +2,8 @@
 
     Dict(position=Box(3), count=Discrete(5))   ->   leaves  ['count'] int32[]   ['position'] float32[3]
 
-The leaves are in JAX's order for the same tree: dictionary keys sorted, tuple items in order. Types are JAX's too: floats get
-JAX's default type, and 64-bit integers become 32-bit integers unless JAX computes in 64 bits.
+The leaves have the same order as in `jax.tree.leaves`: dictionary keys are sorted, tuple items keep their order. The types are
+those of JAX: floats get JAX's default float type, and 64-bit integers become 32-bit integers unless JAX computes in 64 bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from choreo.errors import EnvError
 
 
 class WrongValue(Exception):
-    """A value that does not fit its space, from the environment with number `index` in its block."""
+    """A value does not fit its space; the value is from environment `index` of a block."""
 
     def __init__(self, index: int, what: str):
         super().__init__(what)
@@ -35,13 +35,13 @@ def leaves(space: Space, *, what: str, path: str = "") -> list[tuple[str, Space]
         raise EnvError(
             f"{what} has a {type(space).__name__} space{f' at {path}' if path else ''}, which has no fixed shape.",
             fix="Choreo reads Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these; wrap the environment "
-            "in one that has such a space.",
+            "so that it has such a space.",
         )
     return [leaf for path, part in parts for leaf in leaves(part, what=what, path=path)]
 
 
 def flatten(space: Space, value: Any, *, index: int, path: str = "") -> list[Any]:
-    """The values at the leaves of `value`; `index` is the environment's number in its block, for errors."""
+    """The values at the leaves of `value`; `index` is the number of the environment in its block, for errors."""
     if isinstance(space, spaces.Dict):
         _require_keys(space, value, index, path)
         parts = [(space[key], value[key], f"{path}[{key!r}]") for key in sorted(space)]
@@ -91,7 +91,7 @@ class Leaf:
         return np.array(values, self.dtype_out)
 
     def whole(self, values: Any, count: int) -> np.ndarray:
-        """A new array [env, ...] from the array of a vector environment; raises WrongValue."""
+        """A new array [env, ...] from the array of a vector environment; raises WrongValue if shape or type do not fit."""
         shape = (count, *self.shape)
         if isinstance(values, np.ndarray) and values.shape == shape and self._right_type(values.dtype):
             return np.array(values, self.dtype_out)
@@ -99,7 +99,7 @@ class Leaf:
         raise WrongValue(0, f"{said}{_at(self.path)} where its space says {self.dtype}{list(shape)}")
 
     def check(self, value: Any, i: int) -> Any:
-        """`value` itself, if its shape and type fit the space; raises WrongValue."""
+        """Return `value` if its shape and type fit the space; otherwise raise WrongValue for environment `i`."""
         if isinstance(value, np.ndarray | np.generic):
             if value.shape == self.shape and self._right_type(value.dtype):
                 return value

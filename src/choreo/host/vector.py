@@ -2,9 +2,9 @@
 
     SAME_STEP    the vector environment resets itself; the true successor is in info["final_obs"]
     DISABLED     we reset it in the same step: reset(options={"reset_mask": ...})
-    NEXT_STEP    Gymnasium's SyncVectorEnv and AsyncVectorEnv also accept a `reset_mask`: treated as DISABLED. Others begin
-                 the next episode in the step after the last one, and ignore the action of that step. We cannot hide this
-                 step, so it appears as an episode of length 0, in which nothing happens.
+    NEXT_STEP    Gymnasium's SyncVectorEnv and AsyncVectorEnv also accept a `reset_mask`, so we treat them as DISABLED.
+                 Other vector environments use one extra step, t + 1 below, to begin the next episode, and ignore the action
+                 of this step. We cannot hide the extra step, so it appears as an episode of length 0.
 
                  step     t                     t + 1                      t + 2
                  obs      o_T                   o0'                        o1'
@@ -14,11 +14,12 @@
                  discount 0 if terminated       as in step t               1
                  length   T                     0: not counted             1
 
-Step t is the same as in the other modes. From step t + 1 a learner learns that the value of o_T is 0 if o_T is terminal, which
-is true, or else the discounted value of o_T itself, which changes little.
+From step t, a learner learns the same as in the other modes. From step t + 1, it learns about the value of o_T. If o_T is
+terminal, it learns that this value is 0, which is true. Otherwise it learns that this value is the discounted value of o_T itself,
+which changes little.
 
 The vector environment gets a list of seeds, one for each environment. A vector environment that accepts only one seed gets
-the first; then its episodes depend on how the environments are divided among sites.
+the first seed; then its episodes depend on how the environments are divided among sites.
 """
 
 from typing import Any
@@ -43,13 +44,13 @@ class VectorBatch(Batch):
         self.env = source.make_vector(len(envs))
         self.mode = _mode(self.env, self.name)
         if isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv) and self.mode is AutoresetMode.NEXT_STEP:
-            self.mode = AutoresetMode.DISABLED  # they accept a `reset_mask` too
+            self.mode = AutoresetMode.DISABLED  # both classes accept a `reset_mask` too
         self.idle = np.zeros(len(envs), np.bool_)
-        """Which environments will ignore their next action and begin an episode instead (NEXT_STEP)."""
+        """Which environments are idle: they will ignore their next action and begin an episode instead (NEXT_STEP)."""
         self.idle_terminal = np.zeros(len(envs), np.bool_)
         """Which idle environments ended their episode by termination."""
         self.final: list[np.ndarray] = []
-        """The latest observations; for an idle environment, the last one of its episode."""
+        """The latest observations; for an idle environment, the last observation of its episode."""
 
     def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
         self.idle[:] = False
@@ -122,7 +123,7 @@ class VectorBatch(Batch):
             token, obs, reward, np.flatnonzero(ends).tolist(), np.flatnonzero(terminal).tolist(), restart
         )
         self.idle, self.idle_terminal, self.final = done & ~idle, terminated, [leaf.copy() for leaf in obs]
-        self.began[self.idle] += 1  # the step that begins an episode does not count for its length
+        self.began[self.idle] += 1  # the extra step does not count for the length of the episode
         return results
 
     def _reset(self, seeds: list[int]) -> Any:
@@ -157,7 +158,7 @@ class VectorBatch(Batch):
             self.wrong(i, "step", f"as final_obs {wrong}")
 
     def _keep_info(self, info: dict[str, Any], done: np.ndarray) -> None:
-        """Keep the numbers of `info_keys`; for ended episodes they are in `final_info`, if there is one."""
+        """Store the numbers of `info_keys`; for ended episodes, take them from `info["final_info"]` if it exists."""
         final = info.get("final_info")
         for key, values in zip(self.info_keys, self.infos, strict=True):
             for found, among in ((info, ~done if isinstance(final, dict) else np.ones_like(done)), (final, done)):
@@ -173,7 +174,7 @@ def _mode(env: VectorEnv, name: str) -> AutoresetMode:
     if not isinstance(mode, AutoresetMode):
         raise EnvError(
             f"The vector environment `{name}` does not say how it begins the next episode.",
-            fix='Add metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP} to it, or its actual mode.',
+            fix='Set its metadata to {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}, or to the mode that it has.',
         )
     return mode
 

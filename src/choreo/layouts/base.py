@@ -2,8 +2,8 @@
 
     Layout(Group("env", "actor", replicas=4), Group("learner"))
 
-Each group becomes one site, or `replicas` sites that divide the environments into contiguous blocks of equal size. A layout
-is a value. It decides where a program runs, and never what the program computes.
+A group without `replicas` becomes one site. With `replicas=4`, it becomes four sites, and each has an equal, contiguous block
+of the environments. A layout is a value. It decides where a program runs, and never what the program computes.
 """
 
 import difflib
@@ -25,11 +25,12 @@ class Group:
 
     roles: tuple[Role, ...]
     replicas: int | None
-    """How many sites divide the environments among them; None for one site that has all environments."""
+    """The number of sites that share the environments; None for one site that has all environments."""
     device: str | None
     """Platform of the group's devices ("cpu", "gpu"); None for JAX's default."""
     devices: int
-    """Number of devices, for a group that is one site. The devices divide its shards; the compiler divides a single shard."""
+    """The number of devices, for a group that is one site. The devices share the learner shards; with a single shard, XLA
+    divides its arrays among the devices."""
     axis: str | None
     """The name of the mapped axis that the replicas divide, as in `jax.vmap(..., axis_name="agent")`; None if they divide
     environments. With an axis but without `replicas`, there is one site for each index of the axis."""
@@ -53,7 +54,7 @@ class Group:
             )
         if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
             raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}) needs at least one replica.",
-                              fix="To run it together with another role, name both in one Group.")  # fmt: skip
+                              fix="To run roles together at one site, name them in one Group.")  # fmt: skip
         if devices < 1:
             raise LayoutError(
                 f"Group({self.name!r}, devices={devices!r}) needs at least one device.", fix="Use devices=1."
@@ -82,11 +83,11 @@ class Layout:
     shards: int
     """Learner shards. Unlike the number of replicas, the number of shards changes the results (`docs/law.md`)."""
     max_lag: int
-    """The most updates by which the parameters that a worker reads may be out of date; 0 is lockstep."""
+    """How many updates old the parameters that a worker reads may be; 0 is lockstep."""
     merge: str
     """"all": the learner waits for every worker; "any": the learner takes each worker's part as it arrives."""
     name: str
-    """The name of the preset, or one of the user's own."""
+    """The name of the preset, or a name that the user chose."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class Layout:
             return group.devices
         if group.replicas is None or not self.exact:
             return group.replicas
-        # At least two environments per block: XLA compiles a product with a single row differently, and it rounds differently.
+        # At least two environments per block: XLA compiles a product with a single row differently, which changes rounding.
         return max(n for n in range(1, MAX_BLOCKS + 1) if num_envs % n == 0 and (n == 1 or num_envs // n >= 2))
 
     @property
@@ -145,9 +146,9 @@ class Layout:
         return next((group.axis for group in self.groups if group.axis), None)
 
     def sites(self, roles: Iterable[Role], num_envs: int, along_axis: int = 0) -> Sites:
-        """The sites of this layout for an algorithm with these roles. Raises LayoutError if the two do not fit.
+        """The sites of this layout for an algorithm with these roles. Raises LayoutError if the layout does not fit.
 
-        `along_axis`: the size of `axis`, for a layout that divides an axis other than that of the environments.
+        `along_axis`: the size of the layout's `axis`; 0 if the layout divides environments.
         """
         roles = list(roles)
         self.check_counts(num_envs)
@@ -177,14 +178,14 @@ class Layout:
 
     @property
     def num_workers(self) -> int:
-        """With merge="any", the workers whose results the learner takes one at a time; else 1."""
+        """With merge="any", the number of workers, whose parts the learner takes one at a time; else 1."""
         return next((g.replicas for g in self.groups if g.replicas), 1) if self.merge == "any" else 1
 
     def _check_merge(self) -> None:
         divided = [group for group in self.groups if group.replicas is not None]
         if self.merge == "any" and (len(divided) != 1 or len(self.groups) != 2 or self.shards > 1 or self.exact):
             raise LayoutError(
-                f'{self!r}: merge="any" needs one group of workers (with replicas) and one group that learns (without), and '
+                f'{self!r}: merge="any" needs one group with replicas (the workers) and one group without (the learner). It '
                 "allows neither shards nor exact.",
                 fix='Write Layout(Group("env", "actor", replicas=4), Group("learner"), merge="any", max_lag=8).',
             )
@@ -198,7 +199,8 @@ class Layout:
             )
         if others or self.shards > 1 or self.merge == "any":
             raise LayoutError(
-                f"{self!r} divides {self.axis!r} and environments or shards at once.", fix="Divide one of them."
+                f"{self!r} divides the axis {self.axis!r} and also environments or shards.",
+                fix="Divide only one of them.",
             )
         for group in self.groups:
             if group.axis and group.replicas and count % group.replicas:
@@ -224,7 +226,7 @@ class Layout:
                 fix=f"Use {' or '.join(map(str, near))} shards, or {more} environments.",
             )
         if shards > 1 and self.exact:
-            raise LayoutError(f"exact=True cannot be combined with {shards} learner shards: the shapes that a site computes "
+            raise LayoutError(f"exact=True cannot be combined with {shards} learner shards: the shapes of arrays at a site "
                               "depend on how many shards the site has.",
                               fix="Leave out exact, or use one shard.")  # fmt: skip
 
@@ -246,8 +248,8 @@ class Layout:
             more = _round_up(shards, wanted)
             raise LayoutError(
                 f"{shards} learner shards cannot be divided evenly among {wanted} replicas of `{group.name}`.",
-                fix=f"Every replica must have the same number of whole shards: use {more} shards (--shards {more}), or another "
-                "number of replicas.",
+                fix=f"Every replica must have the same number of whole shards: use {more} shards (--shards {more}), or a "
+                "different number of replicas.",
             )
         total, what = (blocks or 1, "block") if self.exact else (num_envs, "environment")
         if total % wanted:

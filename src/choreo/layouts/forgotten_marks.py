@@ -1,7 +1,7 @@
-"""Forgotten marks: without `@fragment` on `act` or `learn`, results are right, but code runs at a site where it should not.
+"""Warn about forgotten marks: without `@fragment` on `act` or `learn`, results are right, but code may run at the wrong site.
 
-Code without a mark is glue, and glue is placed where it costs the fewest bytes. So an unmarked `learn` may run at the workers,
-and values that the learner should keep would cross in every iteration.
+Code without a mark is glue, and glue is placed where the fewest bytes cross between sites. So an unmarked `learn` may run at
+the workers. Values that the learner should keep would then cross in every iteration.
 """
 
 from collections import Counter
@@ -14,13 +14,13 @@ from choreo.partition.trace import Traced
 from choreo.types import GroupName
 
 ROLES_FOR = {"actor": {"actor"}, "learner": {"learner", "gradient", "update"}}
-"""For each kind of work that a layout places: the roles of the fragments that do it."""
+"""For the roles `actor` and `learner` of a layout: the roles of the fragments that do this work."""
 MOST_FUNCTIONS = 3
 """The largest number of functions that a warning names per group."""
 
 
 def forgotten_marks(traced: Traced, layout: Layout, sites: Sites) -> tuple[str, ...]:
-    """A warning for each of the roles `actor` and `learner` that a group of the layout names and no fragment has."""
+    """A warning for each of the roles `actor` and `learner` that the layout names, but that no fragment has."""
     named = {role for group in layout.groups for role in group.roles}
     missing = [role for role, roles in ROLES_FOR.items() if role in named and roles.isdisjoint(traced.iterate.roles)]
     if len(layout.groups) == 1 or not missing:
@@ -41,7 +41,7 @@ def _warning(role: str, layout: Layout, placed: str) -> str:
 
 
 def _functions_at(group: GroupName, found: Counter[tuple[GroupName, str]]) -> str:
-    """The functions that most of a group's glue comes from: "at `env+actor` A.learn (my.py:12), ..."."""
+    """A text with the functions that have the most glue in a group: "at `env+actor` A.learn (my.py:12), ..."."""
     functions: dict[str, tuple[str, int]] = {}
     for (its_group, at), times in found.items():
         if its_group == group and at:
@@ -55,7 +55,7 @@ def _functions_at(group: GroupName, found: Counter[tuple[GroupName, str]]) -> st
 
 
 def _glue(body: Body, placement: Placement, around: GroupName | None = None) -> Iterator[tuple[GroupName, str]]:
-    """(group, line) of every op without a role. `around`: the group of an enclosing scan that is not split."""
+    """Yield (group, line) of every op without a role. `around`: the group of an enclosing scan that is not split."""
     for op in body.ops:
         group = around or placement.ops.get(op)
         if op.body:

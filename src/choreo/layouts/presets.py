@@ -1,4 +1,4 @@
-"""Well-known layouts, each a function of a few lines. A user writes a layout of their own in the same way."""
+"""Well-known layouts. Each is a function of a few lines; users write their own layouts in the same way."""
 
 import math
 from collections.abc import Callable
@@ -13,42 +13,42 @@ def fused(*, devices: int = 1, shards: int | None = None) -> Layout:
 
 
 def coarse(workers: int = 1, *, exact: bool = False, shards: int = 1, max_lag: int = 0, merge: str = "all") -> Layout:
-    """Workers act, one site learns; trajectories cross once per iteration (Acme, IMPALA; MSRL SingleLearnerCoarse)."""
+    """Workers act and one site learns; trajectories cross once per iteration (Acme, IMPALA; MSRL SingleLearnerCoarse)."""
     groups = Group("env", "actor", replicas=workers), Group("buffer", "learner")
     return Layout(*groups, exact=exact, shards=shards, max_lag=max_lag, merge=merge, name="coarse")
 
 
 def fine(workers: int = 1, *, exact: bool = False, shards: int = 1) -> Layout:
-    """Workers step environments, one site acts and learns; every step crosses (SEED RL; MSRL SingleLearnerFine)."""
+    """Workers step environments; one site acts and learns; every step crosses (SEED RL; MSRL SingleLearnerFine)."""
     groups = Group("env", replicas=workers), Group("actor", "buffer", "learner")
     return Layout(*groups, exact=exact, shards=shards, name="fine")
 
 
 def multi_learner(workers: int = 2, *, shards: int | None = None) -> Layout:
-    """Every worker acts and learns, gradients are averaged over workers (data parallel, DD-PPO; MSRL MultiLearner)."""
+    """Every worker acts and learns; gradients are averaged over workers (data parallel, DD-PPO; MSRL MultiLearner)."""
     group = Group("env", "actor", "buffer", "learner", replicas=workers)
     return Layout(group, shards=shards or workers, name="multi_learner")
 
 
 def sebulba(workers: int = 2, learners: int = 2, *, shards: int | None = None, max_lag: int = 0) -> Layout:
-    """Workers act, several learners each learn from some of them and average gradients (Sebulba, Cleanba, IMPALA)."""
+    """Workers act; each learner learns from some workers; learners average gradients (Sebulba, Cleanba, IMPALA)."""
     groups = Group("env", "actor", replicas=workers), Group("buffer", "learner", replicas=learners)
     return Layout(*groups, shards=shards or math.lcm(workers, learners), max_lag=max_lag, name="sebulba")
 
 
 def apex(workers: int = 2, buffers: int = 1, *, max_lag: int = 0) -> Layout:
-    """Workers act, replay has sites of its own, one site learns and sends priorities back (Ape-X, Reverb)."""
+    """Workers act; replay has separate sites; one site learns and sends priorities back (Ape-X, Reverb)."""
     groups = Group("env", "actor", replicas=workers), Group("buffer", replicas=buffers), Group("learner")
     return Layout(*groups, max_lag=max_lag, name="apex")
 
 
 def per_agent() -> Layout:
-    """One site steps environments, every agent acts and learns at a site of its own (MAPPO; MSRL Environments)."""
+    """One site steps environments; each agent acts and learns at a separate site (MAPPO; MSRL Environments)."""
     return Layout(Group("env"), Group("actor", "buffer", "learner", axis="agent"), name="per_agent")
 
 
 def central(workers: int = 2, *, shards: int | None = None, max_lag: int = 0, merge: str = "all") -> Layout:
-    """Workers act and compute gradients, one site applies them (parameter server; relaxed, A3C; MSRL Central)."""
+    """Workers act and compute gradients; one site applies them (parameter server; if relaxed, A3C; MSRL Central)."""
     groups = Group("env", "actor", "gradient", replicas=workers), Group("buffer", "learner", "update")
     shards = shards or (workers if merge == "all" else 1)
     return Layout(*groups, shards=shards, max_lag=max_lag, merge=merge, name="central")
@@ -67,14 +67,14 @@ PRESETS: dict[str, Callable[..., Layout]] = {
 
 
 def impala(workers: int = 2, learners: int = 1, *, shards: int | None = None, max_lag: int = 4) -> Layout:
-    """coarse --max-lag 4: workers act with parameters up to 4 updates old; with --learners 2 or more, sebulba."""
+    """coarse --max-lag 4, or sebulba --max-lag 4 if --learners is 2 or more: workers read parameters up to 4 updates old."""
     if learners == 1:
         return coarse(workers, shards=shards or 1, max_lag=max_lag)
     return sebulba(workers, learners, shards=shards, max_lag=max_lag)
 
 
 def a3c(workers: int = 2, *, max_lag: int | None = None) -> Layout:
-    """central --merge any, --max-lag twice the workers: each worker's gradient is applied as it arrives."""
+    """central --merge any; --max-lag is 2 per worker. Each worker's gradient is applied as soon as it arrives."""
     return central(workers, max_lag=2 * workers if max_lag is None else max_lag, merge="any")
 
 
@@ -96,7 +96,7 @@ ALIASES: dict[str, Callable[..., Layout]] = {
     "impala": impala,
     "a3c": a3c,
 }
-"""Names of known systems, each a preset or a preset with other defaults."""
+"""Names of known systems. Each stands for a preset, or for a preset with different defaults."""
 
 
 def find(name: str) -> Callable[..., Layout] | None:

@@ -1,13 +1,14 @@
-"""Networks, by the factory that builds them.
+"""Networks, and the factories that build them.
 
-A *factory* `(observation_space, action_space, key) -> module` builds a network, which is any pytree of arrays with
+A *factory* `(observation_space, action_space, key) -> module` builds a network. A network is any pytree of arrays with one of
+these interfaces, each for one environment:
 
     module(obs) -> (pi, value)                       an actor-critic: mlp, atari_cnn; pi is an `ops.Distribution`
     module(obs, memory) -> (pi, value, memory)       an actor-critic with memory: lstm; derives from `Recurrent`
     module(obs) -> [action, atom]                    values of Discrete actions: q_mlp, q_cnn
     module.policy(obs), module.critics               control of continuous actions: deterministic, squashed
 
-each for one environment. Change a factory's options with `functools.partial(mlp, hidden=(256, 256))`.
+Change the options of a factory with `functools.partial(mlp, hidden=(256, 256))`.
 
     dense.py        layers on vectors: mlp; deterministic, squashed
     recurrent.py    lstm

@@ -1,10 +1,10 @@
-"""Networks of dense layers, on observations that an `Encoder` writes as one vector.
+"""Networks of dense layers. An `Encoder` turns each observation into one vector.
 
 mlp             obs -> layers -> PolicyHead -> pi              actor-critics: PPO, A2C, IMPALA, REINFORCE
                 obs -> layers -> value
 deterministic   obs -> layers -> tanh, scaled -> action        control: DDPG, TD3
 squashed        obs -> layers -> Squashed                      control: SAC
-                obs, action -> layers -> value                 each of their critics
+                obs, action -> layers -> value                 each critic of DDPG, TD3 and SAC
 """
 
 import abc
@@ -35,7 +35,7 @@ LOG_STD = (-20.0, 2.0)
 def mlp(
     observation_space: gymnasium.Space, action_space: gymnasium.Space, key: Key, *, hidden: Sequence[int] = (64, 64)
 ) -> "ActorCritic":
-    """Actor and critic without shared weights; tanh layers, orthogonal weights: the usual network of PPO for vectors."""
+    """The usual network of PPO for vectors: actor and critic share no weights; tanh layers with orthogonal weights."""
     check_action_mask(observation_space, action_space)
     key_actor, key_critic, key_policy, key_value = jax.random.split(key, 4)
     encode = encoder(observation_space)
@@ -57,7 +57,7 @@ def deterministic(
     hidden: Sequence[int] = (256, 256),
     critics: int = 2,
 ) -> "Control":
-    """A policy that returns one action, and critics of actions; ReLU layers: the usual network of TD3."""
+    """The usual network of TD3, of ReLU layers: a policy that returns one action, and critics that give values to actions."""
     key_policy, key_critics = jax.random.split(key)
     return Control(
         policy=Deterministic(*_policy_parts(observation_space, action_space, key_policy, hidden)),
@@ -73,7 +73,7 @@ def squashed(
     hidden: Sequence[int] = (256, 256),
     critics: int = 2,
 ) -> "Control":
-    """A policy that returns a `Squashed` distribution, and critics of actions; ReLU layers: the usual network of SAC."""
+    """The usual network of SAC, of ReLU layers: a policy that returns a `Squashed` distribution, and critics of actions."""
     key_policy, key_critics = jax.random.split(key)
     return Control(
         policy=Stochastic(*_policy_parts(observation_space, action_space, key_policy, hidden, outputs=2)),
@@ -101,7 +101,7 @@ class PolicyHead(eqx.Module):
 
     @abc.abstractmethod
     def __call__(self, features: jax.Array, mask: jax.Array | None) -> Distribution:
-        """The distribution; `mask` is True where a logit's action is allowed, None if all are."""
+        """The distribution of actions; `mask` is True for each allowed action, or None if all actions are allowed."""
 
 
 class Continuous(PolicyHead):
@@ -149,7 +149,7 @@ class Switches(PolicyHead):
 
 def policy_head(action_space: gymnasium.Space, width: int, key: Key) -> PolicyHead:
     """The head for an action space, on features of length `width`."""
-    # Small weights at first: every action about equally likely (Andrychowicz et al. 2021, section 3.2).
+    # With small first weights, every action is about equally likely (Andrychowicz et al. 2021, section 3.2).
     output = functools.partial(linear, key, width, scale=0.01)
     if isinstance(action_space, spaces.Discrete):
         return Choice(output(int(action_space.n)), int(action_space.start))
@@ -164,7 +164,7 @@ def policy_head(action_space: gymnasium.Space, width: int, key: Key) -> PolicyHe
     raise AlgorithmError(
         "The built-in networks act in Discrete spaces, and in Box, MultiDiscrete and MultiBinary spaces with one axis, "
         f"not in {action_space}.",
-        fix="Flatten the action in a wrapper, or pass network= a factory of your own, whose module returns a "
+        fix="Flatten the action in a wrapper, or set `network` to your own factory, whose module returns a "
         "distribution over such actions.",
     )
 
@@ -204,13 +204,13 @@ class Stochastic(eqx.Module):
 class Squashed(NamedTuple):
     """A diagonal Gaussian, squashed by tanh into the bounds of a space (Haarnoja et al. 2018, appendix C).
 
-    Densities are those of actions scaled to [-1, 1], so that an entropy does not depend on the units of the space.
+    Densities are those of actions scaled to [-1, 1], so that the entropy does not depend on the bounds of the space.
     """
 
     mean: Float[Array, "n"]
     """Mean of the Gaussian."""
     log_std: Float[Array, "n"]
-    """Logarithm of its standard deviation."""
+    """Logarithm of the standard deviation of the Gaussian."""
     bounds: Bounds
     """Bounds of the action space."""
 
@@ -218,11 +218,14 @@ class Squashed(NamedTuple):
         return self.sample_and_log_prob(key)[0]
 
     def mode(self) -> Float[Array, "*action"]:
-        """The median of each dimension, not the maximum of the density, which may be at the bounds."""
+        """The median of each dimension. It is not the maximum of the density, which may be at the bounds."""
         return self.bounds.scale(jnp.tanh(self.mean))
 
     def sample_and_log_prob(self, key: Key) -> tuple[Float[Array, "*action"], Float[Array, ""]]:
-        """An action and its log-density, both from the variable before tanh: an action at the bounds does not determine it."""
+        """Sample an action; returns the action and its log-density.
+
+        Both are computed from the sample `x` before tanh, because `x` cannot be computed from an action at the bounds.
+        """
         x = self.mean + jnp.exp(self.log_std) * jax.random.normal(key, self.mean.shape, self.mean.dtype)
         # log(1 - tanh(x)^2), written so that it does not round to log(0).
         log_slope = 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
@@ -258,16 +261,16 @@ def _policy_parts(
     encode, bounds = encoder(observation_space), bounds_of(action_space)
     key_torso, key_output = jax.random.split(key)
     widths = (encode.size, *hidden)
-    # Small weights at first: actions in the middle of the space, where tanh is steep.
+    # With small first weights, actions are in the middle of the space, where the gradient of tanh is large.
     return encode, layers(key_torso, widths), linear(key_output, widths[-1], outputs * bounds.size, scale=0.01), bounds
 
 
 def _critics(
     observation_space: gymnasium.Space, action_space: gymnasium.Space, key: Key, hidden: Sequence[int], num: int
 ) -> tuple[ActionCritic, ...]:
-    """`num` critics, each with weights of its own."""
+    """A tuple of `num` critics, which share no weights."""
     if num < 1:
-        raise AlgorithmError(f"A network with critics={num} has nothing to learn from.", fix="Give it one, or two.")
+        raise AlgorithmError(f"A network with critics={num} has nothing to learn from.", fix="Use one or two critics.")
     encode, bounds = encoder(observation_space), bounds_of(action_space)
     widths = (encode.size + bounds.size, *hidden)
 
@@ -279,7 +282,7 @@ def _critics(
 
 
 def layers(key: Key, widths: Sequence[int]) -> tuple[eqx.nn.Linear, ...]:
-    """One layer between each two neighbouring widths."""
+    """Dense layers; layer i has widths[i] inputs and widths[i + 1] outputs."""
     keys = jax.random.split(key, max(len(widths) - 1, 1))
     return tuple(linear(k, m, n) for k, m, n in zip(keys, widths[:-1], widths[1:], strict=False))
 
@@ -290,7 +293,7 @@ def linear(key: Key, num_in: int, num_out: int, *, scale: float = math.sqrt(2)) 
 
 
 def orthogonal(layer: Any, key: Key, scale: float) -> Any:
-    """A layer (dense or convolution) with orthogonal weights (Saxe et al. 2014) and zero biases in place of its own."""
+    """Replace the weights of a dense or convolution layer by orthogonal ones (Saxe et al. 2014), and its biases by zeros."""
     shape = layer.weight.shape
     matrix = jax.nn.initializers.orthogonal(scale)(key, (shape[0], math.prod(shape[1:])), layer.weight.dtype)
     return eqx.tree_at(lambda x: (x.weight, x.bias), layer, (matrix.reshape(shape), jnp.zeros_like(layer.bias)))

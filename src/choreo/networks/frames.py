@@ -41,7 +41,7 @@ def atari_cnn(
     if height < 1 or breadth < 1:
         raise AlgorithmError(
             f"atari_cnn needs images of at least 36 x 36, not {image.shape[:2]}.",
-            fix="Resize the frames, or pass a network of your own.",
+            fix="Resize the frames, or set `network` to your own factory.",
         )
     return AtariCNN(
         convolutions=tuple(convolutions),
@@ -93,7 +93,7 @@ class Frames(eqx.Module):
 def frame_features(convolutions: Sequence[eqx.nn.Conv2d], torso: eqx.nn.Linear, obs: PyTree) -> jax.Array:
     """Convolutions and one layer on an image [height, width, channel]."""
     (image,) = jax.tree.leaves(without_mask(obs))
-    # The scale depends on the type of the array, not of the space: pixels that were normalised are floats, and scaled already.
+    # The scale depends on the type of the array, not of the space: normalised pixels are floats and need no scaling.
     pixel_scale = 255.0 if jnp.issubdtype(image.dtype, jnp.integer) else 1.0
     x = jnp.moveaxis(image, -1, 0).astype(torso.weight.dtype) / pixel_scale
     for conv in convolutions:

@@ -1,11 +1,12 @@
 """Networks for values of Discrete actions.
 
-A *factory* `(observation_space, action_space, key, *, atoms, dueling) -> module` builds one; the module is any pytree of
+A *factory* `(observation_space, action_space, key, *, atoms, dueling) -> module` builds a network; the module is any pytree of
 arrays with
 
-    module(obs) -> [action, atom]         one environment; one atom is the value, several are a distribution of the return
+    module(obs) -> [action, atom]         for one environment
 
-The algorithm decides what several atoms mean (logits of fixed values, or quantiles).
+A single atom is the value of the action. Several atoms describe the distribution of its return, and the algorithm decides how:
+as logits of fixed values, or as quantiles.
 """
 
 from collections.abc import Callable, Sequence

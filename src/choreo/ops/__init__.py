@@ -1,4 +1,4 @@
-"""Pure functions and small distributions, each after an equation of a paper.
+"""Pure functions and small distributions; each one implements an equation of a paper.
 
 policy_gradient.py    distributions of actions, advantages
 values.py             n-step returns, distributions of a return

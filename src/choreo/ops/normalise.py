@@ -1,7 +1,7 @@
 """Running mean and variance of a stream of observations (Chan et al. 1979, eq. 2.1), combined over learner shards.
 
-An observation may be a pytree. Its statistics are a pytree of the same form, with `Moments` for each part that is normalised
-and None for each other part (a Discrete part, an action mask).
+An observation may be a pytree. Its statistics are a pytree with the same structure: `Moments` for each part that is normalised,
+and None for each part that is not (a Discrete part, an action mask).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Moments(NamedTuple):
     """Statistics of one part of an observation, element by element."""
 
     num: Float[Array, ""]
-    """Observations so far."""
+    """Number of observations so far."""
     mean: Float[Array, "*obs"]
     var: Float[Array, "*obs"]
 
@@ -33,13 +33,13 @@ class Moments(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Means over a batch of observations, which can be averaged over shards. (Variances cannot.)"""
+    """Means over a batch of observations. Means can be averaged over shards, while variances cannot."""
 
     mean: Float[Array, "*obs"]
     square: Float[Array, "*obs"]
     """Mean squared distance from `around`."""
     around: Float[Array, "*obs"]
-    """A point near the mean, equal on all shards. With 0 instead, squares of large numbers would leave the variance no digits."""
+    """A point near the mean, equal on all shards. With 0 instead, rounding errors of large squares would spoil the variance."""
 
 
 def initial_moments(space: gymnasium.Space) -> PyTree:
@@ -61,7 +61,7 @@ def _moments_of_nothing(space: gymnasium.Space) -> PyTree:
 
 
 def normalise(moments: PyTree, obs: PyTree, *, limit: float = 10.0) -> PyTree:
-    """An observation with mean 0 and variance 1, clipped to +-`limit`; parts without statistics stay as they are."""
+    """An observation with mean 0 and variance 1, clipped to +-`limit`; parts without statistics do not change."""
 
     def scale(moments: Moments, x: jax.Array) -> jax.Array:
         scaled = (x.astype(moments.mean.dtype) - moments.mean) * jax.lax.rsqrt(moments.var + 1e-8)
@@ -71,7 +71,7 @@ def normalise(moments: PyTree, obs: PyTree, *, limit: float = 10.0) -> PyTree:
 
 
 def update_moments(moments: PyTree, obs: PyTree) -> PyTree:
-    """The statistics after a batch of observations [..., *obs] of every shard; the result is equal on all shards."""
+    """The statistics after each shard has seen a batch of observations [..., *obs]; the result is equal on all shards."""
 
     def update(moments: Moments, batch: jax.Array) -> Moments:
         batch = batch.reshape(-1, *moments.mean.shape).astype(moments.mean.dtype)
@@ -84,7 +84,7 @@ def update_moments(moments: PyTree, obs: PyTree) -> PyTree:
 
 
 def look(moments: PyTree, obs: PyTree) -> PyTree:
-    """The `Seen` of a batch of observations [..., *obs], for `merge_moments`."""
+    """The means (`Seen`) of a batch of observations [..., *obs], for `merge_moments`."""
 
     def see(moments: Moments, batch: jax.Array) -> Seen:
         around = moments.mean
@@ -95,7 +95,7 @@ def look(moments: PyTree, obs: PyTree) -> PyTree:
 
 
 def merge_moments(moments: PyTree, seen: PyTree, count: Float[Array, ""]) -> PyTree:
-    """The statistics after `count` more observations; `seen` is the average of `look` over the shards that saw them."""
+    """The statistics after `count` more observations of all shards; `seen` is the average of `look` over these shards."""
 
     def merge(moments: Moments, seen: Seen) -> Moments:
         var = jnp.maximum(seen.square - (seen.mean - seen.around) ** 2, 0)

@@ -1,4 +1,4 @@
-"""The parts of learning action values, each after an equation of a paper: n-step returns, and distributions of a return."""
+"""The parts of learning action values: n-step returns, and distributions of a return. Docstrings name the paper's equation."""
 
 from typing import NamedTuple
 
@@ -13,26 +13,26 @@ class NStep(NamedTuple):
     """The n-step return of the first step of a window."""
 
     reward: jax.Array
-    """Discounted rewards of the steps that count."""
+    """Discounted sum of the rewards of the steps that count (see `n_step`)."""
     discount: jax.Array
     """Discount of the value to bootstrap from; 0 where the episode terminated."""
     steps: jax.Array
-    """Number of steps that count; in the window, this is the index of the observation to bootstrap from."""
+    """Number of steps that count; also the index, in the window, of the observation to bootstrap from."""
     weight: jax.Array
-    """1; but 0 if no step counts, because a time limit cut the first step and its successor was not stored."""
+    """1, or 0 if no step counts: a time limit ended the episode at the first step, so its true successor is not stored."""
 
 
 def n_step(
     reward_t: Float[Array, " time"], discount_t: Float[Array, " time"], last_t: Bool[Array, " time"], gamma: float
 ) -> NStep:
-    """The return of the first step of a window of n + 1 steps (Sutton & Barto 2018, eq. 7.1).
+    """The n-step return of the first step of a window of n + 1 steps (Sutton & Barto 2018, eq. 7.1).
 
-    The last step of a window only gives the observation to bootstrap from. A return ends where the episode terminates; at a
-    time limit it ends one step earlier, at an observation that is stored.
+    The last step of the window only gives the observation to bootstrap from. The other steps count up to the end of an episode.
+    If a time limit ended the episode, its last step does not count, because the observation after it is not stored.
     """
     reward_t, discount_t, last_t = reward_t[:-1], discount_t[:-1], last_t[:-1]
     cut_t = last_t & (discount_t > 0)
-    # A step counts if no episode ended before it, and no time limit cuts it.
+    # A step counts if no episode ended before it, and no time limit ended the episode at it.
     counts_t = jnp.cumprod(jnp.where(cut_t, 0, 1)) * jnp.cumprod(jnp.roll(jnp.where(last_t, 0, 1), 1).at[0].set(1))
     factor_t = jnp.cumprod(jnp.where(counts_t > 0, gamma * discount_t, 1.0))
     before_t = jnp.roll(factor_t, 1).at[0].set(1.0)
@@ -50,9 +50,9 @@ def categorical_projection(support: Atoms, probs: Atoms, onto: Atoms) -> Atoms:
 
 
 def quantile_huber(quantiles: Atoms, target: Atoms, delta: float = 1.0) -> Float[Array, ""]:
-    """The loss of quantile regression (Dabney et al. 2018, eq. 10), against samples `target` of the return.
+    """The loss of quantile regression (Dabney et al. 2018, eq. 10); `target` are samples of the return.
 
-    Quantile i of n is the one at level (i + 0.5) / n.
+    Quantile i of n has the level (i + 0.5) / n.
     """
     num = len(quantiles)
     levels = (jnp.arange(num, dtype=quantiles.dtype) + 0.5) / num
@@ -62,7 +62,7 @@ def quantile_huber(quantiles: Atoms, target: Atoms, delta: float = 1.0) -> Float
 
 
 def huber(error: Float[Array, "..."], delta: float = 1.0) -> Float[Array, "..."]:
-    """Huber's loss (Huber 1964): half the square of the error, and a straight line beyond `delta`."""
+    """Huber's loss (Huber 1964): half the square of the error, but linear where the error exceeds `delta`."""
     size = jnp.abs(error)
     within = jnp.minimum(size, delta)
     return 0.5 * within**2 + delta * (size - within)

@@ -16,7 +16,8 @@ def by_rule(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size) -> "ByRule":
     try:
         return ByRule(eqn, split(eqn, axes, size), forms)
     except Mixes:
-        # Try again, and leave whole operands whole: for example, a table that all environments read.
+        # The axis of a whole operand is only a proposal. Try again with these operands whole: for example, a table that all
+        # environments read.
         fewer = [None if form.whole else form.axis for form in forms]
         if fewer == axes or all(axis is None for axis in fewer):
             raise

@@ -7,7 +7,7 @@ The *form of a carry* is the carry with a `jax.ShapeDtypeStruct` in place of eac
 are arrays: `leaves_of` and `with_leaves` never look at the leaves themselves.
 
 A Python leaf is static at first. If `iterate` returns it with the same type and bits, it stays static: by induction over
-iterations, it never changes. A number that comes back as another number becomes an array of the type that JAX
+iterations, it never changes. A number that comes back with a different type or value becomes an array of the type that JAX
 gives it, as in `jax.jit(iterate)`, and `iterate` is traced again. All other leaves (functions, strings) must not change.
 """
 
@@ -30,7 +30,7 @@ from choreo.static_key import is_array
 from choreo.types import PyTree
 
 NUMBERS = (bool, int, float, complex)
-"""The Python types that JAX turns into arrays. Not their subclasses: to a user, an enum is not a number."""
+"""The Python types that JAX turns into arrays. Subclasses do not count: to a user, an enum is not a number."""
 
 NEEDS_PYTHON = (
     jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
@@ -92,7 +92,7 @@ def is_type(leaf: Any) -> bool:
 
 
 def typed_as(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array, weakly typed if its form is: sites and checkpoints do not keep weak types."""
+    """The same array, weakly typed exactly if `like` is. Sites and checkpoints do not keep weak types."""
     if jax.typeof(leaf).weak_type == like.weak_type:
         return leaf
     return lax.convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=like.weak_type, sharding=None)
@@ -113,7 +113,7 @@ TracedT = TypeVar("TracedT", bound=TracedOnce)
 
 
 def settle(name: str, first: PyTree, trace: Callable[[PyTree], TracedT]) -> tuple[PyTree, TracedT]:
-    """The form of the carry that fits every iteration, and `iterate` traced for it. Leaves that change become arrays.
+    """Return the form of the carry that fits every iteration, and `iterate` traced for it. Numbers that change become arrays.
 
     `first`: the form that `init` returns; `trace`: traces `iterate` for a carry of a given form; `name`: the name of the
     algorithm, for messages.
@@ -130,22 +130,25 @@ def settle(name: str, first: PyTree, trace: Callable[[PyTree], TracedT]) -> tupl
 
 
 def _needs_python(name: str, first: PyTree, form: PyTree, after: PyTree) -> AlgorithmError:
-    """The error for code that needs a Python number; `after`: the form that came back while the leaf was one."""
+    """The error for an `iterate` that changes a number and needs it as a Python number.
+
+    `after`: the form that `iterate` returned while the number was still static.
+    """
     rows = zip(_paths(first), jax.tree.leaves(form), jax.tree.leaves(after), strict=True)
     changed = [(path, old, new) for (path, old), now, new in rows if is_type(now) and not is_type(old)]
     said = ", ".join(
         f"`carry{path}` goes in as {leaf_text(old)} and comes back as {leaf_text(new)}" for path, old, new in changed
     )
     return AlgorithmError(
-        f"`{name}.iterate` changes a number of the carry ({said}), which is therefore traced as an array, as in "
-        "jax.jit(iterate); but `iterate` uses it as a Python number.",
+        f"`{name}.iterate` changes a number of the carry ({said}). Such a number is traced as an array, as in jax.jit(iterate); "
+        "but `iterate` uses it as a Python number.",
         fix="In place of `if`, `not`, `and`, range() and the like, use jnp.where, jnp.logical_not, lax.fori_loop; or let "
-        "`iterate` return the number as it was given.",
+        "`iterate` return the number unchanged.",
     )
 
 
 def changed_leaves(name: str, first: PyTree, form: PyTree, after: PyTree) -> frozenset[int]:
-    """The positions of the static leaves that come back as another number or as an array. Raises if another leaf changes.
+    """The positions of the static leaves that come back as a different number or as an array. Raises if any other leaf changes.
 
     `form`: the form that goes into `iterate`; `after`: the form that comes back; `first`: the form that `init` returns,
     before any number became an array.
@@ -155,16 +158,16 @@ def changed_leaves(name: str, first: PyTree, form: PyTree, after: PyTree) -> fro
                              fix=f"init: {jax.tree.structure(form)}\niterate: {jax.tree.structure(after)}")  # fmt: skip
     changed = set()
     rows = zip(_paths(form), jax.tree.leaves(first), jax.tree.leaves(after), strict=True)
-    for i, ((path, old), began, new) in enumerate(rows):
+    for i, ((path, old), initial, new) in enumerate(rows):
         if is_type(old):
-            _check_type(name, path, began, old, new)
+            _check_type(name, path, initial, old, new)
         elif not same(old, new):
             if type(old) not in NUMBERS or not (is_type(new) or type(new) in NUMBERS):
                 raise AlgorithmError(
                     f"`{name}.iterate` must return a carry of the same form: `carry{path}` goes in as {leaf_text(old)} and comes "
                     f"back as {leaf_text(new)}.",
-                    fix="Only arrays and numbers may change from one iteration to the next: let `iterate` return that leaf "
-                    "as it was given, or carry a number that selects one of them.",
+                    fix="Only arrays and numbers may change from one iteration to the next. Let `iterate` return this leaf "
+                    "unchanged; or let the carry hold a number that selects one of several values.",
                 )
             changed.add(i)
             _check_range(name, path, old)
@@ -182,13 +185,14 @@ def _check_range(name: str, path: str, number: Any) -> None:
         ) from error
 
 
-def _check_type(name: str, path: str, began: Any, old: jax.ShapeDtypeStruct, new: Any) -> None:
+def _check_type(name: str, path: str, initial: Any, old: jax.ShapeDtypeStruct, new: Any) -> None:
     given = _type_of(new) if type(new) in NUMBERS else new
     if is_type(given) and (old.shape, old.dtype) == (given.shape, given.dtype):
         return
-    goes_in, comes_back = leaf_text(old) if is_type(began) else f"{leaf_text(began)} ({leaf_text(old)})", leaf_text(new)
+    goes_in = leaf_text(old) if is_type(initial) else f"{leaf_text(initial)} ({leaf_text(old)})"
+    comes_back = leaf_text(new)
     fix = "Make `init` and `iterate` agree on shape and dtype."
-    if not is_type(began):
+    if not is_type(initial):
         fix += f" A number that changes is an array of one type: write {_example(given)} in `init`, or convert it in `iterate`."
     raise AlgorithmError(
         f"`{name}.iterate` must return a carry of the same form: `carry{path}` goes in as {goes_in} and comes back as "
@@ -206,35 +210,35 @@ def _settle_weak(name: str, first: PyTree, form: PyTree, program: TracedT,
     """The form in which a leaf has a weak type only if it is weak in every iteration, and the program traced for this form.
 
     Weak types decide how JAX promotes dtypes. In `jax.jit(iterate)` a leaf may go in weak and come back strong, so that JAX
-    traces the second iteration again, with other types. We trace `iterate` for every combination that occurs, and for the
+    traces the second iteration again, with different types. We trace `iterate` for every combination that occurs, and for the
     form that we keep. Raises if these programs differ.
     """
     seen: dict[tuple[bool, ...], TracedT] = {_weak(form): program}
     weak = after = _returned_weak(form, program.after)
     if after in seen:
         return form, program
-    strong = tuple(a and b for a, b in zip(_weak(form), after, strict=True))
+    always_weak = tuple(a and b for a, b in zip(_weak(form), after, strict=True))
     path = next(path for (path, was), is_now in zip(_typed_paths(form), after, strict=True) if was.weak_type != is_now)
     try:
         while weak not in seen:
             seen[weak] = trace(_with_weak(form, weak))
             weak = _returned_weak(form, seen[weak].after)
-            strong = tuple(a and b for a, b in zip(strong, weak, strict=True))
-        if strong not in seen:
-            seen[strong] = trace(_with_weak(form, strong))
+            always_weak = tuple(a and b for a, b in zip(always_weak, weak, strict=True))
+        if always_weak not in seen:
+            seen[always_weak] = trace(_with_weak(form, always_weak))
     except (TypeError, ValueError) as error:  # JAX may promote a weak type where it refuses to promote a strong one
         raise _depends_on_weak(name, path, _at(first, path), after) from error
     if len({describe(each.jaxpr) for each in seen.values()}) > 1:
         raise _depends_on_weak(name, path, _at(first, path), after)
-    return _with_weak(form, strong), seen[strong]
+    return _with_weak(form, always_weak), seen[always_weak]
 
 
-def _depends_on_weak(name: str, path: str, began: Any, after: Any) -> AlgorithmError:
-    what = f"{leaf_text(began)}, " if not is_type(began) else ""
+def _depends_on_weak(name: str, path: str, initial: Any, after: Any) -> AlgorithmError:
+    what = f"{leaf_text(initial)}, " if not is_type(initial) else ""
     return AlgorithmError(
-        f"`{name}.iterate` computes in other types from its second iteration on: `carry{path}` ({what}"
-        "a weak type, as Python numbers have) goes in or comes back weakly typed, but not both.",
-        fix=f"Give it a dtype in `init`, as in jnp.asarray({began if not is_type(began) else '...'}, jnp.float32), and let "
+        f"`{name}.iterate` computes in different types from its second iteration on: `carry{path}` ({what}"
+        "a weak type, as Python numbers have) is weakly typed only when it goes in, or only when it comes back.",
+        fix=f"Give it a dtype in `init`, as in jnp.asarray({initial if not is_type(initial) else '...'}, jnp.float32), and let "
         "`iterate` return that dtype.",
     )
 
@@ -272,13 +276,13 @@ def same_leaf(a: Any, b: Any) -> bool:
 
 
 def block_type(leaf: jax.ShapeDtypeStruct, axis: int | None, blocks: int) -> jax.ShapeDtypeStruct:
-    """The type of one of `blocks` blocks along an axis; the type of the whole, if `axis` is None."""
+    """The type of one block of a leaf that is divided into `blocks` equal blocks along `axis`; of the whole, if `axis` is None."""
     shape = tuple(n // blocks if d == axis else n for d, n in enumerate(leaf.shape))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 def same_structure(a: Any, b: Any) -> bool:
-    """Are two tree structures equal, with their static data compared by type and bits? For `==`, 1, 1.0 and True are equal."""
+    """Are two tree structures equal? Compares their static data by type and bits, because for `==`, 1, 1.0 and True are equal."""
     if a != b:
         return False
     pairs = zip(a.children(), b.children(), strict=True)
@@ -298,7 +302,7 @@ def _same_data(a: Any, b: Any) -> bool:
 
 
 def describe(closed: jec.ClosedJaxpr) -> str:
-    """A program as text, without weak types. Programs with the same text compute the same."""
+    """A program as text, without weak types. Programs with the same text compute the same results."""
     return "\n".join(_lines(closed.jaxpr, closed.consts))
 
 
@@ -310,7 +314,7 @@ def _lines(jaxpr: jec.Jaxpr, consts: Sequence[Any]) -> Iterator[str]:
     def read(var: Any) -> str:
         if not isinstance(var, jec.Literal):
             return names[var]
-        # A weakly typed literal is a Python number: NumPy would give it another dtype, and other bits.
+        # A weakly typed literal is a Python number: NumPy would give it a different dtype, and different bits.
         return f"{_value(np.asarray(var.val, var.aval.dtype))}:{_bare(var.aval)}"  # pyright: ignore[reportAttributeAccessIssue]
 
     yield f"{[_bare(v.aval) for v in jaxpr.invars]} {[_value(const) for const in consts]}"
@@ -326,7 +330,7 @@ def _lines(jaxpr: jec.Jaxpr, consts: Sequence[Any]) -> Iterator[str]:
 
 
 def _only_strengthens(eqn: jec.JaxprEqn) -> bool:
-    """Does the equation change only whether the type is weak, and no bits?"""
+    """Does the equation change no bits, but only whether the type is weak?"""
     if eqn.primitive is not lax.convert_element_type_p or eqn.params["sharding"] is not None:
         return False
     before: Any = eqn.invars[0].aval
@@ -345,20 +349,20 @@ def _param(value: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """A constant as text, with every bit of it."""
+    """A constant as text that contains every bit."""
     if is_array(value) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return f"{np.shape(value)}{np.asarray(value).tobytes().hex()}"
 
 
 def _bare(what: Any) -> str:
-    """The text of an object, without weak types, addresses and the numbers of fragments' calls."""
+    """The text of an object, without weak types, memory addresses, and the numbers that Choreo gives to calls of fragments."""
     text = re.sub(r"weak_type=(True|False)|~| at 0x[0-9a-f]+", "", str(what))
     return re.sub(r"^(choreo:.*):\d+$", r"\1", text)
 
 
 def _is_numeric(leaf: Any) -> bool:
-    """Is it an array that JAX accepts? False for Python numbers, and for NumPy arrays of strings or objects."""
+    """Is the leaf an array that JAX accepts? False for Python numbers, and for NumPy arrays of strings or objects."""
     if isinstance(leaf, jax.Array):
         return True
     return is_array(leaf) and (jnp.issubdtype(leaf.dtype, np.number) or jnp.issubdtype(leaf.dtype, np.bool_))

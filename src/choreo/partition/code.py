@@ -2,13 +2,13 @@
 
     OpsCode     ops of the graph, in program order: inputs, constants -> pieces of values
     JoinedCode  two codes, one after the other
-    DrawCode    the random numbers that another code draws, for all steps of the loop around it
-    RestCode    the same code without its draws: it reads the numbers that were drawn for the current step
+    DrawCode    draws the random numbers of an `OpsCode`, for all steps of the loop around it
+    RestCode    the rest of that `OpsCode`: it reads the numbers that were drawn for the current step
 
     evaluate(code, replica index, step of the loop, inputs) -> results
 
-Codes are immutable, and refer to the graph and to what was inferred about its equations, never to the analysis that made
-them. A code is callable, so that JAX can trace and compile it: `jax.jit(code)(index, t, *inputs)`.
+Codes are immutable. They refer to the ops of the graph and to how each op is evaluated, but not to the placement and the
+needs from which they were made. A code is callable, so that JAX can trace and compile it: `jax.jit(code)(index, t, *inputs)`.
 """
 
 from abc import ABC, abstractmethod
@@ -64,7 +64,7 @@ class SegmentCode(ABC):
 
     @property
     def combines(self) -> bool:
-        """Do the replicas combine values while it runs?"""
+        """Do the replicas combine values while the code runs?"""
         return False
 
 
@@ -101,9 +101,8 @@ class OpStep:
 class OpsCode(SegmentCode):
     """Ops of the graph, in program order."""
 
-    __name__ = (
-        "segment"  # JAX compiles the code under this name, which is part of a plan's fingerprint; the other codes, too
-    )
+    # JAX compiles the code under this name, so the name is part of a plan's fingerprint. The same holds for the other codes.
+    __name__ = "segment"
 
     group: GroupName
     """Where it runs."""
@@ -144,7 +143,7 @@ class JoinedCode(SegmentCode):
     """How many inputs `first` has; they stand before all others."""
     then: SegmentCode
     reads: tuple[int, ...]
-    """For each input of `then`: its position in the list of all inputs, followed by the results of `first`."""
+    """For each input of `then`: its position in the list that holds all inputs, and then the results of `first`."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -200,7 +199,7 @@ class DrawCode(SegmentCode):
 
 @dataclass(frozen=True, eq=False)
 class RestCode(SegmentCode):
-    """A code without its draws: its first inputs are the drawn numbers, for all steps."""
+    """A code without its draws. Its first inputs are the drawn numbers of all steps."""
 
     __name__ = "go_on"
 
@@ -233,7 +232,7 @@ def as_segment(code: SegmentCode, group: GroupName, ins: Sequence[Input], outs: 
 
 
 def evaluate(code: SegmentCode, index: Any, t: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of a code: at replica `index`, in step `t` of the loop around, from the arrays of its inputs."""
+    """The results of a code at replica `index`, in step `t` of the loop around it. `values`: the arrays of its inputs."""
     match code:
         case OpsCode():
             return _evaluate_ops(code, index, t, values)
@@ -252,16 +251,16 @@ def evaluate(code: SegmentCode, index: Any, t: Any, values: Sequence[Any]) -> li
             drawn = (lax.dynamic_index_in_dim(x, t, 0, keepdims=False) for x in values[:num_drawn])
             known = [x if want else next(drawn) for x, want in zip(undrawn, code.undrawn.wanted, strict=True)]
             return _compat.eval_jaxpr(code.rest, [*known, *values[num_drawn:]])
-    raise AssertionError(f"{type(code).__name__} is no code that the interpreter knows")
+    raise AssertionError(f"the interpreter does not know the code {type(code).__name__}")
 
 
 def _evaluate_ops(code: OpsCode, index: Any, t: Any, values: Sequence[Any]) -> list[Any]:
     size = code.size
     held: dict[Value, dict[Axis, Any]] = {value: {None: array} for value, array in code.consts.items()}
     for given, array in zip(code.ins, values, strict=True):
-        # Checked while JAX traces: for an array of another type, JAX would trace and compile the segment again.
+        # This runs only while JAX traces. Without it, JAX would compile the segment again for an array of a different type.
         assert (array.shape, array.dtype) == (given.aval.shape, given.aval.dtype), (
-            f"`{given.value.label}` arrives at `{code.group}` as {array.dtype}{list(array.shape)}, and the plan says {given.aval}"
+            f"`{given.value.label}` arrives at `{code.group}` as {array.dtype}{list(array.shape)}, but the plan says {given.aval}"
         )
         array = lax.dynamic_index_in_dim(array, t, 0, keepdims=False) if given.stacked else array
         held.setdefault(given.value, {})[given.axis] = array

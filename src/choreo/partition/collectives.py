@@ -19,20 +19,20 @@ from choreo.partition.reduce import REPLICA_AXIS
 
 
 def over_devices(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
-    """`(indices [N], step, *whole arrays) -> whole results`, each array spread over the devices along its axis."""
+    """Return `(indices [N], step, *whole arrays) -> whole results`. Each array is divided among the devices along its axis."""
 
     def at_one(index, t, *values):
         return segment.fn(index[0], t, *values)
 
     in_specs = (spec(0), spec(None), *(spec(given.axis) for given in segment.ins))
-    # shard_map's own check is off: `inference.py` has proved, by finer rules, which results are the same everywhere.
+    # The check of shard_map is off: `inference.py` has proved, by finer rules, which results are the same on all devices.
     return jax.shard_map(
         at_one, mesh=mesh, in_specs=in_specs, out_specs=[spec(a) for a in segment.out_axes], check_vma=False
     )
 
 
 def on_one_device(segment: Segment, replicas: int) -> Callable[..., list[list[Any]]]:
-    """`(step, inputs of every replica) -> results of every replica`."""
+    """Return `(step, inputs of every replica) -> results of every replica`."""
     axes = [0 if given.axis is not None else None for given in segment.ins]
 
     def all_replicas(t, rows):
@@ -48,7 +48,7 @@ def on_one_device(segment: Segment, replicas: int) -> Callable[..., list[list[An
 
 
 def spec(axis: Axis) -> PartitionSpec:
-    """JAX's name for an array that is divided among the replicas along an axis; None: all replicas have the same array."""
+    """How JAX describes an array that is divided among the replicas along `axis`. None: all replicas have the same array."""
     return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, REPLICA_AXIS)
 
 

@@ -1,14 +1,14 @@
-"""Calls, loops and branches on blocks: each infers the programs inside of it, and runs them on the replica's block.
+"""Calls, loops and branches on blocks. Each class here infers the programs inside an equation and runs them on blocks.
 
     Called         jit, remat, a custom derivative: the program inside, evaluated in place
     Scan           a loop over time: the same loop over a body on blocks
-    ScanOverEnvs   `lax.map` over the environments: the same loop over fewer of them
-    While          a loop whose predicate is the same at every replica, or one per environment
-    Cond           the same branch at every replica
+    ScanOverEnvs   `lax.map` over the environments: the same loop over the replica's environments
+    While          a loop whose predicate is the same at every replica, or has one value per environment
+    Cond           a branch that is the same at every replica
     Solve          `custom_linear_solve`: the program of its solver
 
-The forms of a loop's carry are a least fixed point: the forms that go in, raised until one more round changes none.
-`inference.py` imports this file; therefore the ways here get the function that infers a program (`Infer`) as an argument.
+The forms of a loop's carry are a least fixed point: they start as the forms that go in, and rise until a round changes none.
+`inference.py` imports this file. Therefore the classes here get the function that infers a program (`Infer`) as an argument.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -46,7 +46,7 @@ class Called:
 
 
 class Scan:
-    """A scan over something else than environments: the same loop, with its body on blocks."""
+    """A scan over an axis that is not the env axis: the same loop, with its body on blocks."""
 
     def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], infer: Infer):
         self.p = _compat.scan_params(eqn)
@@ -61,7 +61,7 @@ class Scan:
         self.native = [*(form.axis for form in self.carry), *ys]
 
     def _wanted(self, outs: Sequence[bool]) -> Demand:
-        """The pieces of the body's results: all of the carry, and the slices of the wanted stacks."""
+        """The pieces that are wanted of the body's results: those of all carried values, and the slices of the wanted stacks."""
         k = self.p.num_carry
         ys = [axis - 1 if isinstance(axis, int) else axis for axis in self.native[k:]]
         return [*({form.axis} for form in self.carry), *_native_pieces(ys, outs[k:])]
@@ -94,7 +94,7 @@ class ScanOverEnvs:
     """`lax.map` over the environments: a scan that carries nothing.
 
     Step i computes row i of each result from row i of each stacked operand, and from constants that are the same on every
-    replica. So block r of the results is the same scan over block r of the operands, whatever happens to one row.
+    replica. So block r of the results is the same scan over block r of the operands, whatever the body computes.
     """
 
     def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form]):
@@ -122,7 +122,7 @@ class ScanOverEnvs:
 
 
 class While:
-    """A while loop whose predicate is the same at every replica, or one per environment (as `vmap` makes it)."""
+    """A while loop whose predicate is the same at every replica, or has one value per environment (`vmap` makes such loops)."""
 
     def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], infer: Infer):
         self.eqn, self.p = eqn, _compat.while_params(eqn)
@@ -139,7 +139,7 @@ class While:
             self.carry = [Form(False, self.predicate_axis) for _ in self.carry]
             self.cond, self.body = infer_both(self.carry)
             if any(not self._one_per_environment(out) for out in [*self.cond.outs, *self.body.outs]):
-                raise Mixes("`while` carries a value that is not one per environment")
+                raise Mixes("`while` carries a value that does not have one row per environment")
         self.native = [form.axis for form in self.carry]
 
     def _predicate_axis(self) -> Axis:
@@ -147,9 +147,9 @@ class While:
 
         A predicate that has axes was made by `vmap`. Its axes are the first axes of every carried value, and it selects the
         rows that continue. A row whose predicate is false keeps its value. If the predicate of a row reads only this row,
-        it also stays false, and the row does not depend on how many rounds the rows of other blocks need. So if one carried
-        value is a block along an axis of the predicate, the predicate and all carried values must be blocks along this
-        axis, even if they are the same at every replica (for example, a number of rounds that is computed from `arange`).
+        the predicate then stays false, and the row does not depend on how many rounds the rows of other blocks need. So if
+        one carried value is a block along an axis of the predicate, the predicate and all carried values must be blocks
+        along this axis. This includes values that every replica can compute whole, such as `arange`.
         """
         (predicate,) = self.cond.outs
         if predicate.mixed:
@@ -203,7 +203,7 @@ class While:
 
 
 class Cond:
-    """A branch: every replica takes the same one, on its block."""
+    """A `cond` in which every replica takes the same branch, each on its own block."""
 
     def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], infer: Infer):
         if not forms[0].whole:
@@ -285,7 +285,8 @@ def _single(pieces: Mapping[Axis, Any]) -> Any:
 
 
 def _flatten(given: Sequence[Mapping[Axis, Any]]) -> tuple[list[Any], Callable[[Sequence[Any]], list[dict[Axis, Any]]]]:
-    """Pieces as a plain list, and the inverse. Not as a pytree: JAX sorts keys of dicts, and None has no order."""
+    """Return the pieces as a plain list, and the inverse function. As a pytree, they would fail: JAX sorts the keys of dicts,
+    and None cannot be compared with a number."""
     keys = [list(pieces) for pieces in given]
 
     def unflatten(values):

@@ -3,7 +3,7 @@
     graph    act  env  act  env ... learn          homes from `place.py`, needed pieces from `demand.py`
     program  segment at workers | transfer | segment at the learner
 
-Greedy, in program order: take the group of the first op that is left, run everything there that can run, send the results
+Greedy, in program order: take the group of the first remaining op, run every op of this group that can run, send the results
 that other groups need, and repeat. An op without a home is computed inside every segment that uses its result.
 """
 
@@ -40,7 +40,7 @@ from choreo.types import GroupName
 
 
 def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Program:
-    """The program of a graph. `outputs`: by output, the piece that each group holds in the end; the same as for `needs_of`."""
+    """The program of a graph. `outputs`: for each output, the piece that each group holds in the end; as given to `needs_of`."""
     cutter, body = _Cutter(needs), graph.body
     ins = [cutter.port(name, value) for name, value in zip(graph.in_names, body.ins, strict=True)]
     # A carried value ends at the groups where it began, and in the same pieces, because the next iteration reads it there.
@@ -79,7 +79,7 @@ class _Cutter:
         return Constant(self.consts[operand]) if constant else self.slot(operand, axis)
 
     def port(self, name: str, value: Value) -> Port:
-        """An input of the program: at its home or, if it has none, at every group that reads it."""
+        """An input of the program. Its home holds it; if it has no home, every group that needs it holds it."""
         groups = [group for group in self.needs.groups(value) if self.placement.home(value) in (None, group)]
         axes = {group: self.placement.natural(value, group) for group in groups}
         return Port(name, value.aval, {group: (self.slot(value, axis), axis) for group, axis in axes.items()})
@@ -222,7 +222,7 @@ class _Cutter:
 
     def _ends(self, exits: Iterable[PieceAt], group: GroupName, made: set[PieceAt],
               ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
-        """The outputs of glue that the last segment of a group can compute, too. A counter then needs no segment of its own."""
+        """The outputs of glue that the last segment of a group can return as well. So a counter needs no extra segment."""
         here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
         return self._unmade(here, made, producers).get(group, [])
 
@@ -304,7 +304,7 @@ class _Cutter:
         return [op for op in body.ops if op in found]
 
     def _used_outside(self, value: Value, group: GroupName, ops: Sequence[Op], body: Body, producers) -> bool:
-        """Does anything else read this result of these ops?"""
+        """Does anything outside of these ops read this result?"""
         if not self.needs.at(value, group):
             return False
         inside = set(ops)
@@ -315,7 +315,7 @@ class _Cutter:
         return op not in self.placement.ops or self.placement.ops[op] in (None, group)
 
     def _stacked_here(self, op: Op, around: Body) -> list[tuple[Value, GroupName, Operand]]:
-        """(stack, group, slice) for every stacked result that a group builds itself, because it holds every slice anyway."""
+        """Return (stack, group, slice) for every stacked result that a group builds itself, because it holds every slice."""
         body = op.body
         assert body is not None
         found = []
@@ -325,7 +325,7 @@ class _Cutter:
             home, groups = self.placement.home(inner), self.needs.groups(value)
             seen_by = [group for group in groups if home in (None, group) or self._sees(inner, value, group)]
             if home is not None and seen_by == groups and not self._read_at(value, home, around):
-                # The home needed the stack only to send it, and every reader builds its own.
+                # The home would need the stack only to send it, but every reader builds its own stack.
                 seen_by = [group for group in seen_by if group != home]
             found += [(value, group, inner) for group in seen_by]
         return found
@@ -334,7 +334,7 @@ class _Cutter:
         return value in body.outs or any(value in op.ins and self._runs_at(op, group) for op in body.ops)
 
     def _sees(self, inner: Operand, outer: Value, group: GroupName) -> bool:
-        """Does a group hold, in each step, the slices of the pieces that it needs of the stack?"""
+        """The group needs some pieces of the stack `outer`. Does it hold the slices of these pieces in each step?"""
         shifted = {axis if axis is None else axis - 1 for axis in self.needs.at(outer, group)}
         return 0 not in self.needs.at(outer, group) and shifted <= self.needs.at(inner, group)
 
@@ -392,9 +392,9 @@ class _Cutter:
 def _stuck(op: Op, sites: Sites) -> PartitionError:
     groups = ", ".join(f"`{group}`" for group in sites.replicas)
     return PartitionError(
-        f"`{op.name}` needs a value that no site ({groups}) can compute before it.",
+        f"`{op.name}` needs a value that no site ({groups}) can compute before `{op.name}` runs.",
         at=op.at,
-        fix="Put its role and the roles that it reads from into one group. Choreo should have found an order: please report it.",
+        fix="Put its role and the roles that it reads from into one group. This is a bug in Choreo: please report it.",
     )
 
 

@@ -1,7 +1,7 @@
 """The analysis of needs: which group needs which piece of which value. A backward analysis, from the outputs.
 
-A value crosses if a group other than its home needs it. A value without a home is computed where it is needed. Nothing else
-is sent.
+A value crosses if a group other than its home needs it. Nothing else is sent. A value without a home is computed in every
+group that needs it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from choreo.types import GroupName
 
 
 class Needs:
-    """For every value, the pieces that each group needs. Only grows: `needs_of` adds until a fixed point."""
+    """For every value, the pieces that each group needs. `needs_of` adds pieces until a fixed point; nothing is ever removed."""
 
     def __init__(self, placement: Placement, top: Body):
         self.placement, self.sites = placement, placement.sites
@@ -47,7 +47,8 @@ class Needs:
         return [group for group in self.sites.replicas if self.at(value, group)]
 
     def add(self, operand: Operand, group: GroupName, axes: Iterable[Axis]) -> None:
-        """Note that a group needs these pieces of a value. If the group is not its home, the home needs the piece that it sends."""
+        """Note that a group needs these pieces of a value. If the group is not the value's home, also note that the home needs the
+        piece that it sends."""
         if not isinstance(operand, Value):
             return
         home = self.placement.home(operand)
@@ -60,7 +61,8 @@ class Needs:
             self.add(operand, home, {self.placement.natural(operand, home)})
 
     def held(self, value: Value, group: GroupName, axes: Iterable[Axis]) -> set[Axis]:
-        """The pieces that a group holds if it needs `axes`: the same, or the whole value if the group slices its blocks from it."""
+        """The pieces that a group holds if it needs the pieces `axes`: the same pieces, or only the whole value, if the group
+        slices its blocks from the whole."""
         home_here = self.placement.home(value) in (None, group)
         whole = not self.sites.size(group) or (value in self.outside and home_here and self.placement.form(value).whole)
         return ({None} if whole else set(axes)) if axes else set()
@@ -101,8 +103,8 @@ class Needs:
 
 
 def needs_of(placement: Placement, body: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
-    """The needs of a program. `outputs`: by output, the piece that each group must hold in the end; every carried value is
-    also held at its home."""
+    """The needs of a program. `outputs`: for each output, the piece that each group must hold in the end. Every carried value
+    is also held at its home."""
     needs = Needs(placement, body)
     while True:
         needs.grew = False
@@ -144,7 +146,8 @@ def _refusal(op: Op, group: GroupName, needs: Needs, mixes: Mixes) -> PartitionE
     mixed = mixes.args[0] if isinstance(mixes.args[0], Mixed) else Mixed(str(mixes), "")
     fragment = mixed.fragment or (op.name if op.call else "")
     what = f"the fragment `{fragment}`" if fragment else f"`{op.name}`"
-    group = mixed.group or group  # the fragment that mixes may run at another group than the op that reads its result
+    # The fragment that mixes, and the op that reads its result, may be in different groups.
+    group = mixed.group or group
     return PartitionError(
         f"{mixed.why}: {what} cannot run on `{group}`, which is divided into {needs.sites.replicas[group]} blocks of environments.",
         at=mixed.at or op.at,
@@ -182,7 +185,7 @@ def _split_needs(needs: Needs, op: Op) -> None:
         home = placement.home(inner)
         for group in needs.groups(inner):
             if carried and not invariant and home not in (None, group):
-                continue  # its home sends it at every step
+                continue  # the home sends the value at every step
             shift = 1 if position >= c + k else 0
             axes = {axis if axis is None else axis + shift for axis in needs.at(inner, group)}
             needs.add(outer, group, axes)

@@ -1,8 +1,8 @@
 """The pass that decides donations: which results may take over the memory of an input, so that no replay buffer is copied.
 
-A segment takes over the memory of an input if it is the last reader of the slot at its site, if nothing outside of the
-program holds the array, and if a result has the same type. Inputs and outputs of split loops are never donated: slots inside
-and outside of a loop share arrays.
+A segment takes over the memory of an input if the segment is the last reader of the slot at its site, if nothing outside of the
+program holds the array, and if a result has the same type. Inputs and outputs of a `Loop` are never donated, because a
+slot inside the loop and a slot outside of it can hold the same array.
 """
 
 from collections import Counter
@@ -37,23 +37,26 @@ def donate(program: Program, *, num_carry: int) -> Program:
                 step = steps[i] = replace(step, donated=_take_over(step, live | never))
                 donated.setdefault(group, set()).update(step.ins[p].slot for p in step.donated)
             live |= _read(step, group)
-    return replace(program, steps=tuple(_share(step, donated) for step in steps))
+    return replace(program, steps=tuple(_decide_copies(step, donated) for step in steps))
 
 
 def _take_over(segment: Segment, keep: set) -> tuple[int, ...]:
-    """The positions of the inputs whose memory a result can use; `keep`: slots that are read later."""
+    """The positions of the inputs whose memory a result can use; `keep`: slots whose memory is still needed."""
     free = Counter((aval.shape, str(aval.dtype)) for aval in segment.out_avals)
     taken = []
     for position, given in enumerate(segment.ins):
-        form = (given.aval.shape, str(given.aval.dtype))
-        if not given.stacked and given.slot not in keep and free[form] > 0:
-            free[form] -= 1
+        shape_and_type = (given.aval.shape, str(given.aval.dtype))
+        if not given.stacked and given.slot not in keep and free[shape_and_type] > 0:
+            free[shape_and_type] -= 1
             taken.append(position)
     return tuple(taken)
 
 
-def _share(step: Step, donated: dict[GroupName, set[Slot]]) -> Step:
-    """A transfer whose moves share memory between sender and receiver, where neither donates it."""
+def _decide_copies(step: Step, donated: dict[GroupName, set[Slot]]) -> Step:
+    """Decide for each move of a transfer whether it copies. Other steps are returned unchanged.
+
+    A move copies if the sender or the receiver donates the memory. Otherwise both share the array.
+    """
     if not isinstance(step, Transfer):
         return step
     source, target = donated.get(step.src, set()), donated.get(step.dst, set())

@@ -1,13 +1,13 @@
 """The pass that draws random numbers for all steps of a loop at once, before the loop.
 
-A loop around Python environments calls a compiled function in every step. Half of its time may be spent on random numbers:
-DQN's `act` takes 155 us with them and 70 us without. Everything that depends only on the keys of the steps is therefore
-computed for all steps at once, and the function in the loop reads its slice:
+A loop around Python environments calls a compiled function in every step. This function may spend half of its time on random
+numbers: DQN's `act` takes 155 us with them and 70 us without. So everything that depends only on the keys of the steps is
+computed for all steps at once, and the function in the loop reads the slice of the current step:
 
     128 x  act(params, obs, keys[t])        ->        noise = draw(keys);  128 x  act(params, obs, noise[t])
 
-The numbers are the same, because Threefry gives the same numbers for a key with and without `vmap`. Keys of other generators
-are left alone.
+The numbers are the same, because Threefry gives the same numbers for a key with and without `vmap`. Draws from keys of
+other generators stay in the loop.
 """
 
 import itertools
@@ -29,7 +29,7 @@ DRAWS = {"random_bits", "threefry2x32"}
 
 
 def draw_ahead(program: Program) -> Program:
-    """The program with the draws of each loop that calls Python moved before the loop."""
+    """The program in which the draws of each loop that calls Python have moved to a place before the loop."""
     slots = itertools.count(1 + max(_slots(program), default=0))
     steps: list[Step] = []
     for step in program.steps:
@@ -45,7 +45,7 @@ def draw_ahead(program: Program) -> Program:
 
 
 def _append(steps: list[Step], segment: Segment) -> None:
-    """Append a segment, or join it to the last step if that is a segment of the same group: one call in place of two."""
+    """Append a segment. If the last step is a segment of the same group, join the two: one call in place of two."""
     last = steps[-1] if steps else None
     if isinstance(last, Segment) and last.group == segment.group and not (last.combines or segment.combines):
         steps[-1] = _both(last, segment)
@@ -87,7 +87,7 @@ def _before_and_loop(loop: Loop, slots: Iterator[Slot]) -> tuple[list[Segment], 
 
 
 def _divide(segment: Segment, part: LoopPart, length: int, slots: Iterator[Slot]) -> Any:
-    """(segment that draws, segment that is left, slots of the numbers inside and outside of the loop); None: no draws."""
+    """Return (segment that draws, segment without draws, slots of the numbers inside and outside of the loop); None: no draws."""
     outside = dict(part.xs)
     of_keys = [given.stacked and isinstance(outside[given.slot], Slot) and _is_threefry(given) for given in segment.ins]
     if segment.combines or not any(of_keys):

@@ -1,14 +1,14 @@
-"""Can a program mix the rows of a `vmap`? It cannot if every primitive in it treats each row by itself.
+"""Can a program mix the rows of a `vmap`? It cannot if every primitive in it treats each row separately.
 
 `vmap` asks each primitive's batching rule what to do with a whole batch, and a rule may do anything: Equinox's
-`unvmap_any` reads all rows at once. So a program is independent only if every primitive in it is on the list below, which
-is written by hand, and has the batching rule that JAX itself gave it. The list names JAX's own primitive objects; a user's
-primitive of the same name is another object. `tests/partition/test_independent.py` tests each of them: if all rows but one
-are replaced by NaN, infinity or noise, the bits of this one row do not change. It also fails if the installed JAX has a primitive
-that is neither on the list nor known to be unsafe.
+`unvmap_any` reads all rows at once. So Choreo accepts a program only if every primitive in it is on the list below and has
+JAX's own batching rule. The list is written by hand. It names JAX's own primitive objects; a user's primitive of the same
+name is a different object. `tests/partition/test_independent.py` tests each primitive of the list: if all rows but one are
+replaced by NaN, infinity or noise, the bits of the one row do not change. The test also fails if the installed JAX has a
+primitive that is neither on the list nor known to be unsafe.
 
 Control flow and custom derivatives are judged by the programs inside. A `while` or `cond` whose predicate differs between
-rows runs for all rows until the last row is done, and selects for each row which values to keep.
+rows runs for all rows until the last row is done, and selects for each row which values to keep. So it mixes no rows.
 """
 
 from typing import Any

@@ -3,12 +3,12 @@
     infer(jaxpr, forms of inputs)       every equation in order -> Inference (`inferred.py`)
     infer_eqn(eqn, forms of operands)   one equation            -> InferredEqn, with the forms of its results and its `Way`
 
-`lattice.py` describes the lattice. A way to run an equation on blocks is looked for in this order:
+`lattice.py` describes the lattice. `infer_eqn` looks for a way to run an equation on blocks, in this order:
 
-    Python method of each site  ->  mapped fragment  ->  all_reduce  ->  call  ->  control flow  ->  rule of the primitive
+    host method  ->  mapped fragment  ->  all_reduce  ->  call  ->  control flow  ->  rule of the primitive
     ->  gather or scatter of each environment's own rows
 
-If there is none, the results are mixed, unless all operands are whole.
+If there is no way, the results are mixed, unless all operands are whole.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from choreo.partition.by_rule import by_rule
 from choreo.partition.control_flow import CONTROL_FLOW, Called
 from choreo.partition.inferred import Inference, InferredEqn
 from choreo.partition.lattice import WHOLE, Form, Mixed, Mixes, Size, Way
-from choreo.partition.mapped import Mapped, name_the_mark
+from choreo.partition.mapped import Mapped, with_vouch
 from choreo.partition.on_host import OnHost
 from choreo.partition.program import Axis
 from choreo.partition.reduce import AllReduce
@@ -35,7 +35,7 @@ def infer(
 ) -> Inference:
     """The form of every variable of a program at block size `size`, given the forms of its inputs.
 
-    `at`: the user's line, for equations that have none; `facts`: what is known of the inputs (`row_numbers.py`).
+    `at`: the user's line, for equations without a line of the user's code; `facts`: what is known of the inputs (`row_numbers.py`).
     """
     jaxpr, proved = closed.jaxpr, Facts(closed, facts)
     known: dict[Any, Form] = dict.fromkeys(jaxpr.constvars, WHOLE) | dict(zip(jaxpr.invars, forms, strict=True))
@@ -45,7 +45,7 @@ def infer(
 
     eqns = []
     for eqn in jaxpr.eqns:
-        # Inside a function of JAX's, report the line of the user's call; elsewhere, each equation has its own line.
+        # Inside a function of JAX, report the line of the user's call; elsewhere, each equation has its own line.
         line = at if _compat.is_written_by_jax(closed) else _compat.where(eqn) or at
         inferred = infer_eqn(eqn, [form(v) for v in eqn.invars], size, line, proved.of(eqn.invars))
         known.update(zip(eqn.outvars, inferred.outs, strict=True))
@@ -69,8 +69,8 @@ def infer_eqn(
     whole = all(form.whole for form in forms) and not on_host and impure is None
     try:
         if impure is not None and _compat.inner_jaxpr(eqn) is None:
-            # Every replica would call it, and each could get another result.
-            raise Mixes(f"`{impure}` may give another result in every call")
+            # Every replica would call the primitive, and each could get a different result.
+            raise Mixes(f"`{impure}` may give a different result in every call")
         way = _find_way(eqn, forms, size, at, facts)
         native = way.native if way else [None] * len(eqn.outvars)
     except Mixes as reason:
@@ -82,14 +82,15 @@ def infer_eqn(
             known = axis if isinstance(axis, int) else None
             outs.append(Form(True, known if way else _env_axis(eqn, var, size)))
         elif isinstance(axis, Mixed):
-            outs.append(Form(False, None, name_the_mark(axis, call)))
+            outs.append(Form(False, None, with_vouch(axis, call)))
         else:
             outs.append(Form(axis is None, axis))
     return InferredEqn(eqn, whole, way, tuple(outs))
 
 
 def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
-    """An operand's form for blocks of this size: another group may have divided an axis that this one cannot divide."""
+    """The form of an operand for blocks of this size. The operand may come from a group that divides an axis which blocks of
+    this size cannot divide."""
     if form.axis is None or var.aval.shape[form.axis] % size.blocks == 0:
         return form
     if form.whole:
@@ -100,7 +101,7 @@ def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
 
 def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
     """A proposal for the axis of a whole value along which readers may work with blocks. A wrong proposal costs only time."""
-    if size.shards:  # shards are few: another axis may have the same length, so only the numbering call is trusted
+    if size.shards:  # another axis may have the same small length; so only the call that numbers the shards is trusted
         return 0 if _compat.call_name(eqn) == SHARD_NUMBERS else None
     return next((d for d, n in enumerate(getattr(var.aval, "shape", ())) if n == size.full), None)
 
@@ -109,7 +110,7 @@ def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str, fac
     """How an equation runs on blocks; None if all operands are whole. Raises `Mixes` if it cannot."""
     call, inner = find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
     on_host, reduces = call is not None and isinstance(call.host, HostMethod), find_reduction(_compat.call_name(eqn))
-    reads_all = inner is None or on_host or reduces  # in any other call, some results may not read the mixed operand
+    reads_all = inner is None or on_host or reduces  # in other calls, some results may not depend on a mixed operand
     if reads_all and (mixed := next((form.mixed for form in forms if form.mixed), None)):
         raise Mixes(mixed)
     if on_host:

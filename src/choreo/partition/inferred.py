@@ -26,14 +26,14 @@ class InferredEqn:
 
     eqn: jec.JaxprEqn
     whole: bool
-    """Are all operands whole? Then the equation can run as it stands in the full program."""
+    """Are all operands whole? Then a replica can run the equation of the full program unchanged."""
     way: Way | None
-    """How it runs on blocks; None if it cannot, or if all operands are whole and nothing proposes an axis."""
+    """How the equation runs on blocks. None: it cannot, or all operands are whole and none has a proposed axis."""
     outs: tuple[Form, ...]
     """The forms of its results."""
 
     def uses(self, wanted: Demand) -> tuple[bool, list[bool]]:
-        """To compute the wanted pieces: whether the equation runs whole, and which results its way computes."""
+        """Return whether the equation must run whole, and which results its way must compute, to give the wanted pieces."""
         run_whole, native = False, [False] * len(wanted)
         for o, pieces in enumerate(wanted):
             for axis in pieces:
@@ -53,7 +53,7 @@ class InferredEqn:
         return run_whole, native
 
     def demand(self, wanted: Demand) -> Demand:
-        """The pieces of the operands that it reads, to compute the wanted pieces of its results."""
+        """The pieces of the operands that the equation reads, to compute the wanted pieces of its results."""
         run_whole, native = self.uses(wanted)
         use_way = self._uses_way(run_whole, native)
         need = self.way.demand(native) if self.way and use_way else [set() for _ in self.eqn.invars]
@@ -65,7 +65,7 @@ class InferredEqn:
         return need
 
     def _uses_way(self, run_whole: bool, native: Sequence[bool]) -> bool:
-        """Does it run on blocks? An effect happens even if no result is wanted: on blocks if there is a way, else whole."""
+        """Does the equation run on blocks? If it has an effect, it runs even if no result is wanted: on blocks if possible."""
         return self.way is not None and (any(native) or (bool(self.eqn.effects) and not run_whole))
 
     def emit(self, get: Get, wanted: Demand, index: Any, size: Size) -> list[dict[Axis, Any]]:
@@ -89,7 +89,7 @@ class InferredEqn:
 
 @dataclass(eq=False)
 class Inference:
-    """A jaxpr with what was inferred about each equation."""
+    """A jaxpr, with the forms and the way of each equation."""
 
     closed: jec.ClosedJaxpr
     size: Size
@@ -98,7 +98,7 @@ class Inference:
     outs: list[Form]
     """The forms of its outputs."""
     demands: dict[Any, tuple[Demand, list[Demand]]] = field(default_factory=dict)
-    """The results of earlier calls of `demand`. Without this cache, a nest of d calls would be visited 2^d times."""
+    """The results of earlier calls of `demand`. Without this cache, d nested calls would be visited 2^d times."""
 
     def native(self) -> list[Axis | Mixed]:
         """The piece of each output that is computed directly, or why there is none."""

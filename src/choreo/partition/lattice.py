@@ -6,9 +6,9 @@ The proof that a program can be divided is an abstract interpretation (`inferenc
                  /   |   \\
         block 0   block 1   ...           replica r can compute block r of the value along one axis, and no more
                  \\   |   /
-                   whole                  bottom: every replica can compute all of it, and gets the same
+                   whole                  bottom: every replica can compute the whole value
 
-Forms only rise: those of a loop's carry start with the forms that go in, and reach a fixed point after a few rounds.
+Forms only rise. The forms of a loop's carry start as the forms that go in, and reach a fixed point after a few rounds.
 
 A *transfer function*, from forms of operands to forms of results, is a `Way`: one object for one equation, which also
 computes the equation on blocks. A transfer function whose result is top raises `Mixes`.
@@ -35,32 +35,32 @@ class Mixed(NamedTuple):
     fragment: str = ""
     """The fragment in which environments mix, if it is known."""
     vouch: str = ""
-    """The mark by which the user may vouch for that fragment; empty if that would not help."""
+    """The decorator with which the user can vouch for the fragment; empty if this would not help."""
     group: str = ""
     """The group that runs the fragment."""
 
 
 class Mixes(Exception):
-    """Data of different environments are mixed. The argument is a `Mixed`, or only the reason."""
+    """Data of different environments are mixed. The argument is a `Mixed`, or only the reason as text."""
 
 
 class Form(NamedTuple):
     """What a replica can compute of a value: the lattice element."""
 
     whole: bool
-    """Can every replica compute all of it?"""
+    """Can every replica compute the whole value?"""
     axis: Axis = None
     """The axis along which a replica can compute its block. For a whole value it is only a proposal: a reader may
     work with blocks along this axis in place of the whole."""
     mixed: Mixed | None = None
-    """If the value is neither whole nor a block: the reason."""
+    """Why the value is neither whole nor a block; None if it is one of the two."""
 
 
 WHOLE = Form(True)
 Demand = Sequence[Set[Axis]]
 """For each of several values, the pieces that are needed of it."""
 Get = Callable[[int, Axis], Any]
-"""(number of an operand, axis) -> that piece of the operand."""
+"""(number of an operand, axis) -> the piece of this operand along this axis."""
 
 
 @runtime_checkable
@@ -73,16 +73,16 @@ class Way(Protocol):
         ...
 
     def demand(self, outs: Sequence[bool]) -> Demand:
-        """The pieces of the operands that it reads to compute these results."""
+        """The pieces of the operands that are read to compute the results marked in `outs`."""
         ...
 
     def emit(self, get: Get, outs: Sequence[bool], index: Any) -> list[Any]:
-        """Compute these results at replica `index`; the values that it returns for other results have no meaning."""
+        """Compute the results marked in `outs`, at replica `index`. The values returned for other results have no meaning."""
         ...
 
 
 class Size(NamedTuple):
-    """The numbers of environments in the whole run and in one block; or the numbers of shards."""
+    """How many environments there are in all, and how many in one block; or how many shards, if shards are divided."""
 
     full: int
     block: int
@@ -91,11 +91,11 @@ class Size(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many replicas share an axis."""
+        """The number of blocks into which an axis is divided."""
         return self.full // self.block
 
     def of(self, length: int) -> int:
-        """The rows of one block of an axis of that length."""
+        """The number of rows in one block of an axis of this length."""
         assert length % self.blocks == 0, f"{length} rows cannot be divided into {self.blocks} blocks"
         return length // self.blocks
 

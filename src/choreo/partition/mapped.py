@@ -1,4 +1,4 @@
-"""A fragment called under `vmap`: its program is that of one environment, so that the primitives in it need no rule."""
+"""Fragments called under `vmap`. Such a fragment is a program for one environment, so the primitives in it need no rule."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ from choreo.roles import Call, find_call, without_number
 
 
 class Mapped:
-    """The way of a fragment called under `vmap` that does not mix environments: proved in `independent.py`, or vouched for
-    by the user.
+    """The way of a fragment that is called under `vmap` and does not mix environments. `independent.py` proves this, or the
+    user vouches for it.
 
-    It runs `vmap` of the program of one environment, at block size. That program was recorded when the fragment was called.
+    It runs `vmap` of the program for one environment, at block size. This program was recorded when the fragment was called.
     The record is trusted only if `vmap` over all environments gives exactly the program in the equation: under `grad`, an
     equation of the same name and types may be the transposed program.
     """
@@ -33,7 +33,7 @@ class Mapped:
 
     @staticmethod
     def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
-        """The way of a call; None if it is not mapped over environments, or if nothing shows that it does not mix them."""
+        """The way of a call; None if it is not mapped over environments, or may mix them and the user does not vouch."""
         if len(call.vmaps) != 1 or call.vmaps[0].size % size.blocks or call.host or call.jaxpr is None:
             return None
         if eqn.effects and not call.independent:
@@ -49,7 +49,8 @@ class Mapped:
             return False
         pairs = list(zip(forms, self.in_axes, strict=True))
         fits = all(form.whole or (axis is not None and form.axis == axis) for form, axis in pairs)
-        # An axis of another length than the number of environments counts only if an operand proves that it is divided.
+        # If the mapped axis is not as long as the env axis, at least one operand must be a block: this proves that the axis is
+        # divided.
         return fits and (self.over_envs or any(not form.whole for form in forms))
 
     def demand(self, outs: Sequence[bool]) -> Demand:
@@ -62,7 +63,7 @@ class Mapped:
         out_axes = [axis for axis, out in zip(self.native, outs, strict=True) if out]
         blocks = [get(i, axis) for i, (axis, use) in enumerate(zip(self.in_axes, used, strict=True)) if use]
         run_one = functools.partial(_call_one, pruned)
-        if all(axis is None for axis in in_axes):  # the results depend on no environment, and `vmap` would refuse
+        if all(axis is None for axis in in_axes):  # no operand is mapped, and `vmap` refuses such a call
             results = [jnp.stack([x] * self.block, axis) if axis is not None else x
                        for x, axis in zip(run_one(*blocks), out_axes, strict=True)]  # fmt: skip
         else:
@@ -81,8 +82,8 @@ def trusted(eqn: jec.JaxprEqn) -> Iterator[Call]:
             yield from trusted(each)
 
 
-def name_the_mark(mixed: Mixed, call: Call | None) -> Mixed:
-    """The reason with the mark by which the user may vouch for the fragment; unchanged if a mark would not help."""
+def with_vouch(mixed: Mixed, call: Call | None) -> Mixed:
+    """The reason, with the decorator by which the user can vouch for the fragment; unchanged if vouching would not help."""
     unproved = call is not None and call.vmaps and not call.independent and call.jaxpr and obstacle(call.jaxpr)
     if call is None or not unproved or mixed.vouch:
         return mixed
@@ -102,7 +103,8 @@ def _call_one(closed: jec.ClosedJaxpr, *values: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _mapped_out_axes(call: Call, text: str) -> tuple[Axis, ...] | None:
-    """The mapped axis of each result; None if the record does not give the equation's program (`text`)."""
+    """The mapped axis of each result. None if environments may mix, or if `vmap` of the recorded program is not the program of
+    the equation (`text`)."""
     if not call.independent and obstacle(_closed(call)):
         return None
     try:
@@ -142,7 +144,7 @@ def _text(closed: jec.ClosedJaxpr) -> str:
 
 
 def _arrays(closed: jec.ClosedJaxpr) -> Iterator[Any]:
-    """The constants of a program and of the programs inside; with `jax_use_simplified_jaxpr_constants`, literals, too."""
+    """All constants of a program. With `jax_use_simplified_jaxpr_constants`, JAX stores constants as literals."""
     yield from closed.consts
     for eqn in closed.jaxpr.eqns:
         yield from (var.val for var in eqn.invars if isinstance(var, jec.Literal) and np.shape(var.val))

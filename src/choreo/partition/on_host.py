@@ -9,12 +9,15 @@ from choreo.partition.lattice import Demand, Form, Get, Mixes, Size
 
 
 class OnHost:
-    """A method of an object that each site makes for its own environments: every operand and result is a block along axis 0."""
+    """The way of a host method. Each site makes its own object, for its own block of environments, and calls the method on it.
+
+    All operands and results are blocks along axis 0.
+    """
 
     def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size):
         for var, form in zip(eqn.invars, forms, strict=True):
             if not var.aval.shape or var.aval.shape[0] != size.full or not (form.whole or form.axis == 0):  # pyright: ignore[reportAttributeAccessIssue]
-                raise Mixes("a host method needs operands whose first axis is that of the environments")
+                raise Mixes("a host method needs operands whose first axis is the env axis")
         self.native = [0] * len(eqn.outvars)
         self.num_ins = len(eqn.invars)
 

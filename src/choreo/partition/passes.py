@@ -2,7 +2,7 @@
 
 trace       algorithm, environment -> graphs of `init` and `iterate`
 place       a home for every op and value: the group that computes it
-relax       only if the layout is relaxed: which messages may be out of date; copies of glue for the groups that read them
+relax       only if the layout is relaxed: marks the messages that may be out of date; copies glue to the groups that read it
 demand      which group needs which piece of which value
 cut         one global order of segments, transfers and split loops
 draw_ahead  random numbers are drawn before the loops that use them
@@ -32,8 +32,8 @@ def partition(
 ) -> tuple[Program, Program]:
     """The programs of `init` and `iterate`. Each result of `init` ends at the groups where `iterate` reads it.
 
-    `init_sites`: the sites of `init`, if `init` divides the environments in another way than `iterate`; `relaxed`: marks the
-    transfers that may be out of date.
+    `init_sites`: the sites of `init`, if they divide the environments differently from `sites`; `relaxed`: marks the transfers
+    that may be out of date.
     """
     graph = traced.iterate
     placement = place(graph, sites, traced.carry_axes)

@@ -26,7 +26,7 @@ from choreo.roles import SHARD_AXIS
 from choreo.types import GroupName, Role
 
 MOST_SWAPS = 8
-"""How many more rounds glue may change its home, after the forms have reached their fixed point."""
+"""For how many more rounds glue may change its home, after the forms have reached their fixed point."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Sites:
     """The group of roles that the layout does not name, and of glue that has no better place."""
     num_envs: int
     shards: int = 1
-    """How many shards divide the environments. If there are several, replicas divide the shards among them."""
+    """How many shards divide the environments. If there are several, each replica gets an equal number of shards."""
     along_axis: int = 0
-    """If an axis other than that of the environments is divided (agents, for example): its length; else 0."""
+    """The length of the divided axis, if this is not the env axis but, for example, an axis of agents; else 0."""
     num_workers: int = 1
     """With merge="any": how many workers run the program, each on its own environments, for one site that learns."""
     python: frozenset[GroupName] = frozenset()
@@ -90,7 +90,7 @@ class Placement:
         return self.forms[operand] if isinstance(operand, Value) else WHOLE
 
     def natural(self, operand: Operand, group: GroupName) -> Axis:
-        """The piece in which a group holds a value that it computes."""
+        """The piece of a value that a group holds, if the group computes the value."""
         form = self.form(operand)
         return None if form.whole or not self.sites.size(group) else form.axis
 
@@ -148,7 +148,7 @@ class _Placer:
             for position, (value, out) in enumerate(zip(body.carry_ins, body.carry_outs, strict=True)):
                 self._place_carry(value, out, init[position] if init else None)
             # Forms only rise from whole to block, so they reach a fixed point. Homes need not: at equal cost, glue could
-            # move between two groups for ever.
+            # move between two groups forever.
             settled = forms == [self.result.forms[v] for v in body.carry_ins]
             if settled and (homes == self._homes(body) or rounds > len(body.carry_ins) + MOST_SWAPS):
                 return
@@ -181,7 +181,7 @@ class _Placer:
         return sorted(readers)[0] if readers else self.sites.default
 
     def _read_by_python(self, value: Value) -> bool:
-        """Does a group that runs only Python read it? Such a group cannot compute glue."""
+        """Does a group that runs only Python read the value? Such a group cannot compute glue."""
         return not self.sites.python.isdisjoint(self._consumer_groups(value))
 
     def _consumer_groups(self, value: Value) -> set[GroupName]:
@@ -201,7 +201,7 @@ class _Placer:
             forms, mixed = self._infer(op, home)
             if op.call and op.call.host and [vmap for vmap in op.call.vmaps if vmap.axis_name != SHARD_AXIS]:
                 raise PartitionError(
-                    f"The host fragment `{op.name}` is called under jax.vmap; it is Python, and is called once for all rows.",
+                    f"The host fragment `{op.name}` is called under jax.vmap, but Python code is called once for all rows.",
                     at=op.at,
                     fix="Call it on the whole batch, without jax.vmap.",
                 )
@@ -235,7 +235,7 @@ class _Placer:
 
     @staticmethod
     def _blame(op: Op, form: Form, home: GroupName) -> Form:
-        """The form, with the fragment that made it mixed: the first one, not a later one that reads its result."""
+        """The form, with the name of the fragment that mixes environments: the first such fragment, not a later reader."""
         if form.mixed is None or form.mixed.fragment or op.call is None:
             return form
         return form._replace(mixed=form.mixed._replace(fragment=op.name, group=home))
@@ -254,7 +254,7 @@ class _Placer:
         near |= {group for value in op.outs if value for group in self._consumer_groups(value)}
         near |= {self.glue_at[op]} if op in self.glue_at else set()
         allowed = [g for g in self.sites.replicas if g in near - self.sites.python] or [self.sites.default]
-        if combines(op.eqn):  # a single site combines without messages: a parameter server adds up gradients
+        if combines(op.eqn):  # a single site combines without messages, as a parameter server does
             allowed = [g for g in allowed if not self.sites.size(g)] or allowed
         able = [g for g in allowed if not self.sites.size(g) or not self._infer(op, g)[1]]
         allowed = able or self._fallback() or self._refuse_mixing(op)
@@ -300,7 +300,7 @@ class _Placer:
         for inner, outer in zip(body.xs, op.ins[body.num_consts + body.num_carry :], strict=True):
             form = self.result.form(outer)
             if form.axis == 0 and not form.whole:
-                raise PartitionError("A scan over environments is split over sites.", at=op.at,
+                raise PartitionError("A scan over environments cannot be split over sites.", at=op.at,
                                      fix="Put the roles inside it into one group.")  # fmt: skip
             self._set(inner, self.result.home(outer), Form(form.whole, form.axis - 1 if form.axis else None))
         self._settle(body, list(inits))

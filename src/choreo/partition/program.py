@@ -2,11 +2,11 @@
 
     Segment   one compiled function, at every replica of a group
     Transfer  values from the replicas of one group to the replicas of another
-    Loop      a scan that is split over groups: its body is repeated at all of them
+    Loop      a scan that is split over groups: each group repeats its own part of the body
     HostCall  Python on numpy arrays, at every replica of a group
 
-No deadlock: all sites run subsequences of the same order, and a transfer has the same position for sender and receiver.
-A *slot* names one piece of one value; each site has its own array in it. Nothing here imports JAX.
+There is no deadlock: all sites run subsequences of the same order, and a transfer has the same position for sender and receiver.
+A *slot* names one piece of one value; each site has its own array in it. Importing this file does not import JAX.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +35,7 @@ class KeyType:
 
 @dataclass(frozen=True)
 class ArrayType:
-    """Shape and dtype of a value in an exported program. Before the export, JAX's own `aval` stands in its place."""
+    """Shape and dtype of a value in an exported program. Before the export, steps hold JAX's own `aval` instead."""
 
     shape: tuple[int, ...]
     dtype: np.dtype | KeyType
@@ -43,7 +43,7 @@ class ArrayType:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A known array. It may stand wherever a slot is read."""
+    """A known array. A step can read a constant in place of a slot."""
 
     value: Any
 
@@ -70,7 +70,7 @@ class Input:
 
     slot: Slot
     stacked: bool
-    """The slot holds one slice per step of the loop around it; the segment reads the current slice."""
+    """The slot holds one slice per step of the loop around the segment; the segment reads the current slice."""
     aval: Any
     """The type of the array in the slot."""
     axis: Axis
@@ -98,7 +98,7 @@ class Segment:
     out_axes: tuple[Axis, ...] = ()
     """The axis along which each result is a block of the whole."""
     combines: bool = False
-    """Do the replicas combine values while it runs? Then all replicas run it at the same time."""
+    """Do the replicas combine values while the segment runs? Then all replicas run it at the same time."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Transfer:
     dst: GroupName
     moves: tuple[Move, ...]
     lag: int | None = None
-    """By how many versions the values that are read may be out of date; None: sender and receiver wait for each other."""
+    """How many versions old the values may be when the receiver reads them. None: sender and receiver wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class LoopPart:
     xs: tuple[tuple[Slot, Ref], ...] = ()
     """Stacks of one slice per step that only segments read: the slot inside holds the stack."""
     slices: tuple[tuple[Slot, Ref], ...] = ()
-    """Stacks that other steps than segments read, too: at every step, the slot inside gets the current slice."""
+    """Stacks that are also read by steps other than segments: at every step, the slot inside gets the current slice."""
     ys: tuple[tuple[Ref, Slot, Any], ...] = ()
     """Results that are stacked, one slice per step: (slot inside, slot outside, type of the stack)."""
 

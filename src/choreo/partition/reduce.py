@@ -20,20 +20,20 @@ from choreo.partition.program import Axis
 from choreo.roles import find_reduction
 
 REPLICA_AXIS = "choreo_replica"
-"""The name of the mapped axis that stands for the replicas of a group, where they combine values while they run."""
-COMBINED = ("psum", "pmax")
+"""The name of the mapped axis over which the replicas of a group combine values."""
+COMBINING = ("psum", "pmax")
 """The primitives in an `all_reduce` that combine shards."""
 
 
 class AllReduce:
-    """The way of an `all_reduce` call: its results are the same at every replica."""
+    """The `Way` of an `all_reduce` call. The call has the same results at every replica."""
 
     def __init__(self, eqn: jec.JaxprEqn, inner: jec.ClosedJaxpr, forms: Sequence[Form]):
         self.inner, self.native = inner, [None] * len(eqn.outvars)
         self.axes, self.early = _reduced_axes(inner.jaxpr)
         for form, axis in zip(forms, self.axes, strict=True):
             if not form.whole and form.axis != axis:
-                raise Mixes("`all_reduce` was differentiated, or combines something else than shards")
+                raise Mixes("`all_reduce` was differentiated, or combines something other than shards")
 
     def demand(self, outs: Sequence[bool]) -> Demand:
         return [{axis} for axis in self.axes]
@@ -48,7 +48,7 @@ class AllReduce:
 
         for eqn in self.early:
             held.update(zip(eqn.outvars, _compat.bind(eqn, eqn.params, [read(v) for v in eqn.invars]), strict=True))
-        for name in COMBINED:
+        for name in COMBINING:
             own = [eqn.outvars[0] for eqn in self.early if eqn.primitive.name == name]
             held.update(zip(own, over_replicas(name, [held[var] for var in own]), strict=True))
         for eqn in jaxpr.eqns:
@@ -72,7 +72,11 @@ def over_replicas(name: str, values: list[jax.Array]) -> list[jax.Array]:
 
 
 def _reduced_axes(jaxpr: Any) -> tuple[tuple[Axis, ...], list[jec.JaxprEqn]]:
-    """The axis along which each operand is combined, and the equations up to this step, in the program that `vmap` made."""
+    """Return the axis along which each operand is combined, and the equations that combine, with the
+    transposes and conversions before them.
+
+    `jaxpr`: the program of an `all_reduce`, as `vmap` over the shards made it.
+    """
     origin = {var: (i, tuple(range(len(var.aval.shape)))) for i, var in enumerate(jaxpr.invars)}
     axes: list[Axis] = [None] * len(jaxpr.invars)
     early = []
@@ -84,10 +88,10 @@ def _reduced_axes(jaxpr: Any) -> tuple[tuple[Axis, ...], list[jec.JaxprEqn]]:
             origin[eqn.outvars[0]] = i, tuple(dims[d] for d in eqn.params["permutation"])
         elif given and name == "convert_element_type":  # `psum` counts booleans as integers
             origin[eqn.outvars[0]] = given
-        elif given and name in COMBINED and len(eqn.params["axes"]) == 1:
+        elif given and name in COMBINING and len(eqn.params["axes"]) == 1:
             i, dims = given
             axes[i] = dims[eqn.params["axes"][0]]
-        elif name in (*COMBINED, "transpose"):
+        elif name in (*COMBINING, "transpose"):
             raise Mixes("`all_reduce` was differentiated")
         else:
             continue

@@ -2,15 +2,16 @@
 
 Lag belongs to a pair of groups. A pair may have lag if everything that one group sends to the other is carried from
 iteration to iteration: parameters for workers, for example. These values travel as one bundle, so that a reader never sees
-half of an update. If data of the same iteration goes the same way, as actions do in `fine`, the pair cannot have lag.
+half of an update. If data of the same iteration goes the same way, as actions do in the layout `fine`, the pair cannot have
+lag.
 
 Often glue stands between a carried value and its reader: a cast, a broadcast, a product with a constant. A copy of the glue
 is then computed at the reader, so that only the carried value crosses:
 
     learner:  w ── half = 0.5 * w ──> actor      becomes      learner:  w ──> actor:  half = 0.5 * w
 
-The copy is the same function of the same values, so that the program computes the same. Only `w` may be out of date;
-everything that the actor computes from its bundle comes from one version.
+The copy is the same function of the same values, so the results do not change. Only `w` may be out of date. Everything that
+the actor computes from its bundle comes from one version.
 """
 
 import itertools
@@ -29,7 +30,7 @@ from choreo.types import GroupName
 
 
 def copy_for_readers(graph: Graph, placement: Placement) -> tuple[Graph, dict[Op, GroupName]]:
-    """The graph with a copy of each glue op that stands between a carried value and another group, and each copy's home."""
+    """Return the graph with copies of the glue between carried values and their readers in other groups, and each copy's home."""
     copier = _Copier(graph.body, placement)
     body = replace(graph.body, ops=tuple(copier.ops()))
     return verify(replace(graph, body=body), after="copy_for_readers"), copier.homes
@@ -85,7 +86,7 @@ class _Copier:
         return self.pure[operand]
 
     def _copy(self, value: Value, reader: GroupName) -> Iterator[Op]:
-        """Copies for a reader: first those of the operands, then that of the op that makes the value."""
+        """Yield copies for a reader: first of the ops that make the operands, then of the op that makes the value."""
         if (value, reader) in self.copies:
             return
         op = self.producers[value]
@@ -112,7 +113,7 @@ def _values(body: Body) -> Iterator[Value]:
 
 
 def relax(program: Program, max_lag: int, *, merge: str, layout: str) -> Program:
-    """The program in which every transfer that may lag has `lag=max_lag`. Raises LayoutError if there is none."""
+    """The program in which every transfer that may lag has `lag=max_lag`. Raises LayoutError if no transfer may lag."""
     pairs = relaxable(program)
     if not pairs:
         asked = {f"max_lag={max_lag}": max_lag > 0, f'merge="{merge}"': merge != "all"}
@@ -120,8 +121,8 @@ def relax(program: Program, max_lag: int, *, merge: str, layout: str) -> Program
         presets = ["coarse", "sebulba", "central"] if merge == "all" else ["coarse", "central"]
         others = ", ".join(name for name in presets if name != layout)
         raise LayoutError(
-            f"The layout {layout} has {options}, but nothing in it may be out of date: no group sends another "
-            "group only values that it carries from iteration to iteration.",
+            f"The layout {layout} has {options}, but nothing in it may be out of date. A group may read old values only from "
+            "a group that sends it nothing but values that are carried from iteration to iteration.",
             fix=f"Leave out {options}, or use a layout whose workers act with parameters of a learner: {others}.",
         )
     steps = [

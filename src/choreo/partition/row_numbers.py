@@ -8,8 +8,8 @@ second, small abstract interpretation: a *fact* about each value, derived equati
     FALSE       every element is False: for example the test whether an index is negative
     None        nothing is known
 
-A fact is kept only while the dtype can hold all row numbers. The numbers count the rows of the full program: at a replica,
-the number of its first row is subtracted before they index its block of the operand.
+A fact is kept only while the dtype can hold all row numbers. The numbers count the rows of the full program. A replica
+subtracts the number of its first row from them, and then uses them as indices into its block of the operand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -92,7 +92,7 @@ def _reshape(eqn, facts):
     (fact, *_), old, new = facts, _shape(eqn.invars[0]), eqn.params["new_sizes"]
     if not isinstance(fact, int) or eqn.params.get("dimensions") is not None:
         return None
-    # The axis is kept if it has the same length, and as many elements stand before it.
+    # An axis is kept if its length and the number of elements before it stay the same.
     before = int(np.prod(old[:fact]))
     return next((d for d in range(len(new)) if new[d] == old[fact] and int(np.prod(new[:d])) == before), None)
 
@@ -160,11 +160,12 @@ SCATTERS = {
 class OwnRows:
     """The way of a gather or scatter in which position i along an axis of the indices reads or writes row i of the operand.
 
-    Proof. Let the index into axis d of the operand be, everywhere, the position i along axis k of the indices; let both axes
-    have the same length, and a slice take one row of axis d. Row i is in range in every mode, so position i reads (writes)
-    row i and no other row; the other indices select only the place in the row. So block r of the results (of the written
-    operand) needs block r of the operand, of the indices and of the updates, and nothing else. In the block, row i has the
-    number i - (number of the block's first row). Indices that are sorted or unique stay so.
+    Proof. Let the index into axis d of the operand be, everywhere, the position i along axis k of the indices. Let both axes
+    have the same length, and let a slice take one row of axis d. Row i is always in range, so the mode for indices out of
+    range does not matter: position i reads (writes) row i and no other row. The other indices only select the place in the
+    row. So block r of the results (of the written operand) needs block r of the operand, of the indices and of the updates,
+    and nothing else. In the block, row i has the number i - (number of the block's first row). Sorted indices stay sorted,
+    and unique indices stay unique.
     """
 
     def __init__(self, eqn: jec.JaxprEqn, option: "_Option", size: Size):
@@ -209,16 +210,16 @@ def _options(eqn: jec.JaxprEqn, fact: Fact) -> Iterator[_Option]:
     n = eqn.params["dimension_numbers"]
     if eqn.primitive is primitives.gather_p:
         dims, windows, paired = n.start_index_map, n.offset_dims, n.start_indices_batching_dims
-        thin = [d for d in dims if eqn.params["slice_sizes"][d] == 1]
+        single_row = [d for d in dims if eqn.params["slice_sizes"][d] == 1]
         picked = _shape(eqn.outvars[0])
     else:
         dims, windows, paired = n.scatter_dims_to_operand_dims, n.update_window_dims, n.scatter_indices_batching_dims
-        thin = n.inserted_window_dims
+        single_row = n.inserted_window_dims
         picked = _shape(eqn.invars[2])
-    # The picked (or written) array has the axes of the indices except the last, in their order, and those of the slices.
+    # The axes of the picked (or written) array are those of the indices except the last, in their order, and those of the slices.
     around = [axis for axis in range(len(picked)) if axis not in windows]
     for column, (d, k) in enumerate(zip(dims, _columns(fact, len(indices) - 1, len(dims)), strict=True)):
-        if k is None or k in paired or d not in thin or operand[d] != indices[k]:
+        if k is None or k in paired or d not in single_row or operand[d] != indices[k]:
             continue
         if eqn.primitive is primitives.gather_p:
             yield _Option(operand[d], column, (int(d), k), around[k])

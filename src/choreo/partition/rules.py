@@ -1,15 +1,15 @@
 """How one primitive runs on a block of the environments: one rule per primitive. A primitive without a rule is refused.
 
 Invariant. Replica r of N holds block r of a value: rows [r L/N, (r+1) L/N) of an axis of length L that stands for the E
-environments. L is E; or B, where a reshape divided the axis into B groups of E/B; or E x k, where it merged the axis with k
-rows of each environment. A rule is given one equation of the full program, and for each operand the axis along which it is
-a block. It returns the axes along which operands and results are blocks, and the parameters at block size, such that
+environments. L is E; or B, where a reshape divided the axis into B groups of E/B; or E x k, where a reshape merged the axis
+with k rows of each environment. A rule is given one equation of the full program, and for each operand the axis along which
+the operand is a block. It returns the axes along which operands and results are blocks, and the parameters at block size, such that
 
     block r of equation(full operands)  ==  split equation(block r of each operand).
 
 A rule raises `Mixes` where data of different environments are mixed, and wherever the law above is not proved. The equation of
 the block is made from the equation of the full program: a literal or a parameter that depends on the number of environments
-keeps its value.
+keeps the value that it has in the full program.
 """
 
 import math
@@ -52,7 +52,7 @@ def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     if eqn.primitive.name != "reshape":
         divided = [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]
         if {_shape(var)[axis] for var, axis in divided if axis is not None} != lengths or len(lengths) != 1:
-            raise Mixes("an axis of another length would have to be divided")
+            raise Mixes("an axis of a different length would have to be divided")
     return result
 
 
@@ -62,8 +62,8 @@ def _plain(axes: Sequence[Any]) -> tuple[Axis, ...]:
 
 def elementwise(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     axis = _only(axes)
-    # An operand has the shape of the result, or length 1 along some axes, or is a scalar. Where it has no rows to divide,
-    # it is given whole.
+    # An operand has the shape of the result, or length 1 along some axes, or is a scalar. An operand without rows to divide is
+    # given whole.
     ins = tuple(axis if len(_shape(v)) > axis and _shape(v)[axis] != 1 else None for v in eqn.invars)
     return Split(ins, (axis,) * len(eqn.outvars), eqn.params)
 
@@ -205,7 +205,7 @@ def dot_general(eqn, axes, size):
 def conv_general_dilated(eqn, axes, size):
     numbers, (image, kernel) = eqn.params["dimension_numbers"], axes
     if kernel is not None or image != numbers.lhs_spec[0] or eqn.params["batch_group_count"] != 1:
-        raise Mixes("`conv_general_dilated` uses the env axis as something else than its batch")
+        raise Mixes("`conv_general_dilated` uses the env axis as something other than its batch axis")
     return Split((image, None), (numbers.out_spec[0],), eqn.params)
 
 
@@ -224,7 +224,7 @@ def gather(eqn, axes, size):
     out_rank = len(_shape(eqn.outvars[0]))
     batch_out = [
         d for d in range(out_rank) if d not in numbers.offset_dims
-    ]  # one per dimension of the indices but the last
+    ]  # one per dimension of the indices except the last
     pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     if operand_axis in pairs or indices_axis in pairs.values():
         if operand_axis is None:
@@ -270,8 +270,8 @@ def leading(*trailing: int) -> Rule:
     """The rule of primitives that work on the last dimensions of each operand, for every index of the leading ones.
 
     `trailing`: the number of last dimensions, for each operand. The leading dimensions are the same in all operands and
-    results, and the batching rules of these primitives only add one of them. So a block of leading indices of the results
-    needs only that block of the operands.
+    results, and `vmap` of these primitives only adds a leading dimension. So a block of the results along a leading dimension
+    needs only the same block of the operands.
     """
 
     def rule(eqn, axes, size):
@@ -284,13 +284,13 @@ def leading(*trailing: int) -> Rule:
 
 
 def fft(eqn, axes, size):
-    """A transform of the last dimensions, one for each of its lengths; the leading dimensions are a batch."""
+    """A transform of the last dimensions, one for each entry of `fft_lengths`. The leading dimensions are a batch."""
     return leading(len(eqn.params["fft_lengths"]))(eqn, axes, size)
 
 
 def tile(eqn, axes, size):
     axis = _only(axes)
-    if eqn.params["reps"][axis] != 1:  # rows 0..E-1, 0..E-1: block r would hold rows of other blocks
+    if eqn.params["reps"][axis] != 1:  # the result has rows 0..E-1, 0..E-1: its block r would hold rows of other blocks
         raise Mixes("`tile` repeats environments")
     return _one(axes, axis, eqn.params)
 
@@ -315,7 +315,7 @@ def random_fold_in(eqn, axes, size):
 
 
 def draws_per_key(eqn: jec.JaxprEqn) -> bool:
-    """Are the numbers of a key independent of the other keys? Under `vmap`, rbg generators use the first key for all."""
+    """Are the numbers of a key independent of the other keys? Under `vmap`, rbg generators use the first key for all rows."""
     return _compat.is_threefry(_dtype(eqn.invars[0]))
 
 
@@ -396,7 +396,7 @@ RULES: dict[str, Rule] = {
 
 
 _RULES = {primitive: rule for name, rule in RULES.items() for primitive in _compat.primitives([name])}
-"""The rules by JAX's own primitive objects: a user's primitive that is only named `add` has no rule."""
+"""The rule of each of JAX's own primitives. A user's primitive that is also named `add` has no rule."""
 
 
 def _shape(var: Any) -> tuple[int, ...]:
@@ -423,6 +423,7 @@ def _other_than(taken: SupportsIndex | Sequence[SupportsIndex], axes: Sequence[A
 
 
 def _one(axes: Sequence[Axis], out: SupportsIndex | None, params: dict[str, Any]) -> Split:
+    """An equation with one result, in which the first operand is a block and all others are whole."""
     return Split((_only(axes),) + (None,) * (len(axes) - 1), (out if out is None else int(out),), params)
 
 

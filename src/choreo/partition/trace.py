@@ -61,7 +61,7 @@ class Traced:
     shards: int = 1
     """The number of shards. With several, the env axis of every array of `iterate` is divided: [shard, env]."""
     indivisible: AlgorithmError | None = None
-    """With merge="any": the error for a leaf of the carry that cannot be divided among workers, raised if there is no other."""
+    """With merge="any": the error if a leaf of the carry cannot be divided among workers. Any other error is raised first."""
 
 
 @traced_anew()
@@ -130,7 +130,7 @@ def _trace_iterate(
 
 
 def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tuple[Axis, ...], names: list[str]):
-    """The meaning of several shards: `iterate` on the environments of each shard, with the shard's own key, under `vmap`."""
+    """One iteration of all shards: `vmap` of `iterate` on the environments of each shard, with the shard's own key."""
     iterate_all = functools.partial(iterate, env)
     env = env.with_num_envs(env.num_envs // shards)
 
@@ -147,14 +147,14 @@ def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tu
         except (TypeError, ValueError) as error:
             merges = [functools.partial(merge_shards, axis=axis) for axis in carry_axes]
             whole = [jax.eval_shape(merge, leaf) for merge, leaf in zip(merges, leaves, strict=True)]
-            jax.eval_shape(iterate_all, whole, key)  # if it fails without shards, too, this raises the user's own error
+            jax.eval_shape(iterate_all, whole, key)  # if `iterate` also fails without shards, this raises that error
             raise _fails_in_a_shard(algo, env.num_envs, shards, error) from error
 
     return one_iteration
 
 
 def _fails_in_a_shard(algo: Any, num_envs: int, shards: int, error: Exception) -> AlgorithmError:
-    """JAX's error, in a message that says that there are shards, which JAX does not know."""
+    """JAX's error, in a message that mentions the shards, because JAX knows nothing of shards."""
     ours = (os.path.dirname(__file__), choreo.roles.__file__, os.sep + "site-packages" + os.sep)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
     return AlgorithmError(
@@ -185,14 +185,14 @@ def merge_shards(leaf: Any, axis: Axis) -> Any:
 
 
 def _check_equal(algo: Any, shards: int, carry_axes: tuple[Axis, ...], names: list[str], after: list[Any]) -> None:
-    """Refuse leaves without an env axis that differ between shards: there is one copy of them for all shards."""
+    """Refuse a leaf that has no env axis and differs between shards: all shards share one copy of such a leaf."""
     (vmap, *_) = _compat.enclosing_vmaps(after)
     for name, axis, mapped in zip(names, carry_axes, vmap.in_axes, strict=True):
         if axis is None and mapped is not None:
             raise AlgorithmError(
-                f"With {shards} learner shards, `{type(algo).__name__}.iterate` would return another "
-                f"`{carry.named(name)}` on each of them; it has no env axis, and must be the same on all of them.",
-                fix="Combine what it is computed from (gradients, statistics): choreo.all_reduce(x). Or use one shard.",
+                f"With {shards} learner shards, `{type(algo).__name__}.iterate` would return a different `{carry.named(name)}` on "
+                f"each shard. `{carry.named(name)}` has no env axis, so it must be the same on all shards.",
+                fix="Combine the values from which it is computed (gradients, statistics): choreo.all_reduce(x). Or use one shard.",
             )
 
 
@@ -204,14 +204,14 @@ def _pair(algo: Any, result: Any) -> tuple[PyTree, Any]:
 
 
 def _by_name(algo: Any, metrics: Any) -> dict[str, jax.Array]:
-    """Metrics in the order of their names: the order of a mapping may differ, and JAX orders each kind in its own way."""
+    """The metrics, sorted by name. A mapping may have any order, and JAX orders different kinds of mappings differently."""
     if not isinstance(metrics, Mapping):
         raise _no_metrics(algo, f"returns metrics as a {type(metrics).__name__}")
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise _no_metrics(algo, f"returns a metric whose name is {name!r}, which is no text")
+            raise _no_metrics(algo, f"returns a metric whose name is {name!r}, which is not a string")
         if not eqx.is_array_like(value):
-            raise _no_metrics(algo, f"returns a metric `{name}` that is a {type(value).__name__}, which is no number")
+            raise _no_metrics(algo, f"returns a metric `{name}` that is a {type(value).__name__}, not a number")
     arrays = {}
     for name in sorted(metrics):
         try:
@@ -220,7 +220,7 @@ def _by_name(algo: Any, metrics: Any) -> dict[str, jax.Array]:
             raise AlgorithmError(f"The metric `{name}` of `{type(algo).__name__}` is {metrics[name]}, which is too large for an "
                                  "array of integers.", fix="Return it as a float.") from error  # fmt: skip
         if _compat.is_key(array.dtype):
-            raise AlgorithmError(f"The metric `{name}` of `{type(algo).__name__}` is a random key, which is no number.",
+            raise AlgorithmError(f"The metric `{name}` of `{type(algo).__name__}` is a random key, not a number.",
                                  fix="Leave it out, or return jax.random.key_data of it.")  # fmt: skip
     return arrays
 
@@ -239,8 +239,8 @@ def _reductions(algo_name: str, iterate: Iteration) -> dict[str, Reduction]:
     for name, reduction in found.items():
         if reduction.weight and found.get(reduction.weight, Reduction()).op != "sum":
             raise AlgorithmError(
-                f"The metric `{name}` of `{algo_name}` is weighted by `{reduction.weight}`, which is not a metric that is "
-                "added up.",
+                f"The metric `{name}` of `{algo_name}` is weighted by `{reduction.weight}`, but there is no such "
+                "metric that is summed up.",
                 fix=f'Return it as well: {{"{reduction.weight}": choreo.metric(count, reduce="sum")}}.',
             )
     return found
@@ -267,7 +267,7 @@ def _declared_reduction(closed: jec.ClosedJaxpr, position: int) -> Reduction:
 
 
 def _env_axes(algo: Any, env: Any, form: PyTree, key: Any, shards: int) -> list[Axis]:
-    """For each leaf of the carry: the axis whose length doubles with the number of environments; None if it is not unique."""
+    """For each leaf of the carry: the axis whose length doubles with the number of environments; None if not exactly one does."""
     twice = carry.form_of(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key), key)
     pairs = list(zip(jax.tree.leaves(form), jax.tree.leaves(twice), strict=False))
     if jax.tree.structure(form) != jax.tree.structure(twice) or any(
@@ -288,10 +288,10 @@ def _env_axes(algo: Any, env: Any, form: PyTree, key: Any, shards: int) -> list[
         if shards > 1 and axes[-1] is None and one.shape != two.shape:
             raise AlgorithmError(
                 f"`carry{jax.tree_util.keystr(path)}` of `{type(algo).__name__}` is {carry.leaf_text(one)} for {env.num_envs} "
-                f"environments and {carry.leaf_text(two)} for {2 * env.num_envs}; {shards} shards can divide only an array with "
-                f"one axis of exactly {env.num_envs}.",
-                fix="Give it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
-                "does not depend on their number. Or use one shard.",
+                f"environments and {carry.leaf_text(two)} for {2 * env.num_envs}. To divide it among {shards} shards, Choreo needs "
+                f"exactly one axis of length {env.num_envs}.",
+                fix="Give the leaf an axis for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
+                "does not depend on the number of environments. Or use one shard.",
             )
     return axes
 
@@ -355,7 +355,8 @@ class _Builder:
             operands = tuple(read(v) for v in eqn.invars)
             line = _compat.where(eqn) or at
             roles, call, inner = roles_in(eqn), find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
-            if find_declaration(_compat.call_name(eqn)):  # of a metric: an identity, which `_reductions` has read
+            # The call that declares a metric returns its operand; `_reductions` has read the declaration.
+            if find_declaration(_compat.call_name(eqn)):
                 known[eqn.outvars[0]] = operands[0]
                 continue
             if roles and not call and inner is not None:
@@ -372,7 +373,7 @@ class _Builder:
             outs: list[Value | None] = []
             for position, var in enumerate(eqn.outvars):
                 if position in forwarded:
-                    # A call may return an operand unchanged. Read the operand itself, or parameters would be sent for nothing.
+                    # A call may return an operand unchanged. Read the operand itself, so that parameters are not sent for nothing.
                     known[var] = operands[forwarded[position]]
                     outs.append(None)
                 elif isinstance(var, jec.DropVar):
@@ -386,7 +387,7 @@ class _Builder:
 
 
 def _out_labels(eqn: jec.JaxprEqn, call: Call | None, body: Body | None) -> list[str]:
-    """Names for people: `step_one[1].reward` for a fragment's result, also where the scan around it returns it."""
+    """Labels for people: `step_one[1].reward` for a result of a fragment. A scan that returns this result uses the same label."""
     if call and len(call.out_names) == len(eqn.outvars):  # a differentiated fragment has more results
         return [call.name + name for name in call.out_names]
     if body:

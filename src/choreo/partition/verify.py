@@ -1,4 +1,4 @@
-"""The rules of a program, as code that checks them: in the global order, no site reads a slot before the slot is written."""
+"""Check the rules of a program: in the global order, no site reads a slot before the slot is written."""
 
 from choreo.partition.program import Constant, HostCall, Loop, Program, Ref, Segment, Slot, Step, Transfer
 from choreo.types import GroupName
@@ -8,7 +8,7 @@ Held = dict[GroupName, set[Slot]]
 
 
 def verify_program(program: Program) -> Program:
-    """Return the program, or raise an AssertionError that names the broken rule: a bug in Choreo, not in the user's code."""
+    """Return the program, or raise an AssertionError that names the broken rule. It is a bug in Choreo, not in the user's code."""
     held: Held = {}
     for port in program.ins:
         for group, (ref, _) in port.held.items():

@@ -1,4 +1,4 @@
-"""Equations on all environments, as they stand in the full program: evaluated, and pruned to the results that are wanted."""
+"""Evaluate an equation unchanged, as it was traced for all environments, or only its wanted results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,11 @@ from choreo.roles import without_number
 
 
 def evaluate_whole(eqn: jec.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation of the full program. The numbers of fragments' calls are removed before compiling."""
+    """Return the results of an equation, computed on all environments.
+
+    The name of a fragment contains the number of its call, which differs from trace to trace. The number is removed here, so that
+    equal programs have equal names.
+    """
     return _compat.bind(eqn, _compat.rename_calls(eqn, without_number).params, values)
 
 

@@ -18,40 +18,41 @@ from choreo.partition.program import Axis, Program, Segment, Transfer, walk
 from choreo.partition.relax import relax
 from choreo.partition.trace import Traced, trace
 from choreo.plans.costs import largest_product
-from choreo.plans.merge_any import blocks_of_workers, indivisible_leaf
+from choreo.plans.merge_any import indivisible_leaf_error, iterate_of_one_worker
 from choreo.plans.plan import Plan
 from choreo.types import GroupName
 
 
 def plan(algo: Any, env: Any, layout: Layout) -> Plan:
-    """How `algo` would run on `env` in `layout`: sites, fragments, the values that cross, their bytes.
+    """How `algo` would run on `env` in `layout`: the sites, their fragments, and the values that cross, with their bytes.
 
-    Computes nothing and starts nothing. Raises PartitionError or LayoutError if the layout cannot keep its promise.
+    Runs no iteration and starts no process. Raises PartitionError or LayoutError if the layout cannot keep its promise.
     """
     title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
     return plan_traced(trace_for(algo, env, layout), layout, title=title)
 
 
 def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
-    """Trace an algorithm for the shards of a layout; with merge="any", `iterate` for the environments of one worker."""
+    """Trace an algorithm for the shards of a layout. With merge="any", `iterate` is traced for the environments of one worker."""
     layout.check_counts(env.num_envs)  # before the environments are divided
     _check_buffers(algo, layout)
     traced = trace(algo, env, layout.shards)
     if layout.merge == "all":
         return traced
     part = trace(algo, env.with_num_envs(env.num_envs // layout.num_workers))
-    return replace(traced, iterate=part.iterate, indivisible=indivisible_leaf(type(algo).__name__, traced, part))
+    return replace(traced, iterate=part.iterate, indivisible=indivisible_leaf_error(type(algo).__name__, traced, part))
 
 
 def _check_buffers(algo: Any, layout: Layout) -> None:
-    """Refuse buffer replicas that do not divide the buffer shards: the later proof would fail with a less clear message."""
+    """Raise if the buffer shards cannot be divided equally among the buffer replicas. Without this check, the later proof would
+    fail, with a less clear message."""
     buffers, shards = layout.group_of("buffer").replicas or 1, getattr(algo, "buffer_shards", None)
     if shards is not None and layout.shards == 1 and shards % buffers:
         name = type(algo).__name__
         raise LayoutError(
             f"{buffers} replicas of `{layout.group_of('buffer').name}` cannot share {shards} buffer shard{'s' * (shards > 1)}: "
             f"all replicas together would have to draw every batch of {name}.",
-            fix=f"Use {name}(buffer_shards={buffers}) (--buffer-shards {buffers}), so that each replica has a replay of its own; "
+            fix=f"Use {name}(buffer_shards={buffers}) (--buffer-shards {buffers}), so that each replica has its own replay; "
             "this changes the results. Or use one replica.",
         )
 
@@ -71,7 +72,7 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     relaxed = relaxed if layout.is_relaxed else None
     if layout.merge == "any":
         init, iterate = partition(traced, sites.of_one_worker(), init_sites=sites, relaxed=relaxed)
-        iterate = blocks_of_workers(iterate, traced, sites)
+        iterate = iterate_of_one_worker(iterate, traced, sites)
         if traced.indivisible is not None:
             raise traced.indivisible
     else:
@@ -94,25 +95,26 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
 
 
 def _count_along(traced: Traced, axis: str) -> int:
-    """The size of a mapped axis, as recorded for the fragments called under its vmap; 0 if there are none."""
+    """The size of a mapped axis, as recorded when a fragment was called under its vmap; 0 if no fragment was."""
     calls = [op.call for op in traced.iterate.fragments() if op.call]
     return next((vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis), 0)
 
 
 def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
-    """Refuse an axis as long as that of the environments: axes of the carry are recognised by their length."""
+    """Refuse an axis that is as long as the env axis. The axis is found in the carry by its length."""
     if count == num_envs:
         raise LayoutError(
-            f"The axis {axis!r} has size {count}, and there are {num_envs} environments: this layout finds the axis that it "
-            "divides by its size, and cannot tell the two apart.",
-            fix=f"Use another number of environments (--num-envs {2 * num_envs}), or a layout that does not divide {axis!r}.",
+            f"The axis {axis!r} has size {count}, and there are {num_envs} environments. This layout recognises the axis "
+            f"{axis!r} by its size, so it cannot tell the two axes apart.",
+            fix=f"Use a different number of environments (--num-envs {2 * num_envs}), or a layout that does not divide {axis!r}.",
         )
 
 
 def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
-    """For each leaf of the carry, the first axis of this length. A proposal only: `partition/inference.py` proves it.
+    """For each leaf of the carry, the first axis of this length. This is only a proposal: `partition/inference.py` proves it.
 
-    If several axes have this length, the first one may be wrong. Then the proof fails, or both give the same result.
+    If several axes have this length, the first one may be the wrong one. Then the proof fails, or both axes give the same
+    result.
     """
     shapes = [value.aval.shape for value in traced.iterate.body.carry_ins]
     return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
@@ -142,19 +144,19 @@ def _check_types(init: Program, iterate: Program) -> None:
         if is_key(aval.dtype):
             if key_impl(aval.dtype) not in KEY_IMPLS:
                 raise PartitionError(
-                    f"`{name}` holds random keys of the generator `{key_impl(aval.dtype)}`, which a worker does not know.",
-                    fix=f"Use one of JAX's own: {', '.join(KEY_IMPLS)}.",
+                    f"`{name}` holds random keys of the generator `{key_impl(aval.dtype)}`, which workers do not know.",
+                    fix=f"Use one of JAX's own generators: {', '.join(KEY_IMPLS)}.",
                 )
         elif aval.dtype.name not in NAMES:
             raise PartitionError(
                 f"`{name}` is {aval.dtype.name}{list(aval.shape)}: values of this type cannot go from one compiled program to "
-                "another, nor into a checkpoint.",
-                fix="Keep it as int8 (or another type of 4 bits or more), and convert it inside of the fragment.",
+                "another, or into a checkpoint.",
+                fix="Keep it as int8 (or any type of 4 bits or more), and convert it inside of the fragment.",
             )
 
 
 def _trusted(traced: Traced, sites: Sites) -> tuple[str, ...]:
-    """Fragments of replicated groups that the user declared `independent=True`."""
+    """The names of the fragments in replicated groups for which the user vouches with `independent=True`."""
     names = [
         call.name
         for program in (traced.init, traced.iterate)

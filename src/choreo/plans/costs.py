@@ -1,4 +1,4 @@
-"""What a plan costs, as data: messages and bytes between groups, and the size of the largest product of matrices.
+"""The costs of a plan, as data: messages and bytes between groups, and the size of the largest product of matrices.
 
     Costs          communication of `init`, communication of `iterate`, largest product
     Communication  the crossings of one program, in the order of its steps
@@ -29,11 +29,11 @@ class Crossing:
     src: GroupName
     dst: GroupName
     moves: tuple[Move, ...]
-    """The values that cross, labelled with the user's names for them; "" where there is none."""
+    """The values that cross. Each label is the user's name for the value, or "" if the value has no name."""
     times: int
     """How often the transfer happens while the program runs once."""
     num_messages: int
-    """Messages each time: one for every pair of processes that share some of the values."""
+    """Messages each time: one for every pair of sender and receiver that have some of the values in common."""
     nbytes: int
     """Bytes each time, over all messages."""
 
@@ -81,7 +81,8 @@ class Costs:
 def communication(program: Program, processes: Mapping[GroupName, int], *, num_workers: int = 1) -> Communication:
     """The messages and bytes of a program. `processes`: how many processes each group has.
 
-    If `num_workers` > 1 (merge="any"), it is the program of the learner and of one worker, and every worker runs it.
+    With merge="any", `num_workers` is more than 1, and `program` is the program of the learner and of one worker. Every worker
+    runs it.
     """
     processes = processes if num_workers == 1 else dict.fromkeys(processes, 1)
     names = _slot_names(program)
@@ -110,12 +111,12 @@ def _crossing(
 
 
 def _pairs(move: Move, senders: int, receivers: int) -> Iterator[tuple[int, int]]:
-    """The pairs (sender, receiver) that exchange a message. Both hold contiguous blocks of the value, or all of it."""
+    """The pairs (sender, receiver) between which a message goes. Each of the two holds a block of the value, or the whole."""
     have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
     for r in range(receivers):
         for s in range(senders):
             overlap = s * receivers < (r + 1) * senders and r * senders < (s + 1) * receivers
-            own = s == r * senders // receivers  # a value that all senders hold: each receiver gets it from one of them
+            own = s == r * senders // receivers  # if all senders hold the value, each receiver gets it from one sender
             if own if have is None else overlap or have != want:
                 yield s, r
 
@@ -125,7 +126,7 @@ def _user_label(move: Move) -> str:
 
 
 def _slot_names(program: Program) -> dict[Slot, str]:
-    """The user's names for the contents of slots: leaves of the carry and metrics, also where loops pass them on."""
+    """The user's names for values in slots. Leaves of the carry and metrics have names, also where loops pass them on."""
     names: dict[Slot, str] = {}
 
     def name(ref: Ref | None, label: str | None) -> None:
@@ -147,7 +148,7 @@ def _slot_names(program: Program) -> dict[Slot, str]:
 
 
 def largest_product(graph: Graph) -> int:
-    """Multiplications in the largest product of matrices or convolution. It decides whether more than one core can help."""
+    """The number of multiplications in the largest product of matrices or convolution. If it is small, one core is enough."""
     return max(_products(op.eqn for op in graph.body.ops), default=0)
 
 
@@ -160,7 +161,7 @@ def _products(eqns: Iterable[jec.JaxprEqn]) -> Iterator[int]:
 
 
 def _multiplications(eqn: jec.JaxprEqn) -> int:
-    """The size of the result, times the number of terms in the sum behind each element."""
+    """The number of elements of the result, times the number of terms that are summed up for each element."""
     shapes: list[Any] = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]  # pyright: ignore[reportAttributeAccessIssue]
     left, right, result = shapes
     if eqn.primitive.name == "dot_general":

@@ -1,4 +1,4 @@
-"""A plan as a picture: a lane for each group, its steps as boxes in order, and transfers as arrows."""
+"""Draw a plan: one lane for each group. Its steps are boxes, in order, and transfers are arrows."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,12 +41,13 @@ def draw_plan(plan: Plan) -> str:
 
 
 def _roles(plan: Plan, group: GroupName) -> tuple[Role, ...]:
-    """The algorithm's roles in a group. The layout may name roles that the algorithm lacks, and the other way round."""
+    """The algorithm's roles in a group. The layout may name roles that the algorithm lacks, and the algorithm may have roles that
+    the layout does not name."""
     return tuple(sorted(role for role, its_group in plan.sites.group_of.items() if its_group == group))
 
 
 def _items(plan: Plan, steps: Sequence[Step], lanes: Sequence[Lane], crossings: Iterator[Crossing]) -> Iterator[Item]:
-    """Boxes, arrows and frames of some steps. `crossings`: of all transfers, in the order of the steps."""
+    """Boxes, arrows and frames of some steps. `crossings` yields the crossing of each transfer, in the order of the steps."""
     lane_of = {lane.title: i for i, lane in enumerate(lanes)}
     for step in steps:
         if isinstance(step, Loop):

@@ -1,4 +1,5 @@
-"""Programs that can leave their process: segments as serialised StableHLO (`jax.export`), types that need no JAX."""
+"""Export programs, so that they can be sent to other processes. Segments become serialised StableHLO (`jax.export`), and types
+become data that a process without JAX can read."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -23,7 +24,7 @@ def export_program(
 ) -> Program:
     """The part of a program that the workers of `groups` need, in a form that pickles.
 
-    `replicas`: of every group. Steps in which none of `groups` takes part are left out.
+    `replicas`: the number of replicas of every group. Steps in which none of `groups` takes part are left out.
     """
     steps = tuple(
         _export_step(step, groups, replicas) for step in program.steps if not groups_of(step).isdisjoint(groups)
@@ -54,7 +55,7 @@ def _export_ys(ys: Any) -> Any:
 
 
 def export_segment(segment: Segment, replicas: int) -> bytes:
-    """A segment as serialised StableHLO. `replicas`: how many the segment's group has."""
+    """A segment as serialised StableHLO. `replicas`: how many replicas the segment's group has."""
     if isinstance(segment.fn, ExportedFn):
         return segment.fn.serialized
     scalar = jax.ShapeDtypeStruct((), np.int32)
@@ -68,10 +69,10 @@ def export_segment(segment: Segment, replicas: int) -> bytes:
         return bytes(export.export(jitted)(index, scalar, *given).serialize())
     except NotImplementedError as error:
         raise PartitionError(
-            f"The segment `{segment.name}` of `{segment.group}` calls Python while it runs, and cannot be sent to another "
+            f"The segment `{segment.name}` of `{segment.group}` calls Python while it runs, so it cannot be sent to another "
             f"process: {error}",
-            fix="Remove jax.debug.print and other callbacks, or make the call a choreo.host_fragment; "
-            "`--runtime inprocess` runs it as it is.",
+            fix="Remove jax.debug.print and other callbacks, or make the call a choreo.host_fragment. "
+            "Or use `--runtime inprocess`, which can run such a segment.",
         ) from error
 
 

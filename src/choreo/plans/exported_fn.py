@@ -1,4 +1,4 @@
-"""The function of a segment as serialised StableHLO. In a file of its own, so that a worker need not import the compiler."""
+"""The function of a segment as serialised StableHLO. A worker can import this file without importing the compiler."""
 
 import functools
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jax import export
 
 @dataclass(frozen=True)
 class ExportedFn:
-    """A function that pickles; it is deserialised when it is called first."""
+    """A function that can be pickled. It is deserialised at its first call."""
 
     serialized: bytes
     """The bytes that `jax.export` made."""

@@ -13,7 +13,7 @@ from choreo.types import GroupName
 
 
 def hash_programs(text: str, programs: Iterable[Program], replicas: Mapping[GroupName, int | None]) -> str:
-    """SHA-256 of a text and of programs, as workers receive them. `replicas`: of every group."""
+    """SHA-256 of a text and of the programs in the form that workers receive. `replicas`: how many replicas each group has."""
     digest = hashlib.sha256(text.encode())
     for program in programs:
         for step, _ in walk(export_program(program, replicas, replicas).steps):
@@ -30,7 +30,7 @@ def _describe(step: Step) -> str:
 
 
 def _code(segment: Segment) -> str:
-    """A segment as text, without the source lines in it: a plan does not depend on where in a file the code stands."""
+    """A segment as text, without source lines. So the fingerprint does not change if the user's code moves within its file."""
     assert isinstance(segment.fn, ExportedFn)
     text = export.deserialize(bytearray(segment.fn.serialized)).mlir_module()
     text = re.sub(r" ?loc\((?:[^()]|\([^()]*\))*\)", "", text)

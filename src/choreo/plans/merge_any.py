@@ -11,10 +11,11 @@ from choreo.partition.program import Axis, Port, Program
 from choreo.partition.trace import Traced
 
 
-def indivisible_leaf(name: str, whole: Traced, part: Traced) -> AlgorithmError | None:
-    """An error about the first leaf of a worker's carry that is neither a block of the leaf in `whole` nor equal to it.
+def indivisible_leaf_error(name: str, whole: Traced, part: Traced) -> AlgorithmError | None:
+    """Return an error about the first leaf of a worker's carry that is neither a block of the leaf in `whole` nor
+    equal to it, or None.
 
-    `whole`: the algorithm, traced for all environments; `part`: the same for those of one worker; `name`: the algorithm's name.
+    `name` is the algorithm's name. `whole` is the algorithm traced for all environments, `part` for those of one worker.
     """
     axes, num_workers = iter(whole.carry_axes), whole.num_envs // part.num_envs
     if not same_structure(jax.tree.structure(whole.carry), jax.tree.structure(part.carry)):
@@ -29,18 +30,18 @@ def indivisible_leaf(name: str, whole: Traced, part: Traced) -> AlgorithmError |
             texts = [leaf_text(each) for each in (leaf, worker_leaf)]
             return AlgorithmError(
                 f"`carry{jax.tree_util.keystr(path)}` of `{name}` is {texts[0]} for {whole.num_envs} environments and {texts[1]} "
-                f'for {part.num_envs}; with merge="any" a worker has {part.num_envs} of them: its block is a part of an '
-                f"axis of exactly {whole.num_envs}.",
-                fix="Give it an axis of its own for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
-                'does not depend on their number. Or use merge="all".',
+                f'for {part.num_envs}. With merge="any" a worker has {part.num_envs} of the {whole.num_envs} environments, so its '
+                f"part must be a block of an axis of length {whole.num_envs}; this leaf has no such axis.",
+                fix="Give the leaf an axis for environments, as in [num_envs, 4] in place of [4 * num_envs], or a shape that "
+                'does not depend on the number of environments. Or use merge="all".',
             )
     return None
 
 
-def blocks_of_workers(iterate: Program, traced: Traced, sites: Sites) -> Program:
-    """`iterate` of one worker, with the axis along which its part of each carry leaf is a block of the whole leaf.
+def iterate_of_one_worker(iterate: Program, traced: Traced, sites: Sites) -> Program:
+    """Return `iterate` of one worker, where each port of the carry says along which axis the worker holds a block.
 
-    Refuses a carry leaf that the learner keeps for all environments, and one that every worker would change for itself.
+    Refuses a leaf with an env axis that the learner holds, and a leaf without an env axis that the workers change.
     """
     num_carry = traced.iterate.body.num_carry
 
@@ -54,8 +55,8 @@ def blocks_of_workers(iterate: Program, traced: Traced, sites: Sites) -> Program
             )
         if axis is None and all(sites.size(group) for group in held) and _is_written(iterate, port, num_carry):
             raise PartitionError(
-                f'With merge="any" every worker would compute a `{named(port.name)}` of its own, and without an env axis these '
-                "cannot be combined.",
+                f'With merge="any" every worker would compute a different `{named(port.name)}`. These cannot be combined, '
+                "because they have no env axis.",
                 fix='Let the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".',
             )
         return replace(port, held=held)

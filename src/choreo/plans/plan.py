@@ -1,7 +1,7 @@
 """A plan: plain data that says, before anything starts, what every site computes and which values cross between sites.
 
-A plan prints, compares, pickles and draws. In a pickled plan, segments are serialised StableHLO (`jax.export`), so that a
-worker needs neither the user's code nor a trace of it.
+A plan can be printed, compared, pickled and drawn. In a pickled plan, segments are serialised StableHLO (`jax.export`), so
+that a worker neither imports nor traces the user's code.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Plan:
     """An algorithm on an environment in a layout, ready to run."""
 
     title: str
-    """Names of the algorithm and the environment: `PPO on jax:CartPole-v1`."""
+    """The names of the algorithm and the environment: `PPO on jax:CartPole-v1`."""
     layout: Layout
     sites: Sites
     """The groups of the layout that have work to do, and how they divide the environments."""
@@ -38,19 +38,20 @@ class Plan:
     iterate: Program
     """carry, key, iteration -> carry, metrics"""
     num_carry: int
-    """How many of iterate's inputs and outputs are the carry."""
+    """The number of array leaves of the carry. They are the first inputs and the first outputs of `iterate`."""
     carry_axes: tuple[Axis, ...]
     """The axis along which each leaf of the carry is divided among replicas; None for a leaf that is not divided."""
     reductions: Mapping[str, Reduction]
     """How each metric is reduced over the learner shards, or over the workers' updates with merge="any"."""
     largest_product: int
-    """Multiplications in the largest product of matrices."""
+    """The number of multiplications in the largest product of matrices or convolution of one iteration."""
     trusted: tuple[str, ...] = ()
-    """Replicated fragments that are not proved to keep environments apart; the user vouches for them (`independent=True`)."""
+    """The names of replicated fragments for which the user vouches with `independent=True`, because Choreo has no proof."""
     warnings: tuple[str, ...] = ()
-    """What the user probably did not mean: for example, a group whose role no fragment has."""
+    """Messages about probable mistakes of the user: for example, a group whose role no fragment has."""
     carry: PyTree = field(default=None, repr=False)
-    """Types of the carry's array leaves, and its static leaves. Not pickled: only the coordinator combines carries."""
+    """The form of the carry: the types of its array leaves, and its static leaves. Not pickled, because only the coordinator
+    needs it (`combine`, `leaves`)."""
 
     @property
     def num_envs(self) -> int:
@@ -62,20 +63,20 @@ class Plan:
 
     @property
     def num_workers(self) -> int:
-        """With merge="any", the workers whose results the learner takes one at a time; else 1."""
+        """With merge="any": the number of workers, whose results the learner takes one at a time; else 1."""
         return self.sites.num_workers
 
     @property
     def num_sites(self) -> int:
-        """The replicas of all groups."""
+        """The number of replicas of all groups together."""
         return sum(self.replicas(group) for group in self.sites.replicas)
 
     def replicas(self, group: GroupName) -> int:
-        """Into how many sites a group is divided."""
+        """The number of sites of a group."""
         return self.sites.replicas[group] or 1
 
     def processes(self, group: GroupName) -> int:
-        """How many processes a group has. With `exact`, or on several devices, replicas of a group share a process."""
+        """The number of processes of a group. With `exact`, or on several devices, several replicas run in one process."""
         found = next(g for g in self.layout.groups if g.name == group)
         return found.replicas or (self.replicas(group) if found.axis else 1)
 
@@ -85,21 +86,21 @@ class Plan:
 
     @property
     def all_sites(self) -> list[tuple[GroupName, int]]:
-        """Every site, as its group and the number of the replica."""
+        """Every site, as a pair (group, number of the replica)."""
         return [(group, r) for group in self.sites.replicas for r in range(self.replicas(group))]
 
     @property
     def num_processes(self) -> int:
-        """The processes of all groups."""
+        """The number of processes of all groups together."""
         return sum(self.processes(group) for group in self.sites.replicas)
 
     @property
     def partitioned(self) -> dict[GroupName, int]:
-        """Groups that are one program on several devices, divided by the compiler, with the number of devices."""
+        """The groups whose single program XLA divides among several devices, with the number of devices."""
         groups = [g for g in self.layout.groups if g.devices > 1 and self.sites.replicas.get(g.name, 1) is None]
         if groups and self.single is None and self.iterate.steps:
             raise LayoutError(
-                f"{self.layout!r}: with one shard, only a run that is a single program can be divided among devices.",
+                f"{self.layout!r}: with one shard, only a plan with a single program can be divided among devices.",
                 fix=f"Use shards: Layout(..., shards={groups[0].devices}).",
             )
         return {g.name: g.devices for g in groups}
@@ -115,19 +116,19 @@ class Plan:
 
     @property
     def single(self) -> Segment | None:
-        """The only segment of an iteration that is compiled as a whole; None if an iteration has several steps."""
+        """The segment that is the whole iteration; None if an iteration has several steps or groups."""
         steps = self.iterate.steps
         only = len(self.sites.replicas) == 1 and len(steps) == 1
         return steps[0] if only and isinstance(steps[0], Segment) else None
 
     def combine(self, leaves: list[Any]) -> PyTree:
-        """The carry, made of its array leaves as sites hold them: with a shard axis, if there are shards."""
+        """The carry, made from its array leaves in the form that sites hold: with several shards, they have a shard axis."""
         leaves = [self._merged(leaf, axis) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
         typed = [typed_as(leaf, like) for leaf, like in zip(leaves, types_of(self.carry), strict=True)]
         return with_leaves(self.carry, typed)
 
     def leaves(self, carry: PyTree) -> list[Any]:
-        """The array leaves of a carry as sites hold them; the inverse of `combine`."""
+        """The array leaves of a carry, in the form that sites hold; the inverse of `combine`."""
         leaves = leaves_of(carry, self.carry)
         if self.shards == 1:
             return leaves
@@ -149,7 +150,7 @@ class Plan:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the printed plan and of the programs that workers receive."""
-        # Without warnings: they name lines of the user's file, and a plan does not depend on where the code stands.
+        # Leave out warnings: they name lines of the user's file, and the fingerprint must not change if the code moves.
         text = f"{format_plan(replace(self, warnings=()))}{self.layout!r}"
         return hash_programs(text, (self.init, self.iterate), self.sites.replicas)
 

@@ -1,7 +1,7 @@
 """A plan as text, as `print(choreo.plan(...))` shows it before anything runs.
 
-The steps of every group, in order; the values that cross, how often and how large; and the promise. The text depends on
-the plan alone, so that a pickled plan prints the same.
+The text shows the steps of every group, in order; the values that cross, how often and how large they are; and the promise.
+The text depends only on the plan, so a pickled plan prints the same text.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ else:  # plan.py imports this module
 
 
 def format_plan(plan: Plan) -> str:
-    """Groups with their steps, a table of the values that cross, the promise, warnings; at most 100 columns."""
+    """The groups with their steps, a table of the values that cross, the promise, and warnings. Lines have at most 100 columns."""
     lines = [title(plan), *wrap(f"{plan.layout.name}: {plan.layout!r}", WIDTH), ""]
     for group in plan_groups(plan):
         steps = _format_steps(plan, plan.iterate.steps, group.name, "    ")
@@ -33,7 +33,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def title(plan: Plan) -> str:
-    """`PPO on jax:CartPole-v1, 16 environments, 4 learner shards`"""
+    """The first line of a plan: `PPO on jax:CartPole-v1, 16 environments, 4 learner shards`."""
     shards = f", {count(plan.shards, 'learner shard')}" if plan.shards > 1 else ""
     return f"{plan.title}, {count(plan.num_envs, 'environment')}{shards}"
 
@@ -85,7 +85,7 @@ def _format_steps(plan: Plan, steps: Iterable[Step], group: GroupName, indent: s
 
 
 def age(transfer: Transfer) -> str:
-    """`, up to 4 updates old` for values that may be out of date; else nothing."""
+    """`, up to 4 updates old` for values that may be out of date; else an empty text."""
     return f", up to {count(transfer.lag, 'update')} old" if transfer.lag else ""
 
 
@@ -95,7 +95,7 @@ def step_name(step: Segment | HostCall) -> str:
 
 
 def step_notes(plan: Plan, step: Segment | HostCall) -> list[str]:
-    """`all-reduce over 4 replicas`, or `2 devices`, for a step in which replicas combine values; else nothing."""
+    """For a step in which replicas combine values: `all-reduce over 4 replicas`, or `all-reduce over 2 devices`; else no notes."""
     if isinstance(step, HostCall) or not step.combines:
         return []
     devices = next(group.devices for group in plan.layout.groups if group.name == step.group)

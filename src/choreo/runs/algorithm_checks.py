@@ -1,4 +1,4 @@
-"""Checks of an algorithm's carry, metrics and actions, made by `train` and `check_algorithm`.
+"""Checks of an algorithm's carry, metrics and actions. `train` and `check_algorithm` call them.
 
 All checks use traced shapes and types: nothing is computed, and no environment is made.
 """
@@ -19,7 +19,7 @@ from choreo.runs.evaluation import initial_state
 from choreo.types import PyTree
 
 RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")
-"""Names that a run adds to each row itself; metrics of an algorithm cannot have them."""
+"""Names of the numbers that every run adds to a row. Metrics of an algorithm must not have these names."""
 NEEDED = ("episode_return", "episodes")
 """The metrics that `train_return` is computed from."""
 NEEDED_REDUCTIONS = {"episodes": Reduction("sum"), "episode_return": Reduction("mean", "episodes")}
@@ -43,30 +43,33 @@ def check_carry(algo: Any, carry: PyTree) -> None:
 
 
 def check_metrics(algo: Any, metrics: Mapping[str, Any], *, needed: Collection[str] = NEEDED) -> None:
-    """Refuse metrics that are not real scalars, have a reserved name, or lack one of `needed`; `metrics`: types by name."""
+    """Refuse metrics that are not real scalars or have a reserved name. Every name in `needed` must be among them.
+
+    `metrics` maps the name of each metric to its traced type.
+    """
     name = type(algo).__name__
     check_metric_names(algo, metrics)
     for metric, value in metrics.items():
         if value.shape != ():
             raise AlgorithmError(
                 f"The metric `{metric}` of `{name}` has shape {list(value.shape)}.",
-                fix="A metric is one number per iteration: take its mean, or give each part a name.",
+                fix="A metric is one number per iteration: take the mean, or return each element under a separate name.",
             )
         if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.integer, np.floating)):
             raise AlgorithmError(
                 f"The metric `{metric}` of `{name}` is {value.dtype}, which is not a real number.",
-                fix="Return its real and imaginary parts, or its absolute value, under names of their own.",
+                fix="Return its real and imaginary parts, or its absolute value, under separate names.",
             )
     for metric in needed:
         if metric not in metrics:
             raise AlgorithmError(
                 f"`{name}.iterate` returns no metric `{metric}`.",
-                fix="Add it: choreo.rollout returns the metrics of episodes, or see docs/your-own-algorithm.md.",
+                fix="Add it. choreo.rollout returns the metrics of episodes; see also docs/your-own-algorithm.md.",
             )
 
 
 def check_reductions(algo: Any, reductions: Mapping[str, Reduction]) -> None:
-    """Refuse metrics that are not reduced over the learner shards as `train_return` needs it."""
+    """Refuse metrics whose reduction over the learner shards is not the one that `train_return` needs."""
     for metric, needed in NEEDED_REDUCTIONS.items():
         if reductions[metric] != needed:
             declared = f'weight="{needed.weight}"' if needed.weight else f'reduce="{needed.op}"'
@@ -78,12 +81,12 @@ def check_reductions(algo: Any, reductions: Mapping[str, Reduction]) -> None:
 
 
 def check_metric_names(algo: Any, names: Collection[str]) -> None:
-    """Refuse names that a run writes into the same row."""
+    """Refuse reserved names: a run writes its own numbers into the row under these names."""
     for name in names:
         if name in RESERVED:
             raise AlgorithmError(
                 f"`{type(algo).__name__}.iterate` returns a metric `{name}`, which a run writes itself.",
-                fix=f"Give it another name; taken are {', '.join(RESERVED)}.",
+                fix=f"Give it a different name. These names are reserved: {', '.join(RESERVED)}.",
             )
 
 

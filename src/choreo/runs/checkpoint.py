@@ -1,11 +1,11 @@
-"""Save a pytree as one safetensors file, and load it: every array is stored under its path. Never pickle.
+"""Save a pytree as one safetensors file, and load it: every array is stored under its path. Pickle is never used.
 
     Carry(train=Train(params=...), key=...)   ->   ".train.params.weight"  float32[64, 4]
                                                    ".key"                  uint32[2], and its generator in the header
                                                    ".train.half"           uint8[64, 8], and "bfloat16" in the header
 
-The file is replaced atomically, so a crash leaves the old one or the new one. Leaves that are not arrays (an activation
-function) are not stored; `load` takes them from the structure that it is given.
+The file is replaced atomically, so after a crash the old file or the new one is there. Leaves that are not arrays (an
+activation function) are not stored; `load` takes them from the structure that it is given.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from choreo.types import PyTree
 
 FORMAT = "choreo-1"
 STORED_DIRECTLY = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split())
-"""Types that safetensors stores. Arrays of other types are stored as bytes, with the name of their type in the header."""
+"""Types that safetensors can store. Other arrays are stored as bytes, and the header has the names of their types."""
 
 
 def save(path: Path, tree: PyTree, *, iteration: int) -> None:
@@ -46,7 +46,7 @@ def save(path: Path, tree: PyTree, *, iteration: int) -> None:
             if kind not in STORED_DIRECTLY:
                 views[name], array = kind, _as_bytes(array)
             arrays[name] = array
-    # A single entry, because safetensors writes several in random order: the same tree must give the same bytes.
+    # One entry only: safetensors writes several entries in random order, but the same tree must give the same bytes.
     header = {FORMAT: json.dumps({"iteration": iteration, "keys": kinds, "views": views}, sort_keys=True)}
     write_atomic(path, safetensors.numpy.save(arrays, header))
 
@@ -54,7 +54,7 @@ def save(path: Path, tree: PyTree, *, iteration: int) -> None:
 def load(path: Path, like: PyTree) -> PyTree:
     """Read a checkpoint into the structure of `like`, whose leaves are arrays or `ShapeDtypeStruct`s.
 
-    Raises RunError if a leaf is missing, unknown, or of another shape or type.
+    Raises RunError if a leaf is missing or unknown, or if its shape or type differs.
     """
     header = read_header(path)
     with damage_reported(path):
@@ -90,7 +90,7 @@ def read_header(path: Path) -> dict[str, Any]:
     if FORMAT not in header:
         raise RunError(f"{path} is a safetensors file, but not a Choreo checkpoint.", fix="Name a run folder.")
     facts: Any = None
-    with contextlib.suppress(ValueError, RecursionError):  # refused below
+    with contextlib.suppress(ValueError, RecursionError):  # `_is_header` refuses None
         facts = json.loads(header[FORMAT])
     if not _is_header(facts):
         raise RunError(f"{path} is damaged: its header is not that of a checkpoint.", fix="Restore it from a copy.")
@@ -189,5 +189,5 @@ def _type_of(leaf: Any) -> str:
 def _does_not_fit(path: Path, why: str) -> RunError:
     return RunError(
         f"{path} does not fit the algorithm: {why}.",
-        fix="Use the algorithm, hyper-parameters and number of environments it was trained with (see run.toml).",
+        fix="Use the algorithm, hyper-parameters and number of environments of the run; its run.toml has them.",
     )

@@ -18,17 +18,17 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Since the clock was made."""
+        """Seconds since the clock was made."""
         return time.perf_counter() - self._start
 
     @property
     def run_seconds(self) -> float:
-        """Since the run began, with the time before it was resumed."""
+        """Seconds that the run has taken, including those before it was resumed."""
         return self._earlier + self.seconds
 
     @contextlib.contextmanager
     def running(self, runtime: Runtime, *, steps: int) -> Iterator[None]:
-        """Measure this block, which runs `steps` environment steps, without the time `runtime` spends compiling in it."""
+        """Measure the time of this block, which runs `steps` environment steps. The time for compiling is not counted."""
         start, compiled = time.perf_counter(), runtime.compile_seconds
         yield
         self._running += time.perf_counter() - start - (runtime.compile_seconds - compiled)

@@ -1,8 +1,8 @@
 """Compare runs: return over steps and over time, speed-up, final return.
 
 Everything is read from `run.toml`, `metrics.jsonl` and `summary.json`: no algorithm or environment is made. An unfinished
-run is compared as far as it got. The return of a run is the mean over its last 100 training episodes. Time is counted from
-the call of `train`, compiling included, and is known at boundaries only. Speed-ups are relative to the first run.
+run is compared up to its last row of metrics. The return of a run is the mean over its last 100 training episodes. Time is
+counted from the call of `train`, compiling included, and is known at boundaries only. Speed-ups are relative to the first run.
 """
 
 import math
@@ -44,7 +44,8 @@ class Record:
         config, rows = folder.read_config(), folder.read_metrics()
         if not rows:
             raise RunError(
-                f"{path} has no metrics yet.", fix="Wait until the run has reached its first boundary, or leave it out."
+                f"{path} has no metrics yet.",
+                fix="Wait until the run has reached its first boundary, or leave out this run.",
             )
         return cls(path=folder.path, config=config, rows=rows, summary=folder.read_summary())
 
@@ -54,7 +55,7 @@ class Record:
 
     @property
     def environment(self) -> str:
-        """The name of the environment with its arguments, which make a difference."""
+        """The name of the environment with its arguments: returns under different arguments cannot be compared."""
         described = _table(self.config, "environment")
         kwargs = ", ".join(f"{name}={value}" for name, value in _table(described, "kwargs").items())
         return _name(described) + (f" ({kwargs})" if kwargs else "")
@@ -70,7 +71,7 @@ class Record:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the summary covers all rows; it does not if the run was resumed later and interrupted."""
+        """Whether the summary covers all rows. It does not if the run was later resumed, and then interrupted."""
         return self.summary.get("iterations") == len(self.rows)
 
     @cached_property
@@ -83,19 +84,26 @@ class Record:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Seconds since the start, at each row. Where the stored number falls, counting began anew: the time before is added."""
+        """Seconds since the start, at each row.
+
+        Where the stored number decreases, the count had started again from 0; the time before is added.
+        """
         seconds = self._column("seconds")
         before = np.where(np.diff(seconds) < 0, seconds[:-1], 0.0)
         return seconds + np.append(0.0, np.cumsum(before))
 
     @cached_property
     def boundaries(self) -> np.ndarray:
-        """The indices of the rows at boundaries, whose time is known."""
+        """The indices of the rows at boundaries. Only their times are known."""
         return np.flatnonzero(np.append(np.diff(self.seconds) != 0, True))
 
     @property
     def steps_per_second(self) -> float:
-        """Without compiling and evaluating if the run has finished; otherwise measured from its first boundary on."""
+        """Environment steps per second.
+
+        For a finished run, this is without the time for compiling and evaluating. For an unfinished run, it is measured from
+        the first boundary on.
+        """
         measured = self.summary.get("steps_per_second")
         if self.is_finished and measured and isinstance(measured, int | float):
             return float(measured)
@@ -110,7 +118,7 @@ class Record:
 
     @property
     def episodes(self) -> int:
-        """The number of episodes that `final_return` is the mean of."""
+        """The number of episodes in the mean `final_return`."""
         counted = 0
         for count in self._column("episodes")[::-1]:
             if counted >= EPISODES_PER_RETURN:
@@ -131,12 +139,15 @@ class Record:
         return float(np.nanmax(returns)) if np.isfinite(returns).any() else math.nan
 
     def return_at(self, *, steps: float | None = None, seconds: float | None = None) -> float:
-        """The return after `steps` steps, or at the last boundary within `seconds` seconds; NaN if there is none yet."""
+        """The return at the last row within the given environment steps, or at the last boundary within the given seconds.
+
+        NaN if there is no such row.
+        """
         if steps is not None:
-            done = np.flatnonzero(self.env_steps <= steps)
+            within = np.flatnonzero(self.env_steps <= steps)
         else:
-            done = self.boundaries[self.seconds[self.boundaries] <= seconds]
-        return float(self.returns[done[-1]]) if len(done) else math.nan
+            within = self.boundaries[self.seconds[self.boundaries] <= seconds]
+        return float(self.returns[within[-1]]) if len(within) else math.nan
 
     def first_at(self, wanted: float) -> int | None:
         """The index of the first row whose return is at least `wanted`; None if there is none."""
@@ -165,11 +176,11 @@ class Comparison:
     records: tuple[Record, ...]
     """The runs, in the order in which the user named them."""
     at_return: float
-    """The times that the runs needed to reach this return are compared; NaN: they are not compared."""
+    """The comparison has the time that each run needed to reach this return; NaN: it has no such times."""
 
     @classmethod
     def of(cls, paths: Sequence[str | Path], *, at_return: float | int | None = None) -> "Comparison":
-        """Read the runs. `at_return` is by default the highest return that all of them reached."""
+        """Read the runs. By default, `at_return` is the highest return that all runs reached."""
         records = tuple(Record.read(path) for path in paths)
         if at_return is None:
             same = len({record.environment for record in records}) == 1
@@ -201,7 +212,7 @@ class Comparison:
 
     def table(self) -> Table:
         """The numbers for a terminal: one column per run."""
-        # As Text, because rich reads brackets in a string as markup.
+        # Text, not str: rich reads brackets in a str as markup.
         table = Table(title=Text(printable(self.title)), box=box.SIMPLE, title_justify="left", header_style="")
         table.add_column()
         for record in self.records:

@@ -1,4 +1,4 @@
-"""`RunConfig`: everything a run depends on, as one value; written to `run.toml` and read back from it."""
+"""`RunConfig` has everything that a run depends on. It is written to `run.toml` and read back from there."""
 
 import dataclasses
 import difflib
@@ -26,19 +26,19 @@ from choreo.runtime.make import RUNTIMES
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
-"""The most environment steps between two boundaries, so that the progress line moves a few times per second."""
+"""The largest number of environment steps between two boundaries, so that the progress line moves a few times per second."""
 CHECKPOINTS_PER_RUN = 10
-"""How often the checkpoint is written during a run if `checkpoint_every` is not given."""
+"""About how often the checkpoint is written during a run if `checkpoint_every` is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitFrom:
-    """The run whose weights another run began with."""
+    """The earlier run whose weights a new run begins with."""
 
     path: str
-    """The folder of that run."""
+    """The folder of the earlier run."""
     params_hash: str
-    """SHA-256 of these weights. The run in the folder may have been trained further since."""
+    """SHA-256 of the weights. It shows whether the earlier run was trained further since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class RunConfig:
     seed: int
     """The run's only source of randomness."""
     runtime: str | None
-    """Name of the runtime that executes the plan; None: chosen by the number of sites."""
+    """Name of the runtime that executes the plan; None: the number of sites decides."""
     eval_every: int | None
     """Iterations between evaluations."""
     eval_episodes: int
@@ -95,9 +95,10 @@ class RunConfig:
 
     @property
     def chunk(self) -> int:
-        """Iterations per call of the runtime.
+        """The number of iterations per call of the runtime.
 
-        Divides every period, so that all calls but the last have the same length: the runtime compiles each length anew.
+        It divides `eval_every` and `checkpoint_every`, so that all calls except the last one have the same length. The runtime
+        compiles a separate program for each length.
         """
         most = max(1, STEPS_PER_CHUNK // self.steps_per_iteration)
         period = math.gcd(*(every for every in (self.eval_every, self.checkpoint_every) if every))
@@ -105,12 +106,12 @@ class RunConfig:
 
     @property
     def checkpoint_period(self) -> int:
-        """Iterations between checkpoints: `checkpoint_every`, or the multiple of a chunk that gives about ten per run."""
+        """Iterations between checkpoints: `checkpoint_every`, or the multiple of a chunk that gives about ten checkpoints."""
         return self.checkpoint_every or max(1, self.iterations // (CHECKPOINTS_PER_RUN * self.chunk)) * self.chunk
 
     @functools.cached_property
     def algo_with_horizon(self) -> Any:
-        """The algorithm with its field `total_steps` set to the length of this run, if it has one and it is None."""
+        """The algorithm. If it has a field `total_steps` that is None, this field is set to the length of the run."""
         if (
             "total_steps" not in {field.name for field in dataclasses.fields(self.algo)}
             or self.algo.total_steps is not None
@@ -128,7 +129,7 @@ class RunConfig:
 
     @property
     def key_evaluate(self) -> Key:
-        # Not 0 or 1: the runtime splits the same key in two, which uses these counters.
+        # The number must not be 0 or 1: the runtime splits the same key in two, and the split uses the counters 0 and 1.
         return jax.random.fold_in(self.key, 2**31)
 
     def next_boundary(self, iteration: int) -> int:
@@ -150,7 +151,7 @@ class RunConfig:
         return row.get("eval_return" if self.eval_every else "train_return", math.nan) >= self.stop_at_return
 
     def carry_structure(self) -> PyTree:
-        """The carry with a type in place of each array; static leaves are kept. Only traces."""
+        """The carry with a type in place of each array; static leaves are kept. `init` is only traced, not run."""
         form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
         algorithm_checks.check_carry(self.algo, form)
         if not may_change(form):
@@ -158,7 +159,7 @@ class RunConfig:
         return trace(self.algo_with_horizon, self.env, self.layout.shards).carry
 
     def to_toml(self, *, hosts: Mapping[str, Mapping[str, str]] | None = None) -> dict[str, Any]:
-        """The content of run.toml. `hosts`: by host, the versions and flags in which it differs from this machine."""
+        """The content of run.toml. `hosts`: for each host, the versions and flags that differ from those of this machine."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.init_from is not None:
             options["init_from"] = dataclasses.asdict(self.init_from)
@@ -174,7 +175,7 @@ class RunConfig:
 
     @classmethod
     def read(cls, file: Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> "RunConfig":
-        """The configuration in a run.toml. Code that the file names is run only if `trust`, or if this account wrote the file."""
+        """The configuration in a run.toml. Code that the file names is run only with `trust`, or if this account wrote the file."""
         text = read_file(file)
         trust = trust or trusted_runs.is_own(file, text)
         return cls.from_toml(parse_toml(text, file), algo=algo, env=env, file=file, trust=trust)
@@ -197,7 +198,7 @@ class RunConfig:
         for table in ("run", "algorithm", "environment", "layout"):
             if not isinstance(data.get(table), dict):
                 raise RunError(
-                    f"{file} has no table [{table}].", fix="Take the run.toml of a run; `choreo train` writes one."
+                    f"{file} has no table [{table}].", fix="Use the run.toml of a run; `choreo train` writes one."
                 )
         options = _checked_options(data["run"], file)
         code = toml_values.Code(trusted=trust)
@@ -231,7 +232,7 @@ def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, An
     options: dict[str, Any] = {name: None for name, kind in kinds.items() if isinstance(None, kind)}
     for name, value in given.items():
         if name not in kinds:
-            raise RunError(f"{file} has an option `{name}` in [run], which no run has.", fix=_near(name, kinds))
+            raise RunError(f"{file} has an unknown option `{name}` in [run].", fix=_near(name, kinds))
         if name == "init_from":
             value = _rebuilt(lambda value=value: _init_from(**value), "run.init_from", file)
         if isinstance(value, bool) or not isinstance(value, kinds[name]):
@@ -248,16 +249,16 @@ def _checked_options(given: Mapping[str, Any], file: str | Path) -> dict[str, An
 
 def _init_from(*, path: Any, params_hash: Any) -> InitFrom:
     if not isinstance(path, str) or not isinstance(params_hash, str):
-        raise TypeError("`path` and `params_hash` are texts")
+        raise TypeError("`path` and `params_hash` must be texts")
     return InitFrom(path=path, params_hash=params_hash)
 
 
 def _check_fields(described: Mapping[str, Any], file: str | Path, code: toml_values.Code) -> None:
-    """Refuse hyper-parameters that the algorithm does not have, and values of another type than the default's."""
+    """Refuse hyper-parameters that the algorithm does not have, and values whose type is not that of the default."""
     fields = described.get("fields", {})
     target = described.get("class")
     if not isinstance(target, str) or not isinstance(fields, dict):
-        return  # refused by the maker of the algorithm
+        return  # the maker of the algorithm refuses it
     cls: Any = toml_values.finder(target, "algorithm.class", code)()
     if not dataclasses.is_dataclass(cls):
         return  # `resolve.algorithm` refuses it

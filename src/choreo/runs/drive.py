@@ -1,12 +1,12 @@
-"""The loop of a run: run iterations up to the next boundary; there evaluate, write, stop or save.
+"""The loop of a run. It runs iterations up to the next boundary, and there it evaluates, writes, stops or saves.
 
     plan      check the parts of the algorithm, trace, plan: nothing is written before these succeed
     open      run folder, loggers, progress line, runtime: closed in reverse order, however the run ends
     loop      run to the next boundary ──► evaluate ──► write rows ──► tell loggers ──► stop? ──► checkpoint
     finish    timing, profile, learning curve, summary
 
-Boundaries are iteration numbers that follow from the configuration, never times. Nothing looks at a run or ends it between
-two boundaries, so a resumed run does the same as one that was never interrupted, bit for bit.
+Boundaries are iteration numbers that follow from the configuration, never times. Between two boundaries, nothing reads the
+state of a run or ends the run. So a resumed run gives the same bits as a run that was never interrupted.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from choreo.runtime.make import make_runtime
 from choreo.types import PyTree
 
 OnIteration = Callable[[int, Metrics], bool | None]
-"""Called with each iteration's number and metrics; True ends the run at the boundary."""
+"""Called with the number and the metrics of each iteration. If it returns True, the run ends at the next boundary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,12 @@ class Start:
     carry: PyTree | None
     """The state after these iterations; None: run `init`."""
     weights: Weights | None = None
-    """Weights that replace those that `init` makes."""
+    """Weights that replace the weights from `init`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a run is executed and watched; its result does not depend on these options."""
+    """How a run is executed and watched. The result of the run does not depend on these options."""
 
     env_timeout_s: float = 60.0
     """Seconds after which an environment that does not return counts as hanging."""
@@ -71,13 +71,13 @@ class RunOptions:
     cluster: Cluster | None = None
     """The hosts of workers; None: this machine."""
     allow_versions: bool = False
-    """Accept hosts with other versions than this machine?"""
+    """Accept hosts whose versions differ from those of this machine?"""
     same_bits: bool = False
     """Refuse hosts whose CPU or XLA_FLAGS may round differently?"""
     trust_network: bool = False
     """Let workers on different machines combine values over connections that are not encrypted?"""
     replay: list[VersionRead] | None = None
-    """The log of another run: read the same versions as that run did."""
+    """The log of an earlier run; this run reads the same versions as the earlier run."""
 
 
 def drive(
@@ -143,7 +143,7 @@ def drive(
 
 def _make_plan(config: RunConfig) -> tuple[Traced, Plan]:
     algo = config.algo_with_horizon
-    algorithm_checks.check_parts(algo, config.env)  # before `iterate` is traced, which takes longer
+    algorithm_checks.check_parts(algo, config.env)  # before tracing `iterate`, which takes longer
     traced = build.trace_for(algo, config.env, config.layout)
     algorithm_checks.check_metrics(algo, traced.metrics)
     if config.layout.shards > 1 or config.layout.num_workers > 1:
@@ -158,7 +158,7 @@ def _check_can_start(start: Start, the_plan: Plan) -> None:
     if start.done and the_plan.num_sites > 1:
         raise RunError(
             f"This run has {the_plan.num_sites} sites; only runs with one site can be resumed.",
-            fix="Train with --layout fused to be able to resume, or train this one again from the start.",
+            fix="Train this run again from the start. To be able to resume a run, train it with --layout fused.",
         )
 
 
@@ -203,7 +203,7 @@ def _write_rows(folder: RunFolder | None, rows: Sequence[Row], runtime: Runtime)
 
 
 def _tell(rows: Sequence[Row], loggers: Sequence[Logger], on_iteration: OnIteration | None) -> bool:
-    """Pass the rows on, one by one; returns whether `on_iteration` asked to stop."""
+    """Pass each row to the loggers and to `on_iteration`; returns whether `on_iteration` asked to stop."""
     stopping = False
     for row in rows:
         for logger in loggers:
@@ -219,7 +219,7 @@ def _diverged_error(config: RunConfig, folder: RunFolder | None, found: NotFinit
         places["last_checkpoint"] = f"{folder.checkpoint} (iteration {checkpoint.iteration(folder.checkpoint)})"
     return DivergedError(
         f"The run diverged: `{found.metric}` is {found.value} at iteration {found.iteration} of {config.iterations}.",
-        fix="Lower the learning rate, clip gradients, or look in metrics.jsonl for a metric that grew before.",
+        fix="Lower the learning rate, clip gradients, or look in metrics.jsonl for a metric that grew before this iteration.",
         **places,
     )
 

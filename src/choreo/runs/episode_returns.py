@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from choreo.runs.folder import Row
 
 EPISODES_PER_RETURN = 100
-"""`train_return` is the mean over at least this many episodes; over all of them while fewer have ended."""
+"""`train_return` is the mean over at least this many episodes. While fewer have ended, it is the mean over all episodes."""
 
 
 class EpisodeReturns:
     """A moving window over the newest iterations that together have at least 100 episodes."""
 
     def __init__(self, rows: Sequence[Row]):
-        """`rows`: the iterations that were run before, in order."""
+        """`rows`: the metrics of earlier iterations, in order."""
         self._window: collections.deque[tuple[float, float]] = collections.deque()  # (episodes, their mean return)
         self._episodes = 0.0
         for row in rows:
             self.add(row)
 
     def add(self, row: Row) -> float:
-        """Add the episodes of one iteration; returns the mean return over the window, NaN if it has no episode."""
+        """Add the episodes of one iteration. Returns the mean return over the window, NaN if the window has no episode."""
         if row["episodes"] > 0:
             self._window.append((row["episodes"], row["episode_return"]))
             self._episodes += row["episodes"]

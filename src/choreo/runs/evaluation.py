@@ -1,6 +1,7 @@
 """Evaluate parameters: play complete episodes from fresh resets, exactly as many as asked for.
 
-How many episodes each environment plays is fixed beforehand. Counting the episodes that end first would favour short ones.
+The number of episodes that each environment plays is fixed beforehand. Otherwise short episodes would be counted too often,
+because they end first.
 
     100 episodes on 64 environments:   environments 0..35 play two, environments 36..63 play one
 """
@@ -19,9 +20,9 @@ from choreo.errors import AlgorithmError, RunError
 from choreo.types import Key, PyTree
 
 MAX_ENVS = 128
-"""Environments that play in parallel at most; with more episodes, each environment plays several."""
+"""The largest number of environments that play in parallel. With more episodes, an environment plays several of them."""
 MAX_HOST_ENVS = 16
-"""The same for environments in Python. One of them may need a second to make, and a gigabyte of memory."""
+"""The same for environments in Python. Each of them may need a second to be made, and a gigabyte of memory."""
 STEPS_PER_CALL = 1024
 """Steps per compiled call. Ctrl-C takes effect between two calls."""
 
@@ -63,8 +64,8 @@ def evaluate(
 ) -> Evaluation:
     """Play `episodes` complete episodes from fresh resets.
 
-    `env.num_envs` does not matter. Raises RunError if episodes are longer than `max_episode_steps` on average: episodes
-    of some environments never end.
+    The number of environments in `env` does not matter. Raises RunError if episodes are longer than `max_episode_steps` on
+    average. Without this limit, an environment whose episodes never end would block this function for ever.
     """
     if episodes < 1:
         raise RunError(f"evaluate(episodes={episodes}) needs at least one episode.", fix="Give --episodes 100.")
@@ -94,7 +95,7 @@ def _too_long(env: Any, max_episode_steps: int) -> RunError:
 
 
 def check_act(algo: Any) -> None:
-    """Refuse an algorithm that cannot be evaluated; called before training, so that no result is lost."""
+    """Refuse an algorithm that cannot be evaluated. Called before training: an error after it would lose the result."""
     if "greedy" not in inspect.signature(type(algo).act).parameters:
         raise AlgorithmError(
             f"`{type(algo).__name__}.act` takes no `greedy`, so it cannot be evaluated.",
@@ -157,7 +158,8 @@ def _advance(algo: Any, env: Any, params: PyTree, game: Game, quota: jax.Array, 
             game.obs, env.keys(key_act), game.state
         )
         env_state, ts = env.step(game.env_state, action)
-        # An environment that has filled its columns plays on until the others finish. These episodes match no column.
+        # An environment that has filled its row of `returns` plays on until the others finish. Its further episodes match no
+        # column.
         ends = ts.last[:, None] & (jnp.arange(game.returns.shape[1])[None] == game.ended[:, None])
         returns = jnp.where(ends, ts.info["episode_return"].astype(jnp.float32)[:, None], game.returns)
         lengths = jnp.where(ends, ts.info["episode_length"].astype(jnp.int32)[:, None], game.lengths)
@@ -175,7 +177,7 @@ def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
 def _play_on_host(
     algo: Any, env: HostEnv, params: PyTree, key: Key, quota: np.ndarray, greedy: bool, max_steps: int
 ) -> Evaluation:
-    """Evaluate with new Python environments, which are stepped from here; only acting is compiled."""
+    """Evaluate with new Python environments. This function steps them in a Python loop; only acting is compiled."""
     players = _players(algo, env, params, key)
     returns, lengths = np.zeros((2, env.num_envs, quota.max()))
     ended = np.zeros(env.num_envs, np.int64)
@@ -202,7 +204,7 @@ def _play_on_host(
 
 
 class Players(NamedTuple):
-    """The part of an evaluation in Python environments that JAX computes."""
+    """The state that JAX computes during an evaluation in Python environments."""
 
     state: PyTree
     """Recurrent state of the algorithm in each environment."""

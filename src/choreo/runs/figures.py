@@ -18,7 +18,7 @@ from choreo.runs.progress import short
 from choreo.runs.safe_files import write_atomic
 from choreo.runtime.engine.profile import Profile
 
-# Matplotlib reads `matplotlibrc` in the current folder, which may be a stranger's run folder: import it elsewhere.
+# When it is imported, Matplotlib reads `matplotlibrc` in the current folder, which may be a stranger's run folder.
 with contextlib.chdir(sys.prefix):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -35,8 +35,8 @@ LABELS = {
 
 
 def learning_curve(metrics: Mapping[str, np.ndarray], *, title: str) -> Figure:
-    """A figure of the return over environment steps: each iteration, the running mean, and evaluations."""
-    # Not pyplot, which keeps figures in memory and chooses a backend by the display.
+    """A figure with three curves over environment steps: the return of each iteration, the running mean, the evaluations."""
+    # `pyplot` is not used: it keeps figures in memory, and its backend depends on the display.
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(title=_literal(title), xlabel="environment steps", ylabel="episode return")
@@ -66,7 +66,7 @@ class Curve(NamedTuple):
 
 
 def comparison(curves: Sequence[Curve], *, title: str) -> Figure:
-    """A figure of two panels, the return over environment steps and over seconds; one line per run."""
+    """A figure with two panels: the return over environment steps, and the return over seconds. Each run is one line."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_literal(title))
@@ -99,7 +99,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 def summary_table(summary: Mapping[str, Any], *, title: str, folder: Path | None) -> Table:
     """The final table of a run, for a terminal."""
-    # As Text, because rich reads brackets in a string as markup.
+    # Text, not str: rich reads brackets in a str as markup.
     table = Table(title=Text(printable(title)), box=box.SIMPLE, show_header=False, title_justify="left")
     table.add_column()
     table.add_column(justify="right")

@@ -119,9 +119,11 @@ class RunFolder:
     def write_config(self, data: Mapping[str, Any]) -> None:
         """Write run.toml. If it names the user's code, list it among this account's own runs.
 
-        A file that replaces one of another account is not listed: resuming a stranger's run does not make it trusted.
+        If another account wrote the old run.toml, the new one is not listed: resuming a stranger's run does not make it trusted.
         """
-        from choreo.runs import toml_values  # imports JAX, which `choreo compare` does without
+        from choreo.runs import (
+            toml_values,  # not at the top: it imports JAX, and `choreo compare` must start without JAX
+        )
 
         is_ours = not self.config_file.exists() or trusted_runs.is_own(
             self.config_file, safe_files.read_bytes(self.config_file)
@@ -229,7 +231,8 @@ def _parse_row(file: Path, number: int, line: str) -> Row:
     fits = isinstance(row, dict) and all(value is None or _is_number(value) for value in row.values())
     if not fits or not all(name in row for name in REQUIRED) or not all(isinstance(row[name], int) for name in COUNTS):
         raise RunError(
-            f"Line {number} of {file} is not a row of metrics: {line[:60]!r}.", fix="Undo the last edit, or remove it."
+            f"Line {number} of {file} is not a row of metrics: {line[:60]!r}.",
+            fix="Undo the last edit, or remove the line.",
         )
     return {name: math.nan if value is None else value for name, value in row.items()}
 
@@ -244,7 +247,7 @@ def _parse_read(file: Path, number: int, line: str) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number that an array of 64 bits can hold."""
+    """Whether a value is a float, or an integer that fits into 64 bits."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
@@ -262,11 +265,11 @@ def _parse_json(text: str, file: Path, what: str) -> Any:
         _check_texts(data, file)
         return data
     except (ValueError, RecursionError) as error:
-        raise RunError(what, fix="Undo the last edit, or remove it.") from error
+        raise RunError(what, fix="Undo the last edit.") from error
 
 
 def _check_texts(data: Any, file: Path) -> None:
-    """Refuse text that would change what a terminal shows, keys included: titles, tables and errors print it."""
+    """Refuse control characters in any text of `data`, also in the keys of a dict: titles, tables and errors print these texts."""
     match data:
         case str() if printable(data) != data:
             raise RunError(

@@ -27,34 +27,34 @@ OURS = (
     DISPATCH,
     DEVICES,
 )
-"""The settings that `put_back` restores. Settings that the user's code changes meanwhile are left alone."""
+"""The settings that `put_back` restores. All other settings, which the user's code may change meanwhile, are left alone."""
 
 
 @contextlib.contextmanager
 def put_back() -> Iterator[None]:
-    """Restore the settings that Choreo changes at the end of this block, as far as JAX allows."""
+    """At the end of this block, restore the settings that Choreo has changed, as far as JAX allows it."""
     before = {name: jax.config.values[name] for name in OURS}
     try:
         yield
     finally:
         changed = {name for name, value in before.items() if jax.config.values[name] != value}
         for name in changed:
-            with contextlib.suppress(RuntimeError):  # too late: JAX has started
+            with contextlib.suppress(RuntimeError):  # JAX has started, and refuses the change
                 jax.config.update(name, before[name])
         if CACHE in changed:
             compilation_cache.reset_cache()  # otherwise JAX goes on writing into our folder
 
 
 def prepare(layout: Layout, env: Env | None = None) -> None:
-    """Make the settings that JAX reads when it starts.
+    """Change the settings that JAX reads when it starts, except for those that the user has made.
 
-    Does nothing if JAX has started already; changes no setting that the user has made.
+    Does nothing if JAX has started already.
     """
     if _compat.clients_exist():
         return
     devices = max(group.devices for group in layout.groups)
     if devices > 1 and not _user_made_devices():
-        jax.config.update(DEVICES, devices)  # used on a machine without accelerators
+        jax.config.update(DEVICES, devices)  # has an effect on machines without accelerators
     if isinstance(env, HostEnv) and DISPATCH.upper() not in os.environ:
         # A loop over Python environments waits for every action: dispatching to another thread only costs time.
         jax.config.update(DISPATCH, False)

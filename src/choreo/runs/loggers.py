@@ -1,4 +1,4 @@
-"""Loggers: where metrics go in addition to metrics.jsonl of the run folder.
+"""Loggers record the metrics of a run, in addition to metrics.jsonl in the run folder.
 
 A logger is any object with `log(row)` and `close()`; `row` maps names to numbers and always has `iteration` and
 `env_steps`. Loggers known by name: "tensorboard".
@@ -56,28 +56,28 @@ def check_loggers(loggers: Sequence[Any], folder: Path | None) -> None:
 def _make(logger: str | Logger, folder: Path | None) -> Logger:
     if not isinstance(logger, str):
         return logger
-    assert folder is not None  # by check_loggers
+    assert folder is not None  # `check_loggers` refuses None
     return NAMED[logger](folder)
 
 
 class TensorBoard:
-    """Event files for TensorBoard, written by tensorboardX: no TensorFlow."""
+    """Writes event files for TensorBoard, with tensorboardX, which does not need TensorFlow."""
 
     def __init__(self, folder: Path):
         from tensorboardX import SummaryWriter
 
         self.check(folder)
-        # A random name: nobody can have put a link at this path.
+        # The file name is random, so nobody can have put a link at its path.
         self._writer = SummaryWriter(str(folder / "tensorboard"), filename_suffix=f".{secrets.token_hex(8)}")
 
     @staticmethod
     def check(folder: Path) -> None:
-        """Refuse a folder that cannot be written to, and a missing package."""
+        """Raise RunError if the folder cannot be used, or if the package tensorboardX is missing."""
         place = folder / "tensorboard"
         if place.is_symlink() or (place.exists() and not place.is_dir()):
             raise RunError(
                 f"Refused to use {place}: it is {'a symbolic link' if place.is_symlink() else 'not a folder'}.",
-                fix="Remove it, if you do not know what it is for.",
+                fix="Remove it if you did not make it.",
             )
         try:
             import tensorboardX  # noqa: F401

@@ -51,14 +51,14 @@ class Progress:
             self._console.print(line)
 
     def say(self, text: str) -> None:
-        """Show a text in place of the line."""
+        """Show a text in place of the progress line."""
         if self._live is not None:
             self._live.update(Text(text), refresh=True)
         elif self._show:
             self._console.print(text)
 
     def workers(self, states: Mapping[str, str]) -> None:
-        """Show below the line what each worker is doing; in a terminal only."""
+        """Show what each worker is doing, below the progress line. Only in a terminal."""
         if self._live is not None:
             below = "   ".join(f"{worker}: {state}" for worker, state in states.items())
             self._live.update(Text(f"{self._line}\n{below}", overflow="ellipsis", no_wrap=True), refresh=True)

@@ -1,12 +1,12 @@
-"""Public names: the closed table of names that a run.toml may use without naming code.
+"""Public names: the closed table of the classes, functions and environments that a run.toml may name safely.
 
     "ppo"  "Layout"  "mlp"  "optax.adam"  "CartPole"             a class or a function; the name has no ":"
     "jax:CartPole-v1"  "gymnax:Catch-bsuite"  "CartPole-v1"      an environment
 
 A run folder may come from a stranger, and opening it must not run code that the stranger chose. Names in the table are safe:
-the class or function can be called with any numbers and texts; it only computes, and does not import, open or start
-anything. Any other name is code (`module:Name`, `file.py:name`), which `choreo.runs.toml_values` runs only if it is trusted.
-A public name does not depend on the module that a class or function is in.
+if the class or function is called with any numbers and texts, it only computes. It does not import, open or start anything.
+Any other name is code (`module:Name`, `file.py:name`), which `choreo.runs.toml_values` runs only if it is trusted.
+A public name stays the same if the class or function moves to a different module.
 """
 
 import functools
@@ -47,7 +47,7 @@ FUNCTIONS = (
 
 @functools.cache
 def kinds() -> Mapping[str, Mapping[str, Any]]:
-    """The table, by kind: a hyper-parameter may be replaced only by a value of the same kind."""
+    """The table, grouped by kind. A run.toml may set a hyper-parameter only to a value of the same kind as the default."""
     return {
         "algorithm": algos.ALGOS,
         "layout": {"Layout": layouts.Layout},
@@ -76,7 +76,7 @@ def name_of(value: Any) -> str | None:
 
 
 def kind_of(value: Any) -> str | None:
-    """The kind of a class, of a function, or of a `functools.partial` of one; None if it has no public name."""
+    """The kind of a class or function, or of a `functools.partial` of a function; None if it has no public name."""
     value = value.func if isinstance(value, functools.partial) else value
     return next((kind for kind, named in kinds().items() if any(known is value for known in named.values())), None)
 
@@ -84,7 +84,7 @@ def kind_of(value: Any) -> str | None:
 def is_environment(name: str) -> bool:
     """Whether making the environment of this name runs only code of Choreo, gymnax, EnvPool or Gymnasium.
 
-    gymnax and EnvPool look names up in closed lists. An id of Gymnasium is safe if its entry point is in Gymnasium: other
+    gymnax and EnvPool look up names in closed lists. An id of Gymnasium is safe only if its entry point is in Gymnasium: other
     packages can register ids too, and some ids import a module that an argument names (`GymV26Environment-v0`).
     """
     if name in envs.BUILT_IN or re.fullmatch(r"(gymnax|envpool):[A-Za-z0-9_.-]+", name):
@@ -96,7 +96,7 @@ def is_environment(name: str) -> bool:
 
 
 def is_no_environment(name: str) -> bool:
-    """Whether no environment has this name, and the name cannot refer to code either."""
+    """Whether this name is certainly wrong: Gymnasium has no such id, and the name cannot refer to code."""
     return ":" not in name.removeprefix("gymnasium:") and not _specs(name)
 
 
@@ -107,9 +107,9 @@ def _specs(name: str) -> list[Any]:
 
 
 NAMES_A_FILE = re.compile("file|path|folder|dir|url|module|entry_point|env_id")
-"""Names of arguments that an environment opens or imports: MuJoCo's `xml_file`, EnvPool's `base_path`."""
+"""Matches arguments whose value an environment opens or imports: MuJoCo's `xml_file`, EnvPool's `base_path`."""
 PLAIN_TEXT = re.compile(r"[A-Za-z0-9_,+ -]*")
-"""Text without `/`, `\\`, `.`, `~` and `:`: it cannot be a path outside of a package's own data."""
+"""Matches text without `/`, `\\`, `.`, `~` and `:`, which cannot be a path outside of a package's own data."""
 
 
 def is_plain(described: Any, name: str) -> bool:
@@ -127,7 +127,7 @@ def is_plain(described: Any, name: str) -> bool:
 
 
 NOT_OPTIONS = re.compile("learning_rate|dtype")
-"""Arguments of optimisers that the algorithm passes itself, or that are not numbers."""
+"""Matches arguments of optimisers that a run.toml cannot give: the algorithm passes them, or they are not numbers."""
 
 
 def misfit(make: Any, arguments: Mapping[str, Any]) -> str | None:

@@ -33,11 +33,14 @@ PARTS = {
 """The attributes that an algorithm must have."""
 
 PREFIXES = ("jax", "gymnax", "gymnasium", "envpool")
-"""Words before the colon in the name of an environment that are not modules."""
+"""Prefixes in the name of an environment. Any other word before the colon is a module."""
 
 
 def algorithm(algo: Any) -> Any:
-    """The algorithm from its name, its class (with default hyper-parameters), or a value; refuses one that lacks a part."""
+    """The algorithm, from its name, from its class (with default hyper-parameters) or from a value.
+
+    Raises AlgorithmError if the algorithm lacks a part.
+    """
     if isinstance(algo, str):
         algo = algorithm_class(algo)
     if isinstance(algo, type):
@@ -76,7 +79,7 @@ def algorithm_class(name: str) -> type:
 
 
 def environment(env: Any, num_envs: int | None = None, **kwargs: Any) -> Any:
-    """The environment in `num_envs` copies: 8 by default, or as many as an environment that is given as a value has.
+    """A batch of `num_envs` environments. The default is 8, but an environment that is given as a value keeps its own number.
 
     `env` is a name, a function that makes one environment (`lambda: MyEnv()`, `my_env.py:make_env`, a class), or a value.
     `kwargs` are arguments of the environment.
@@ -90,7 +93,7 @@ def environment(env: Any, num_envs: int | None = None, **kwargs: Any) -> Any:
     if kwargs:
         raise EnvError(
             f"`{min(kwargs)}` can be given only with the name of an environment.",
-            fix="Make the environment with this argument.",
+            fix="Pass this argument when you make the environment.",
         )
     return env if num_envs is None else env.with_num_envs(num_envs)
 
@@ -100,7 +103,7 @@ def _factory(name: str) -> Any:
     where, _, attribute = name.rpartition(":")
     if where.endswith(".py"):
         return load(name)
-    # In `module:Id-v0`, Gymnasium imports the module, which registers the id.
+    # A name such as `module:Id-v0` is for Gymnasium: it imports the module, and the module registers the id.
     if not where or where in PREFIXES or not all(part.isidentifier() for part in [*where.split("."), attribute]):
         return None
     module = _import(where, name)
@@ -108,7 +111,10 @@ def _factory(name: str) -> Any:
 
 
 def layout(value: Any, **options: Any) -> Any:
-    """The layout from its name, from `file.py:name`, or a value; `options` (`workers=2`) go to the function that makes it."""
+    """The layout, from its name, from `file.py:name` or from a value.
+
+    `options` (`workers=2`) are passed to the function that makes the layout.
+    """
     options = {name: option for name, option in options.items() if option is not None}
     if isinstance(value, str) and ":" in value:
         return _layout_in_file(value, options)
@@ -116,7 +122,7 @@ def layout(value: Any, **options: Any) -> Any:
         if options:
             raise LayoutError(
                 f"`{min(options)}` can be given only with the name of a layout.",
-                fix="Make the layout with this option.",
+                fix="Pass this option when you make the layout.",
             )
         return _checked_layout(value, f"{value!r}")
     make = find(value)
@@ -126,7 +132,7 @@ def layout(value: Any, **options: Any) -> Any:
     for option in options:
         if not _takes(make, option):
             able = [name for name, preset in PRESETS.items() if _takes(preset, option)]
-            raise LayoutError(f"Layout `{value}` takes no `{option}`.", fix=f"Layouts that do: {', '.join(able)}.")
+            raise LayoutError(f"Layout `{value}` takes no `{option}`.", fix=f"Layouts that take it: {', '.join(able)}.")
     return make(**options)
 
 
@@ -167,12 +173,12 @@ def _check_arguments(make: Any, target: str, options: dict[str, Any]) -> None:
             takes = ", ".join(f"`{name}`" for name in parameters) or "nothing"
             raise LayoutError(f"`{target}` takes no `{option}`.", fix=f"It takes {takes}.")
     for name, parameter in parameters.items():
-        is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if is_one and parameter.default is parameter.empty and name not in options:
+        is_single = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_single and parameter.default is parameter.empty and name not in options:
             raise LayoutError(
                 f"`{target}` needs `{name}`.",
-                fix="Give it a default; --workers, --learners, --buffers, --devices, --shards, --max-lag, --merge and --exact "
-                "are passed on.",
+                fix=f"Give `{name}` a default. Only --workers, --learners, --buffers, --devices, --shards, --max-lag, --merge and "
+                "--exact are passed to the function.",
             )
 
 
@@ -236,8 +242,8 @@ def _load_file(path: Path, target: str) -> ModuleType:
             raise unknown_name("file", str(path), near)
         raise UnknownNameError(f"There is no file `{path}` for `{target}`.", fix="Give a path relative to this folder.")
     path = path.resolve()
-    # A file that is loaded already is not run again: the user's script may call `train` with its own path, and a run
-    # must be loaded with the same class it was trained with.
+    # A file that is loaded already is not run again: the user's script may call `train` with the script's own path, and a
+    # run must be loaded with the same class as it was trained with.
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path):
             return module
@@ -245,7 +251,7 @@ def _load_file(path: Path, target: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py file has a loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it is executed: dataclasses look their module up
+    sys.modules[name] = module  # before it is executed: dataclasses look up their module
     sys.path.insert(0, str(path.parent))  # as `python my_ppo.py` does
     try:
         spec.loader.exec_module(module)
@@ -260,12 +266,12 @@ def _load_file(path: Path, target: str) -> ModuleType:
 
 
 def construct(cls: type, fields: dict[str, Any]) -> Any:
-    """A value of a dataclass from its fields; the items of a field like `*groups` are passed one by one."""
+    """Make a value of a dataclass from its fields. The items of a field like `*groups` are passed as separate arguments."""
     parameters = inspect.signature(cls).parameters.values()
     star = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
     return cls(*fields.pop(star, ()), **fields) if star else cls(**fields)
 
 
 def summary_line(value: Any) -> str:
-    """The first line of the docstring."""
+    """The first line of the docstring of a class or function."""
     return (inspect.getdoc(value) or "").split("\n", 1)[0]

@@ -10,7 +10,7 @@ from choreo.runs.folder import Row
 from choreo.runtime.engine.metrics import as_numbers
 
 EPISODE_METRICS = ("episode", "train_return")
-"""Metrics whose names begin with one of these are NaN in an iteration in which no episode ended."""
+"""Metrics whose names begin with one of these may be NaN, because an iteration may have no episode that ended."""
 
 
 def make_rows(
@@ -18,7 +18,7 @@ def make_rows(
 ) -> list[Row]:
     """The rows of `iterations`, which the runtime ran in one call.
 
-    `metrics` has one entry per iteration under each name. `seconds` is the time at the end of the call; the rows share it.
+    `metrics` has one entry per iteration under each name. `seconds` is the time at the end of the call; it is in all rows.
     """
     columns = {name: as_numbers(values).tolist() for name, values in metrics.items()}
     rows = []
@@ -40,7 +40,7 @@ class NotFinite(NamedTuple):
 
 
 def first_not_finite(rows: Sequence[Row]) -> NotFinite | None:
-    """The first metric that is not finite; None if all are. Metrics of episodes may be NaN."""
+    """The first metric that is not finite, or None if all metrics are finite. Metrics of episodes may be NaN."""
     for row in rows:
         for name, value in row.items():
             if not name.startswith(EPISODE_METRICS) and not math.isfinite(value):

@@ -49,7 +49,7 @@ class Run:
     path: Path | None
     """The run folder, if there is one."""
     profile: Profile | None = None
-    """A timeline of each site's work; None unless train(profile=True) asked for it."""
+    """A timeline of each site's work, if the run was made with train(profile=True); else None."""
 
     @property
     def algo(self) -> Any:
@@ -80,7 +80,7 @@ class Run:
         return self.rows[-1]["train_return"] if self.rows else math.nan
 
     def evaluate(self, episodes: int = 100, *, seed: int = 0, greedy: bool = True) -> Evaluation:
-        """Play complete episodes with the final parameters, from fresh resets; another `seed` gives other episodes."""
+        """Play complete episodes with the final parameters, from fresh resets. A different `seed` gives different episodes."""
         key = jax.random.fold_in(jax.random.fold_in(self.config.key_evaluate, 2**31), seed)
         with jax_settings.put_back():
             use_compilation_cache()
@@ -116,7 +116,7 @@ class Run:
 
     @functools.cached_property
     def summary(self) -> dict[str, Any]:
-        """The numbers of the final table; plays 100 evaluation episodes the first time."""
+        """The numbers of the final table. When it is first read, 100 evaluation episodes are played."""
         return {"return": self.evaluate(episodes=100).mean} | self.training_summary
 
     @property

@@ -1,8 +1,8 @@
 """Read and write files in a folder that may come from a stranger: atomically, and never through a link or a pipe.
 
 If `metrics.jsonl` were a symbolic link, or had a second hard link, writing to it would change a file elsewhere; opening a
-pipe (FIFO) would block for ever. All three are refused, with the name of the file. Only the last part of a path is checked:
-the user named the folder, and the way to it may lead through links.
+pipe (FIFO) would block for ever. All three are refused, and the error names the file. Only the last part of a path is
+checked: the user chose the folder, and the path of the folder may contain links.
 """
 
 import errno
@@ -34,7 +34,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def open_to_write(path: Path, flags: int = 0, *, mode: int = 0o666) -> int:
-    """A descriptor to write to `path`; makes the file if it is missing. `flags` are added to those of `os.open`."""
+    """A descriptor to write to `path`; makes the file if it is missing. `flags`: further flags for `os.open`."""
     return _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, mode)
 
 
@@ -73,4 +73,4 @@ def _open(path: Path, flags: int, mode: int) -> int:
 
 
 def _refused(path: Path, why: str) -> RunError:
-    return RunError(f"Refused to open {path}: {why}.", fix="Remove it, if you do not know what it is for.")
+    return RunError(f"Refused to open {path}: {why}.", fix="Remove it if you did not make it.")

@@ -2,9 +2,10 @@
 
     PPO(network=lstm)   describe ->   {"class": "ppo", "fields": {"network": {"name": "lstm"}, ...}}   rebuild ->   an equal value
 
-Numbers, texts, lists, frozen dataclasses and importable functions can be described; a lambda cannot, and `rebuild` says so.
-A class or function with a name in `choreo.runs.public_names` is written by that name, and counts as data. Any other is
-written as `module:Name` or `/path/file.py:name`: this is the user's code, which `rebuild` imports only with `trust`.
+Numbers, texts, lists, frozen dataclasses and importable functions can be described. A lambda cannot; `rebuild` then raises an
+error. A class or function with a name in `choreo.runs.public_names` is written by that name, and counts as data. Any other
+class or function is written as `module:Name` or `/path/file.py:name`. It is the user's code, and `rebuild` imports it only
+with `trust`.
 """
 
 import dataclasses
@@ -67,8 +68,8 @@ class Code:
             raise UntrustedError(
                 f"The run names code, which was not run: {', '.join(self.entries)}.",
                 at=str(file),
-                fix="This account did not write the file, or it was changed or moved since. If you trust its author, add --trust "
-                "(trust=True), which runs all of it.",
+                fix="This account did not write the file, or the file was changed or moved since. If you trust its author, add "
+                "--trust (trust=True), which runs all of this code.",
             )
 
 
@@ -81,10 +82,10 @@ def rebuild(data: Any, *, at: str, trust: bool = False) -> Any:
 
 
 def maker(data: Any, *, at: str, code: Code) -> Make:
-    """A function that makes the value that `describe` described.
+    """Return a function that makes the value again from `data`, which is a result of `describe`.
 
-    Entries that name code are recorded in `code`: call `code.check` before the returned function, which imports the code.
-    The returned function raises RunError if the description is wrong in another way.
+    Entries that name code are recorded in `code`. Call `code.check` before you call the returned function, because the returned
+    function imports the code. It raises RunError if the description is wrong in any other way.
     """
     match data:
         case bool() | int() | float() | str():
@@ -129,12 +130,14 @@ def _mapping(items: dict[str, Any], at: str, code: Code) -> Make:
 
 
 def finder(target: str, at: str, code: Code) -> Make:
-    """A function that finds a class or function by its public name or, if it is code, imports it."""
+    """Return a function that looks up `target`, a public name. If `target` is code, the returned function imports it."""
     if target in public_names.table():
         return lambda: public_names.table()[target]
     if ":" not in target:
         known = unknown_name("public name", target, public_names.table())
-        return _refuser(f"`{at}` of this run is `{target}`. {known.what}", fix=f"{known.fix} Or undo the last edit.")
+        return _refuser(
+            f"`{at}` of this run is `{target}`. {known.what}", fix=f"{known.fix} Or undo the last edit of run.toml."
+        )
     if not code.may_run(at, target):
         return _refuser(f"`{at}` of this run is code.")
     return lambda: _reload(target, at.rpartition(".")[0])
@@ -146,7 +149,7 @@ def _is_public_function(func: Any) -> bool:
     return known is not None and not isinstance(known, type)
 
 
-def _refuser(what: str, *, fix: str = "Undo the last edit.") -> Make:
+def _refuser(what: str, *, fix: str = "Undo the last edit of run.toml.") -> Make:
     def refuse() -> Any:
         raise RunError(what, fix=fix)
 
@@ -164,7 +167,7 @@ def names_code(data: Mapping[str, Any]) -> bool:
 
 def _made(cls: Any, fields: dict[str, Any], at: str) -> Any:
     if not isinstance(cls, type):
-        raise RunError(f"`{at}.class` of this run is not a class, but {cls!r}.", fix="Undo the last edit.")
+        raise RunError(f"`{at}.class` of this run is not a class, but {cls!r}.", fix="Undo the last edit of run.toml.")
     _check_arguments_of(cls, fields, at)
     return resolve.construct(cls, fields)
 
@@ -179,11 +182,13 @@ def _check_arguments_of(make: Any, arguments: dict[str, Any], at: str) -> None:
     name = public_names.name_of(make)
     wrong = public_names.misfit(make, arguments) if name is not None else None
     if wrong is not None:
-        raise RunError(f"`{at}` of this run cannot be made again: {wrong} in `{name}`.", fix="Undo the last edit.")
+        raise RunError(
+            f"`{at}` of this run cannot be made again: {wrong} in `{name}`.", fix="Undo the last edit of run.toml."
+        )
 
 
 def describe_environment(env: Any) -> dict[str, Any]:
-    """An environment as TOML data: name, number and arguments, if these determine it; else as `describe` does."""
+    """An environment as TOML data: its name, number and arguments, if these determine it; else the result of `describe`."""
     if isinstance(env, envs.HostEnv):
         target, kwargs = env.name if env.is_envpool else env.source.factory_call.target, env.arguments
     else:
@@ -198,7 +203,7 @@ def describe_environment(env: Any) -> dict[str, Any]:
 
 
 NOT_ARGUMENTS = ("name", "id", "env", "env_id", "num_envs")
-"""Refused in the `kwargs` of an environment: they have entries of their own, or would select another environment."""
+"""These are refused in the `kwargs` of an environment: they have separate entries, or would select a different environment."""
 
 
 def rebuild_environment(data: Any, *, trust: bool = False) -> Any:
@@ -210,7 +215,7 @@ def rebuild_environment(data: Any, *, trust: bool = False) -> Any:
 
 
 def environment_maker(data: Any, *, code: Code) -> Make:
-    """A function that makes the environment that `describe_environment` described; records code, as `maker` does."""
+    """The same as `maker`, for an environment: `data` is a result of `describe_environment`."""
     if not isinstance(data, dict) or "num_envs" not in data:
         return maker(data, at="environment", code=code)
     name, count, kwargs = data.get("name"), data["num_envs"], data.get("kwargs", {})
@@ -234,7 +239,9 @@ def environment_maker(data: Any, *, code: Code) -> Make:
 def _named_environment(name: str, count: int, kwargs: dict[str, Any], *, trust: bool) -> Any:
     built_in = envs.BUILT_IN.get(name)
     if built_in is not None and (wrong := public_names.misfit(built_in, kwargs)) is not None:
-        raise RunError(f"`environment.kwargs` of this run do not fit: {wrong} in `{name}`.", fix="Undo the last edit.")
+        raise RunError(
+            f"`environment.kwargs` of this run do not fit: {wrong} in `{name}`.", fix="Undo the last edit of run.toml."
+        )
     try:
         return resolve.environment(name, count, **kwargs) if trust else envs.make(name, count, **kwargs)
     except UnknownNameError as error:

@@ -59,28 +59,28 @@ def train(
     `algo`, `env` and `layout` are values or names ("ppo", "my_ppo.py:MyPPO"; "jax:CartPole-v1"; "coarse").
 
     - `num_envs`: number of environments; 8 by default if `env` is a name.
-    - `out`: the run folder, which must be new or empty. Without it nothing is written, unless a logger is given by name:
-      then a new folder in `runs/` is used.
+    - `out`: the run folder, which must be new or empty. Without `out`, nothing is written; but if a logger is given by name, a
+      new folder in `runs/` is used.
     - `eval_every`, `checkpoint_every`: in iterations.
-    - `stop_at_return`: ends the run when an evaluation reaches this return; without `eval_every`, when the mean of the last
-      100 training episodes does.
+    - `stop_at_return`: ends the run when an evaluation reaches this return. Without `eval_every`, the mean return of the last
+      100 training episodes must reach it.
     - `init_from`: a run folder whose weights the run begins with; optimiser, counters and environments start anew.
     - `runtime`: "inprocess" runs all sites in this process, "local" in worker processes. None: workers if the layout has
       several sites.
     - `cluster`: a Cluster, or the path of a `cluster.toml`; names the hosts of workers.
-    - `env_timeout`: seconds after which a worker whose environment does not return ends the run.
+    - `env_timeout`: if an environment does not return within this number of seconds, its worker ends the run.
     - `profile`: records a timeline of each site's work, also as `trace.json` in the run folder (open it in Perfetto).
-    - `allow_versions`: accepts hosts with other versions than this machine, which are refused otherwise.
-    - `same_bits`: refuses hosts with another CPU or other XLA_FLAGS, which give a warning otherwise.
-    - `trust_network`: lets learners on different machines combine gradients without encryption, which is refused otherwise.
-    - `progress`: None shows it in a terminal only.
+    - `allow_versions`: accepts hosts whose versions differ from those of this machine. By default they are refused.
+    - `same_bits`: refuses hosts whose CPU or XLA_FLAGS differ from those of this machine. By default they give a warning.
+    - `trust_network`: lets learners on different machines combine gradients without encryption. By default this is refused.
+    - `progress`: whether progress is shown; None: only in a terminal.
 
     JAX's settings are restored at the end, except for the number of CPU devices, which JAX cannot change after it started.
     Raises ChoreoError before anything is compiled if an argument is wrong.
     """
     with jax_settings.put_back():
         layout = resolve.layout(layout)
-        jax_settings.prepare(layout)  # before importing a file of the user's, which may start JAX
+        jax_settings.prepare(layout)  # before importing the user's file, which may start JAX
         algo, env = resolve.algorithm(algo), resolve.environment(env, num_envs)
         jax_settings.prepare(layout, env)
         config = RunConfig(
@@ -143,11 +143,11 @@ def resume(
     on_iteration: OnIteration | None = None,
     progress: bool | None = None,
 ) -> Run:
-    """Continue a run from the last checkpoint in its folder, to its own number of steps or to `steps`.
+    """Continue a run from the last checkpoint in its folder. `steps` is by default the number that the run began with.
 
-    The result is the same, bit for bit, as that of a run that was never interrupted. If `steps` differs from the number
-    the run began with, schedules stretch to the new end, unless the algorithm was given `total_steps`. Only layouts with
-    one site can be resumed. `algo`, `env` and `trust` are those of `load`.
+    The result is the same, bit for bit, as that of a run that was never interrupted. If `steps` differs from the number that
+    the run began with, schedules (of the learning rate, for example) stretch to the new end. They do not stretch if the
+    algorithm was given `total_steps`. Only runs with one site can be resumed. `algo`, `env` and `trust` mean the same as in `load`.
     """
     with jax_settings.put_back():
         folder = RunFolder(path)
@@ -183,8 +183,8 @@ def replay(
 ) -> Run:
     """Repeat the run in a folder, in this process, and return the new run; nothing is written.
 
-    The result is the same, bit for bit. Where workers read parameters that were out of date, the same versions are read
-    again: the run's log (reads.jsonl) has them. `algo`, `env` and `trust` are those of `load`.
+    The result is the same, bit for bit. If workers read parameters that were out of date, the same versions are read again;
+    the run's log (reads.jsonl) lists them. `algo`, `env` and `trust` mean the same as in `load`.
     """
     with jax_settings.put_back():
         folder = RunFolder(path)
@@ -202,8 +202,8 @@ def replay(
         start = Start(done=0, rows=[], carry=None, weights=weights)
         options = RunOptions(replay=log or None)
         last = checkpoint.iteration(folder.checkpoint) - 1  # a run may have ended early
-        ends = lambda iteration, _: iteration >= last  # noqa: E731
-        return drive(config, None, start, options, loggers=(), on_iteration=ends, progress=progress)
+        is_last = lambda iteration, _: iteration >= last  # noqa: E731
+        return drive(config, None, start, options, loggers=(), on_iteration=is_last, progress=progress)
 
 
 def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> Run:

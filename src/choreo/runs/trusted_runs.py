@@ -1,4 +1,4 @@
-"""The list of run.toml files that this account wrote and that name code: such files are opened without `--trust`.
+"""The list of run.toml files that this account wrote and that refer to Python code. They are opened without `--trust`.
 
     ~/.local/state/choreo/runs                       (in $XDG_STATE_HOME/choreo, if that is set)
     <SHA-256 of run.toml>  /data/runs/x/run.toml     one line per run, in the format of `sha256sum`

@@ -4,9 +4,9 @@
           └── read from the checkpoint of runs/x, leaf by leaf, by name; all other leaves are as `init` made them
 
 The weights are the leaves of `train` that `policy` returns. An algorithm that keeps its weights twice (a target network),
-or whose policy computes the parameters, needs a method `with_policy(train, params) -> train`, which puts them into `train`.
-The algorithm of the other run is not made again, so neither its code nor its environment is needed. Weights that do not
-fit are refused when they are read, before anything is written.
+or whose policy computes the parameters, needs a method `with_policy(train, params) -> train`. This method puts the parameters
+into `train`. The algorithm of the other run is not made again, so neither its code nor its environment is needed. Weights
+that do not fit are refused when they are read, before anything is written.
 """
 
 import re
@@ -28,14 +28,14 @@ from choreo.types import PyTree
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """Weights that replace those that `init` makes."""
+    """Weights that replace the weights from `init`."""
 
     algo: Any
     """The algorithm of the new run."""
     leaves: dict[str, jax.Array]
     """The weights, by their names in a checkpoint."""
     origin: InitFrom
-    """The run that they are from."""
+    """The run that the weights are from."""
 
     @classmethod
     def read(cls, config: RunConfig, source: str | Path | InitFrom) -> "Weights":
@@ -47,7 +47,7 @@ class Weights:
         params_hash = checkpoint.sha256(list(leaves.values()))
         if isinstance(source, InitFrom) and params_hash != source.params_hash:
             raise RunError(
-                f"The weights in {folder.path} are not those that the run began with: the folder was trained further since.",
+                f"The weights in {folder.path} are not those that the run began with: the run there was trained further since.",
                 fix=f"Give --init-from {folder.path} to begin with its present weights.",
             )
         origin = InitFrom(path=str(folder.path.resolve()), params_hash=params_hash)
@@ -56,7 +56,7 @@ class Weights:
         return weights
 
     def put_into(self, carry: PyTree) -> PyTree:
-        """`carry`, which `init` made, with these weights."""
+        """`carry`, which comes from `init`, with these weights in place of its own."""
         return eqx.tree_at(lambda c: c.train, carry, self._put(carry.train))
 
     def _put(self, train: PyTree) -> PyTree:
@@ -81,7 +81,7 @@ def _with_policy(algo: Any) -> Callable[[PyTree, PyTree], PyTree] | None:
 
 
 def _read_by_policy(algo: Any, train: PyTree) -> set[str]:
-    """The names of the leaves of `train` that the policy depends on: a liveness analysis of its jaxpr."""
+    """The names of the leaves of `train` that the policy depends on, from a liveness analysis of the policy's jaxpr."""
     arrays, static = eqx.partition(train, _is_shaped)
     leaves, tree = jax.tree.flatten(arrays)
 
@@ -123,15 +123,15 @@ def _from_checkpoint(folder: RunFolder, train: Mapping[str, Any], wanted: set[st
     return leaves
 
 
-def _check_names(folder: RunFolder, train: Mapping[str, Any], wanted: set[str], there: set[str]) -> None:
-    """Refuse a checkpoint that lacks a wanted leaf, or in which a field that is wanted as a whole has more leaves.
+def _check_names(folder: RunFolder, train: Mapping[str, Any], wanted: set[str], stored: set[str]) -> None:
+    """Refuse a checkpoint that lacks a wanted leaf, or that has too many leaves in a field whose leaves are all wanted.
 
-    `there`: the names in the checkpoint.
+    `stored`: the names in the checkpoint.
     """
-    for name in sorted(wanted - there):
+    for name in sorted(wanted - stored):
         raise _does_not_fit(folder, f"`{name}` ({_type_of(train[name])}) of this run is not in the folder")
     whole = {_field(name) for name in wanted} - {_field(name) for name in set(train) - wanted}
-    for name in sorted(there - wanted):
+    for name in sorted(stored - wanted):
         if _field(name) in whole:
             raise _does_not_fit(folder, f"`{name}` of the folder is not in this run")
 

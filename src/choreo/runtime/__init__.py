@@ -1,1 +1,1 @@
-"""Runtimes: execute a plan in this process or in worker processes. All of them compute the same bits."""
+"""Runtimes: they execute a plan in this process or in worker processes. All runtimes compute the same bits."""

@@ -1,4 +1,4 @@
-"""`Runtime`: executes a plan. All runtimes give the same bits for the same plan."""
+"""`Runtime`: the interface of all runtimes. A runtime executes a plan. All runtimes give the same bits for the same plan."""
 
 from typing import Protocol, runtime_checkable
 
@@ -10,7 +10,7 @@ from choreo.types import Key, PyTree
 
 @runtime_checkable
 class Runtime(Protocol):
-    """Executes a plan. Between calls all sites are at a boundary: a consistent cut."""
+    """Executes a plan. Between calls, all sites are at the same boundary, so their state is a consistent cut."""
 
     @property
     def compile_seconds(self) -> float:
@@ -19,12 +19,12 @@ class Runtime(Protocol):
 
     @property
     def log(self) -> list[VersionRead]:
-        """In a relaxed layout, the versions that were read since the caller last cleared this list; otherwise empty."""
+        """In a relaxed layout, the versions that were read since the caller last cleared this list. In lockstep, an empty list."""
         ...
 
     @property
     def differences(self) -> dict[str, dict[str, str]]:
-        """For each host whose versions or CPU differ from this machine: its version of each."""
+        """For each host that differs from this machine: the differing packages and settings, with their values on that host."""
         ...
 
     def start(self, key: Key) -> None:
@@ -32,7 +32,7 @@ class Runtime(Protocol):
         ...
 
     def run(self, first: int, stop: int) -> dict[str, np.ndarray]:
-        """Run iterations first .. stop - 1; returns each metric, one entry per iteration."""
+        """Run iterations first .. stop - 1. Returns each metric as an array with one entry per iteration."""
         ...
 
     def carry(self) -> PyTree:
@@ -40,9 +40,9 @@ class Runtime(Protocol):
         ...
 
     def restore(self, carry: PyTree, key: Key) -> None:
-        """Continue from this carry, instead of running `init`."""
+        """Continue from this carry instead of running `init`. `key` is the key of the run, as for `start`."""
         ...
 
     def close(self) -> None:
-        """End everything that was started."""
+        """End all processes and environments that this runtime has started."""
         ...

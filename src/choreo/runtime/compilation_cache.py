@@ -1,7 +1,7 @@
-"""Keeps compiled programs on disk, so that the second run of a plan starts at once.
+"""Keeps compiled programs on disk, so that the second run of a plan does not compile again.
 
-They are in the user's cache folder, or in another one with `CHOREO_CACHE=/some/folder`; `CHOREO_CACHE=off` turns the cache off.
-A cache folder that the user has set in JAX itself is used as it is.
+The programs are in the user's cache folder. `CHOREO_CACHE=/some/folder` chooses a different folder, and `CHOREO_CACHE=off`
+turns the cache off. If the user has set a cache folder in JAX itself, that folder is used, and JAX's settings are not changed.
 """
 
 import os
@@ -11,11 +11,12 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 MAX_BYTES = 2 * 1024**3
-"""The largest size of the cache; JAX drops the oldest programs. With a limit, JAX locks the folder, so processes can share it."""
+"""The largest size of the cache. Beyond it, JAX deletes the oldest programs. If the size is limited, JAX locks the folder during
+each access, so several processes can share the folder."""
 
 
 def use_compilation_cache() -> Path | None:
-    """Turn the cache on, if it is not on already; returns its folder, or None if the user turned it off."""
+    """Turn the cache on, if it is not on already. Returns its folder, or None if the user turned the cache off."""
     folder = cache_folder()
     if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return Path(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
@@ -24,12 +25,13 @@ def use_compilation_cache() -> Path | None:
     jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # JAX reads these settings once, at the first compilation, which may be over
+    # JAX reads these settings only at the first compilation, which may have happened already. So make JAX read them again.
+    compilation_cache.reset_cache()
     return folder
 
 
 def cache_folder() -> Path | None:
-    """The folder for compiled programs, as the environment variables say; None if they are not kept."""
+    """The folder for compiled programs, from the environment variables, or None if the cache is turned off."""
     chosen = os.environ.get("CHOREO_CACHE")
     if chosen == "off":
         return None

@@ -1,7 +1,7 @@
 """The serial runtime: executes a plan in this process, one step after the other, without threads.
 
-This is the specification of what a plan means; every other runtime must give the same bits. Breakpoints and
-`jax.debug.print` in the user's code work, since segments are traced and run here.
+This runtime defines the results of a plan; every other runtime must give the same bits. Breakpoints and `jax.debug.print` in
+the user's code work, because this process traces and runs all segments.
 """
 
 from typing import Any
@@ -28,7 +28,8 @@ class InProcess:
     """Executes a plan serially."""
 
     def __init__(self, plan: Plan, *, profile: bool = False, replay: list[VersionRead] | None = None):
-        """`replay`: the log of another run of this plan, in a relaxed layout; this run then reads the same versions."""
+        """With `profile`, the steps are timed. For a relaxed layout, `replay` may be the log of another run of this plan. This
+        run then reads the same versions as that run."""
         self.plan, self.recorder = plan, Recorder() if profile else None
         self.replayed, self.log = replay, []
         timed = self.recorder and self.recorder.timed
@@ -62,7 +63,7 @@ class InProcess:
         return join_metrics(self.plan, metrics, self.execution.log, range(first, stop))
 
     def carry(self) -> PyTree:
-        # Copies, because the next iteration may donate the memory of the carry.
+        # The leaves are copied, because the next iteration may donate the memory of the carry.
         return self.plan.combine([jnp.copy(leaf) for leaf in join_carry(self.plan, self.execution.leaves)])
 
     def restore(self, carry: PyTree, key: Key) -> None:
@@ -76,7 +77,7 @@ class InProcess:
         return jax.device_put(jnp.copy(leaf), self.backend.device(site))
 
     def profile(self) -> Profile:
-        assert self.recorder is not None, "made without profile=True"
+        assert self.recorder is not None, "the runtime was made without profile=True"
         return Profile({"this process": self.recorder.to_json()})
 
     def close(self) -> None:

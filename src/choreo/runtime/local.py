@@ -1,4 +1,4 @@
-"""The runtime with worker processes, one per site: on this machine, with nothing to install or start, or on a cluster.
+"""The runtime with worker processes, on this machine or on a cluster. On this machine, it needs no set-up.
 
 The coordinator (this object, in the user's process) owns the workers:
 
@@ -8,13 +8,13 @@ The coordinator (this object, in the user's process) owns the workers:
 For a worker on another host, the control socket is an encrypted tunnel, and channels are encrypted TCP connections.
 
     deployment.py     the worker of each site, and the host of each worker
-    briefing.py       what each worker is told             wiring.py        the channels between workers
+    briefing.py       the settings of each worker          wiring.py        the channels between workers
     launching.py      start workers and set them up        handle.py        one worker
     conversation.py   commands and replies                 pool.py          all workers: poll, read, end
-    supervision.py    which worker failed first, and the error for it
+    supervision.py    finds the worker that failed first, and makes the error for the user
 
-When a worker ends, the coordinator ends all others and raises one error, with the name and the traceback of the worker
-that failed first. Shared memory and sockets have no names, so nothing outlives the processes.
+When a worker ends, the coordinator ends all other workers and raises one error, with the name and the traceback of the worker
+that failed first. Shared memory and sockets have no names in the file system, so nothing remains after the processes end.
 """
 
 import sys
@@ -58,15 +58,23 @@ class Local:
         on_output: Callable[[str, str], None] | None = None,
         on_states: Callable[[dict[str, str]], None] | None = None,
     ):
-        """`carrier`: "shm" or "tcp", for channels between workers on this machine. `on_output` gets each line that a
-        worker prints, `on_states` the states of all workers when one changes. `allow_versions`: accept hosts with other
-        versions; `same_bits`: refuse hosts that may round differently; `trust_network`: let workers on different
-        machines combine values by collectives, which are neither encrypted nor authenticated."""
+        """Start the workers of a plan, and wait until they are ready.
+
+        carrier           "shm" or "tcp", for channels between workers on this machine
+        cluster           the hosts to use; None for only this machine
+        env_timeout_s     an environment that does not return for this time counts as hanging; 0 turns the check off
+        profile           time the steps of the workers
+        allow_versions    accept hosts with different versions
+        same_bits         refuse hosts that may round differently
+        trust_network     let workers on different machines use collectives, which are neither encrypted nor authenticated
+        on_output         called as `on_output(worker, line)` for each line that a worker prints
+        on_states         called with the states of all workers when a worker begins an iteration
+        """
         cluster_of_run = cluster or Cluster.local()
         self.plan, self.deployment = plan, Deployment.of(plan, cluster_of_run, over_tcp=carrier == "tcp")
         check_collectives(plan, self.deployment.hosts, trust_network=trust_network)
         token = cluster_of_run.token()
-        # Before any worker is started: this refuses environments that cannot be pickled.
+        # This comes before any worker is started, because it raises an error for environments that cannot be pickled.
         programs = {worker: pickled_programs(self.deployment, worker) for worker in self.deployment.workers}
         self.log: list[VersionRead] = []
         """In a relaxed layout, the version that each worker read for each update."""
@@ -120,13 +128,13 @@ class Local:
         self.conversation.await_replies("done", doing="restoring the carry")
 
     def profile(self) -> Profile:
-        """What each worker has spent its time on so far."""
+        """How each worker has spent its time so far."""
         self.conversation.tell_all({"kind": "profile"})
         replies = self.conversation.await_replies("profile", doing="sending their profiles")
         return Profile({worker: header["recorded"] for worker, (header, _) in replies.items()})
 
     def close(self) -> None:
-        """Stop all workers and close their environments; kill workers that do not stop."""
+        """Stop all workers and close their environments. Workers that do not stop in time are killed."""
         self.pool.close()
 
 

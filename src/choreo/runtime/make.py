@@ -1,17 +1,20 @@
-"""The runtimes by name, and the choice among them."""
+"""The runtimes by name, and the choice of the runtime for a plan."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def make_runtime(name: str | None, plan: Any, **options: Any) -> Any:
-    """The runtime of this name for a plan. None chooses `local` for several processes or a cluster, else `inprocess`."""
+    """Make the runtime of this name for a plan.
+
+    With None as name, this is `local` for a plan with several processes, or with a cluster, and otherwise `inprocess`.
+    """
     if name is None and options.get("cluster") is not None:
         name = "local"
     return RUNTIMES[name or ("local" if plan.num_processes > 1 else "inprocess")](plan, **options)
 
 
-# The runtimes are imported only when they are made: a run configuration needs just their names, and a run just one of them.
+# Each runtime is imported only when it is made. A run configuration needs only their names, and a run needs only one of them.
 
 
 def _inprocess(plan: Any, **options: Any) -> Any:

@@ -1,12 +1,13 @@
 """A worker: a process that runs sites for a coordinator, until the coordinator sends `stop` or is gone.
 
-The coordinator starts it as `python -m choreo.runtime.worker FD`, where FD is a socket to the coordinator. On another host, the
-agent starts it as `python -m choreo.runtime.worker --remote HOST KEY FD`. Then the worker listens at HOST for the coordinator
-with the public key KEY, writes its own port and public key to FD, a socket to the agent, and ends when FD is closed.
+On its own machine, the coordinator starts a worker as `python -m choreo.runtime.worker FD`, where FD is a socket to the
+coordinator. On another host, the agent starts it as `python -m choreo.runtime.worker --remote HOST KEY FD`, where FD is a
+socket to the agent. Such a worker listens at the address HOST, and admits only the coordinator with the public key KEY. It
+writes its own port and public key to FD, and it ends when FD is closed.
 
-A worker never traces, and never imports the user's main module: it gets exported programs and pickled environments.
+A worker gets exported programs and pickled environments. It never traces, and never imports the user's main module.
 
-    command    with                                                              reply
+    command    contents                                                          reply
     versions   names of packages                                                 versions: of packages, CPU, XLA_FLAGS
     set_up     name, process of each site, channels, programs                    ready
     start      the keys of `init` and of the iterations                          done
@@ -16,12 +17,13 @@ A worker never traces, and never imports the user's main module: it gets exporte
     profile                                                                      profile: the times of its steps
     stop                                                                         none: closes its environments, and ends
 
-With channels over TCP, or with collectives, `set_up` has more steps, so that no worker connects before its peer admits it:
+With channels over TCP, or with collectives, `set_up` has more steps, so that no worker connects before its peer admits it.
+`─▶` is a command, `◀─` a reply:
 
     set_up ─▶   ◀─ listening: address, key   contacts: of all workers ─▶   ◀─ admitted   connect ─▶   ◀─ ready
 
-The main thread executes commands. A second thread receives them, and ends the process at once when the coordinator is gone. A
-third thread watches for an environment that hangs.
+The main thread executes commands. A second thread receives commands, and ends the process at once when the coordinator is
+gone. A third thread watches for an environment that hangs.
 """
 
 import faulthandler
@@ -43,11 +45,11 @@ from choreo.runtime.channels.links import Links
 from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, receive_frame, send_frame
 
 POLL_S = 0.5
-"""How often the watching thread looks for an environment that hangs."""
+"""The pause between two checks of the watching thread for an environment that hangs."""
 CONNECT_S = 60.0
 """How long a worker on another host waits for its coordinator."""
 PROGRESS_S = 0.5
-"""A worker reports its iteration at most once in this time."""
+"""The shortest time between two progress reports of a worker."""
 
 
 def main() -> int:
@@ -66,9 +68,9 @@ def main() -> int:
         code = 1
     worker.ending = True
     if relay is not None:
-        control.shutdown(socket.SHUT_WR)  # then the relay sends the last bytes to the coordinator, and ends
+        control.shutdown(socket.SHUT_WR)  # this makes the relay send the last bytes to the coordinator, and end
         relay.join()
-    if worker.in_collective:  # at a normal exit, JAX would wait for the other workers, and abort if one is gone
+    if worker.in_collective:  # at a normal exit, JAX would wait for the other workers, and abort if a worker is gone
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -76,7 +78,10 @@ def main() -> int:
 
 
 def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socket.socket, threading.Thread, Any]:
-    """The control socket of a worker on another host, the thread that relays its bytes, and the new key pair of the worker."""
+    """Wait for the coordinator of a worker on another host.
+
+    Returns the control socket, the thread that relays its bytes, and the new key pair of the worker.
+    """
     from choreo.runtime.channels.keys import KeyPair
     from choreo.runtime.coordinator.tunnel import Tunnel, start_relay
 
@@ -93,7 +98,7 @@ class Worker:
     """Executes the commands of the coordinator, in the main thread."""
 
     def __init__(self, control: socket.socket, keys: Any = None):
-        """`keys` is the key pair of a worker on another host; None on the coordinator's machine."""
+        """`keys` is the key pair of a worker on another host, or None on the coordinator's machine."""
         self.control, self.keys, self.name = control, keys, "worker"
         self.commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self.sending = threading.Lock()
@@ -126,8 +131,8 @@ class Worker:
     def _versions(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         from choreo.runtime.coordinator.versions import this_machine
 
-        # Modules beside the user's script must be found here, too. These folders and the current folder come last, so that
-        # a file in them does not replace an installed package of the same name.
+        # A worker must also find modules in the folder of the user's script. The coordinator's folders and the current folder
+        # come last, so that a file in them does not replace an installed package of the same name.
         sys.path.extend(folder for folder in [*header["path"], os.getcwd()] if folder not in sys.path)
         self._send({"kind": "versions", "versions": this_machine(header["packages"]).to_json()})
 
@@ -169,7 +174,7 @@ class Worker:
         self._send({"kind": "ready", "seconds": time.perf_counter() - began})
 
     def _next(self, kind: str) -> dict[str, Any]:
-        """The header of the next command, which must be of this kind."""
+        """Wait for the next command, which must be of this kind. Returns its header."""
         header, _ = self.commands.get()
         assert header["kind"] == kind, header
         return header
@@ -186,7 +191,7 @@ class Worker:
         self._send({"kind": "ran", "names": names, "log": self.execution.log, **self._state()}, values)
 
     def _begins(self, iteration: int) -> None:
-        """Report the progress of this worker to the coordinator, at most once in PROGRESS_S."""
+        """Tell the coordinator that this worker begins an iteration, but at most once in PROGRESS_S seconds."""
         if time.monotonic() - self.progress_sent_at > PROGRESS_S:
             self.progress_sent_at = time.monotonic()
             self._send({"kind": PROGRESS, "iteration": iteration})
@@ -231,7 +236,10 @@ class Worker:
         })  # fmt: skip
 
     def _blame(self, error: BaseException) -> BaseException:
-        """An error that names the environment that raised `error`, if `error` itself does not (`sys.exit` does not)."""
+        """Return an EnvError that names the environment that raised `error`, or `error` itself.
+
+        An error of Choreo is returned unchanged. Other errors, such as SystemExit from `sys.exit`, do not name the environment.
+        """
         index = None if self.execution is None or isinstance(error, ChoreoError) else self.execution.current_env()
         if index is None:
             return error
@@ -259,9 +267,9 @@ class Worker:
     def _watch(self) -> None:
         """Report an environment that hangs, and end the process.
 
-        Counts its own polls, not seconds: while a worker is stopped (SIGSTOP), an environment does not hang. An environment that
-        hangs and holds the interpreter lock stops this thread too; then the timer of `faulthandler`, which does not need the
-        lock, ends the process.
+        This thread counts its own polls instead of seconds. So the time in which the worker is stopped (SIGSTOP) does not
+        count. An environment that hangs may also hold the interpreter lock, so that this thread cannot run. Then the timer of
+        `faulthandler`, which does not need the lock, ends the process.
         """
         last_calls, polls = 0, 0
         while True:
@@ -269,7 +277,8 @@ class Worker:
             calls = 0 if self.execution is None else self.execution.host_calls()
             if not calls:
                 continue
-            polls = polls + 1 if calls == last_calls and calls % 2 else 0  # odd and unchanged: still in the same call
+            still_in_call = calls == last_calls and calls % 2  # the counter is odd during a call
+            polls = polls + 1 if still_in_call else 0
             last_calls = calls
             if self.env_timeout_s and polls * POLL_S > self.env_timeout_s:
                 self.report(self._hanging())
@@ -277,7 +286,7 @@ class Worker:
             self._restart_deadline()
 
     def _restart_deadline(self) -> None:
-        """Start the timer of `faulthandler` anew: it ends this process unless this is called again in time."""
+        """Restart the timer of `faulthandler`. If this function is not called again in time, the timer ends this process."""
         if self.env_timeout_s and self.execution.runs_python:
             faulthandler.dump_traceback_later(self.env_timeout_s + 4 * POLL_S, exit=True)
 
@@ -293,43 +302,42 @@ class Worker:
 
 
 def _load(programs: bytes) -> Any:
-    """The `Programs` from the command `set_up`."""
+    """Unpickle the `Programs` of the command `set_up`."""
     import cloudpickle
 
     try:
         return cloudpickle.loads(programs)
     except (ImportError, AttributeError) as error:
         raise RunError(
-            f"The programs of this worker need something that it cannot import: {error}",
-            fix="Install the module, put it beside your script, or define the missing name in the script itself.",
+            f"The programs of this worker need a module or a name that the worker cannot import: {error}",
+            fix="Install the module, put it in the folder of your script, or define the missing name in the script itself.",
         ) from error
 
 
 def _free_address(host: str) -> str:
-    """An address of this host with a free port: there JAX's coordination service of a group will listen."""
+    """An address of this host with a free port, where JAX's coordination service of a group will listen."""
     with socket.socket() as free:
         free.bind((host, 0))
         return f"{host}:{free.getsockname()[1]}"
 
 
 def _join_collective(collective: dict[str, Any], rendezvous: str) -> None:
-    """Let JAX know the devices of all workers of this group, so that they can combine values in compiled programs.
+    """Connect JAX in all workers of this group, so that compiled programs can combine values of these workers.
 
-    These connections are not encrypted or authenticated, so their ports are opened only at this worker's address in the group.
+    These connections are neither encrypted nor authenticated. So their ports are opened only at the address in `collective`.
     """
     import jax
 
     from choreo._compat import use_gloo_at
     from choreo.runtime.coordinator.cluster import is_loopback
 
-    jax.config.update(
-        "jax_enable_recoverability", True
-    )  # otherwise a worker aborts when a peer dies, and cannot report the error
+    # Without this option, a worker aborts when a peer dies, and cannot report the error.
+    jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(
         rendezvous,
         num_processes=collective["size"],
         process_id=collective["rank"],
-        coordinator_bind_address=rendezvous,  # JAX's default is all interfaces
+        coordinator_bind_address=rendezvous,  # by default, JAX would listen at all network interfaces
     )
     use_gloo_at(collective["address"])
     if is_loopback(collective["address"]):
@@ -341,8 +349,9 @@ def _jax_backend(header: dict[str, Any], timed: Any) -> Any:
 
     jax.config.update("jax_enable_x64", header["x64"])
     jax.config.update("jax_default_prng_impl", header["prng"])
-    jax.config.update("jax_cpu_enable_async_dispatch", False)  # an actor waits for the action anyway
-    if header["num_devices"]:  # the number of CPU devices; on accelerators, this has no effect
+    # Asynchronous dispatch would be useless: an actor waits for the action anyway.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    if header["num_devices"]:  # sets the number of CPU devices; has no effect on accelerators
         jax.config.update("jax_num_cpu_devices", max(header["num_devices"].values()))
     from choreo.runtime.compilation_cache import use_compilation_cache
     from choreo.runtime.engine.jax_backend import JaxBackend
@@ -352,7 +361,7 @@ def _jax_backend(header: dict[str, Any], timed: Any) -> Any:
 
 
 def _end_now() -> None:
-    """Kill this process and all processes that its environments have started: they share a process group."""
+    """Kill this process and all processes that its environments have started. They are in the same process group."""
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Conformance checks for our code and for users' code: `check_env` for environments, `check_algorithm` for algorithms, ..."""
+"""Conformance checks for our code and for users' code, such as `check_env` and `check_algorithm`."""
 
 from choreo.testing.algorithms import check_algorithm as check_algorithm
 from choreo.testing.channels import check_channel as check_channel

@@ -1,7 +1,7 @@
-"""`check_algorithm`: find out which part of an algorithm is missing or has the wrong form.
+"""`check_algorithm`: find a part of an algorithm that is missing or wrong.
 
     from choreo.testing import check_algorithm
-    check_algorithm(MyPPO())            # silent, or an AlgorithmError that names the part
+    check_algorithm(MyPPO())            # returns None, or raises an AlgorithmError that names the part
 
 An algorithm is a frozen dataclass of hyper-parameters with these parts. It needs no base class.
 
@@ -34,18 +34,18 @@ PARTS = {
     "act": "act(params, obs, key, *, greedy=False) -> (action, extras)",
 }
 METRICS = ("episode_return", "episode_length", "episodes")
-"""The metrics that `choreo.rollout` returns and every report shows."""
+"""The metrics that `choreo.rollout` returns, and that every report shows."""
 
 
 def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
-    """Run every part of `algo` on `env` (default: 8 x CartPole) for one iteration; raises AlgorithmError."""
+    """Run every part of `algo` on `env` (default: 8 x CartPole) for one iteration; raise AlgorithmError if a part is wrong."""
     env = envs.make("jax:CartPole-v1", num_envs=8) if env is None else env
     require_parts(algo)
     key_init, key = jax.random.split(jax.random.key(0))
     form = form_of(lambda key: algo.init(env, key), key_init)
     algorithm_checks.check_carry(algo, form)
     if "greedy" in inspect.signature(algo.act).parameters:
-        algorithm_checks.check_acts(algo, env, form.train)  # before the environment refuses a wrong action
+        algorithm_checks.check_acts(algo, env, form.train)  # before the environment raises a less clear error
     traced = trace(algo, env)
     check_roles(algo, traced)
     algorithm_checks.check_metrics(algo, traced.metrics, needed=METRICS)
@@ -56,7 +56,7 @@ def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
 
 
 def require_parts(algo: Any) -> None:
-    """Check that every part exists and takes the right number of arguments, without calling any."""
+    """Check that every part exists and takes the right number of arguments; no part is called."""
     name = type(algo).__name__
     missing = [f"`{part}`: {what}" for part, what in PARTS.items() if not hasattr(algo, part)]
     if missing:
@@ -80,7 +80,7 @@ def require_parts(algo: Any) -> None:
 
 
 def check_roles(algo: Any, traced: Traced) -> None:
-    """Check that `iterate` calls a function with a role; otherwise there would be nothing to distribute."""
+    """Check that `iterate` calls a function with a role besides `env`; otherwise there would be nothing to distribute."""
     if not set(traced.iterate.roles) - {"env"}:
         raise AlgorithmError(
             f"No function called by `{type(algo).__name__}.iterate` carries a role.",
@@ -101,7 +101,7 @@ def check_iterate(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> No
 
 
 def check_act(algo: Any, env: envs.Env, carry: PyTree) -> None:
-    """Check that `act` for one environment returns an action of the action space, greedy or not, with or without memory."""
+    """Check that `act` for one environment returns an action of the action space, and with `greedy` always the same action."""
     name = type(algo).__name__
     params = algo.policy(carry.train)
     obs = jax.tree.map(lambda x: x[0], env.reset(env.keys(jax.random.key(1)))[1])
@@ -120,7 +120,7 @@ def check_act(algo: Any, env: envs.Env, carry: PyTree) -> None:
             raise AlgorithmError(f"`{name}.act` does not return {what}.", fix=f"Write it as {PARTS['act']}.")
         algorithm_checks.check_action(name, out[0], env.action_space)
         if memory is not None:
-            _same_form(name, memory, out[2], what="the memory `act` returns")
+            _same_form(name, memory, out[2], what="the memory that `act` returns")
     again = algo.act(*args[:2], jax.random.key(3), *args[3:], greedy=True)[0]
     if not np.array_equal(again, out[0]):
         raise AlgorithmError(f"`{name}.act(greedy=True)` depends on the key.", fix="Return the likeliest action.")
@@ -130,13 +130,13 @@ def _same_form(name: str, before: PyTree, after: PyTree, *, what: str) -> None:
     one, other = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise AlgorithmError(
-            f"`{name}`: {what} has another structure than the one it was given.",
+            f"`{name}`: {what} has a different structure than the memory it was given.",
             fix=f"Given {jax.tree.structure(before)}, returned {jax.tree.structure(after)}.",
         )
     for (path, x), (_, y) in zip(one, other, strict=True):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             raise AlgorithmError(
-                f"`{name}`: {what} differs from the one it was given at `{jax.tree_util.keystr(path)}`: "
+                f"`{name}`: {what} differs from the memory it was given at `{jax.tree_util.keystr(path)}`: "
                 f"{x.dtype}{list(x.shape)} became {y.dtype}{list(y.shape)}.",
                 fix="Keep shapes and types; write jnp.zeros((), jnp.int32) rather than 0.",
             )

@@ -1,10 +1,10 @@
-"""`check_channel`: test whether a channel keeps its contract.
+"""`check_channel`: test whether an implementation of channels keeps the contract in `choreo.runtime.channels.base`.
 
     from choreo.testing import check_channel
-    check_channel(make)        # silent, or a ChannelError that names the broken promise
+    check_channel(make)        # returns None, or raises a ChannelError that says how the channel breaks the contract
 
-`make(slot_bytes, slots=, timeout_s=)` returns a connected pair `(sender, receiver)` in this process. Tests that need both ends
-at the same time run them in threads. The death of a process is not tested here.
+`make(slot_bytes, slots=, timeout_s=)` returns a connected pair `(sender, receiver)` in this process. Tests that use
+both ends at the same time run in threads. The death of a process is not tested here.
 """
 
 import threading
@@ -34,13 +34,13 @@ PATIENCE_S = 20.0
 
 @runtime_checkable
 class MakeChannel(Protocol):
-    """A factory of connected pairs."""
+    """A function that makes a connected pair (sender, receiver)."""
 
     def __call__(self, slot_bytes: int, *, slots: int, timeout_s: float | None) -> tuple[Sender, Receiver]: ...
 
 
 def check_channel(make: MakeChannel) -> None:
-    """Send messages through new channels, end them in every way, and compare with the contract; raises ChannelError."""
+    """Send messages through new channels, and end the channels in every way; raise ChannelError if a result breaks the contract."""
     check_parts(make)
     check_messages(make)
     check_order(make)
@@ -63,7 +63,7 @@ def check_parts(make: MakeChannel) -> None:
 
 
 def check_messages(make: MakeChannel) -> None:
-    """Check that every type, shape and stride arrives bit for bit, and that nothing else is overwritten."""
+    """Check that arrays of every type, shape and stride arrive bit for bit, and that no other memory is overwritten."""
     for what, arrays in MESSAGES.items():
         sender, receiver = _pair(make, arrays, timeout_s=PATIENCE_S)
         with sender, receiver:
@@ -103,7 +103,7 @@ def check_order(make: MakeChannel) -> None:
 
 
 def check_bound(make: MakeChannel) -> None:
-    """Check the back-pressure: `slots` messages may be unread; then `send` waits until one is read."""
+    """Check the back-pressure: while `slots` messages are unread, `send` waits."""
     for slots in (1, 2, 5):
         sender, receiver = _pair(make, slots=slots, timeout_s=0.1)
         with sender, receiver:
@@ -113,7 +113,7 @@ def check_bound(make: MakeChannel) -> None:
             _require(_receive(receiver) == 0, "the first message is not the first to arrive.")
             sender.send([_number(slots)])
             arrived = [_receive(receiver) for _ in range(slots)]
-            _require(arrived == list(range(1, slots + 1)), "a `send` that timed out changes what arrives.")
+            _require(arrived == list(range(1, slots + 1)), "a `send` that timed out changes the messages that arrive.")
     sender, receiver = _pair(make, slots=1)
     with sender, receiver:
         sender.send([_number(0)])
@@ -134,7 +134,7 @@ def check_timeout(make: MakeChannel) -> None:
 
 
 def check_finish(make: MakeChannel) -> None:
-    """Check that after `sender.close()` all messages can be read, and then every `receive` raises EndOfChannel."""
+    """Check that after `sender.close()` all sent messages can be read, and that each further `receive` raises EndOfChannel."""
     sender, receiver = _pair(make, slots=2)
     with receiver:
         sender.send([_number(0)])
@@ -143,14 +143,14 @@ def check_finish(make: MakeChannel) -> None:
         arrived: list[int] = []
         for _ in range(2):
             _expect(EndOfChannel, "`receive` after the last message", _drain, receiver, arrived)
-        _require(arrived == [0, 1], "closing the sender drops what it had sent.")
+        _require(arrived == [0, 1], "closing the sender drops messages that it had sent.")
     sender, receiver = _pair(make)
-    with receiver:  # a `receive` that is waiting already
+    with receiver:  # here, `receive` is already waiting when the sender closes
         _together(sender.close, partial(_expect, EndOfChannel, "a waiting `receive`", _receive, receiver))
 
 
 def check_receiver_closed(make: MakeChannel) -> None:
-    """Check that a sender notices a closed receiver, after at most `slots` messages, or while it waits."""
+    """Check that `send` raises ReceiverClosed after the receiver closed, at the latest after `slots` messages, or while waiting."""
     sender, receiver = _pair(make, slots=2)
     with sender:
         receiver.close()
@@ -174,7 +174,7 @@ def check_closed(make: MakeChannel) -> None:
 
 
 def check_failure(make: MakeChannel) -> None:
-    """Check that the peer gets PeerLost if a `with` block ends with an exception."""
+    """Check that one end raises PeerLost after the `with` block of the other end was left by an exception."""
     sender, receiver = _pair(make, slots=2)
     with receiver:
         _fail(sender)
@@ -190,7 +190,7 @@ def check_failure(make: MakeChannel) -> None:
 
 
 def check_mismatch(make: MakeChannel) -> None:
-    """Check that a message is refused if it is larger or smaller than the receiver expects."""
+    """Check that `receive` raises MessageMismatch if the message is larger or smaller than the receiver expects."""
     for sent, expected in ((4, 5), (5, 4)):
         sender, receiver = _pair(make, [np.zeros(5, np.float32)])
         with sender, receiver:
@@ -234,7 +234,7 @@ def _strided(dtype: Any) -> list[np.ndarray]:
 
 MESSAGES: dict[str, list[np.ndarray]] = {
     "numbers of every type": [np.arange(6).astype(dtype_named(name)) for name in NUMPY],
-    "numbers of every type that JAX adds to those of numpy": [
+    "numbers of every type that JAX has and numpy lacks": [
         np.arange(6, dtype=np.float32).astype(dtype_named(name)) for name in EXTENDED
     ],
     "NaN, infinity and negative zero": [np.array([np.nan, -np.inf, -0.0, 1e-45], t) for t in ("f4", "f8")],
@@ -299,7 +299,7 @@ def _raw(array: np.ndarray) -> np.dtype:
 
 
 def _inside(batches: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The view of each batch into which the message is received: its middle row, every second element."""
+    """The views into which a message is received: of each batch the middle row, and of this row every second element."""
     return [
         batch[1, ..., 0].view(a.dtype) if a.ndim else batch[1, 0:1].view(a.dtype)[0, ...]
         for batch, a in zip(batches, arrays, strict=True)
@@ -311,7 +311,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _together(first: Callable[[], Any], second: Callable[[], Any]) -> None:
-    """Run both calls at the same time, each in a thread; raises if one raises or does not return."""
+    """Run both calls at the same time, each in a thread; raise an error if one call raises or does not return."""
     errors: list[BaseException] = []
 
     def run(call: Callable[[], Any]) -> None:
@@ -331,7 +331,7 @@ def _together(first: Callable[[], Any], second: Callable[[], Any]) -> None:
 
 
 def _expect(kind: type[ChannelError], what: str, call: Callable[..., Any], *args: Any) -> ChannelError:
-    """The error that `call` must raise. It runs in a thread, because a broken channel may wait for ever."""
+    """Return the error that `call` raises, which must be a `kind`. The call runs in a thread: a broken channel may wait forever."""
     raised: list[Exception] = []
 
     def run() -> None:

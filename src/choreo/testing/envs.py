@@ -1,7 +1,7 @@
-"""`check_env`: test whether an environment keeps its contract.
+"""`check_env`: test whether an environment keeps the contract in `choreo.envs.base`.
 
 from choreo.testing import check_env
-check_env(MyEnv(num_envs=4))        # silent, or an EnvError that names the broken promise
+check_env(MyEnv(num_envs=4))        # returns None, or raises an EnvError that says how it breaks the contract
 """
 
 import contextlib
@@ -23,9 +23,9 @@ PARTS = ("name", "num_envs", "observation_space", "action_space", "keys", "reset
 
 
 def check_env(env: Any, *, steps: int = 300, seed: int = 0) -> None:
-    """Step `env` with random actions and compare the results with the contract; raises EnvError.
+    """Step `env` with random actions, and raise EnvError if a result breaks the contract.
 
-    Use at least 3 environments and enough steps for some episodes to end. Everything is run twice.
+    Use at least 3 environments and enough steps for some episodes to end. The steps are run several times.
     """
     check_parts(env)
     key_reset, key_action = jax.random.split(jax.random.key(seed))
@@ -41,12 +41,12 @@ def check_env(env: Any, *, steps: int = 300, seed: int = 0) -> None:
 
 
 def check_parts(env: Any) -> None:
-    """Check that every part exists, that spaces are Gymnasium's, and that the environment is a hashable value."""
+    """Check that every part exists, that the spaces are Gymnasium spaces, and that the environment is a hashable value."""
     missing = [part for part in PARTS if not hasattr(env, part)]
     if missing:
         raise EnvError(
             f"`{type(env).__name__}` lacks {', '.join(f'`{part}`' for part in missing)}.",
-            fix="See choreo.envs.base.Env for what each one is.",
+            fix="See choreo.envs.base.Env for the meaning of each part.",
         )
     for part in ("observation_space", "action_space"):
         _require(isinstance(getattr(env, part), gymnasium.Space), env, f"`{part}` is not a Gymnasium space.")
@@ -62,7 +62,7 @@ def check_parts(env: Any) -> None:
 
 
 def sample_actions(space: gymnasium.Space, key: Key, shape: tuple[int, ...]) -> PyTree:
-    """Random actions [*shape, ...] within their space."""
+    """Random actions [*shape, ...] of an action space."""
     if isinstance(space, gymnasium.spaces.Dict):
         names = sorted(space)
         keys = jax.random.split(key, len(names))
@@ -103,7 +103,7 @@ def _play(env: Env, state: PyTree, actions: PyTree) -> TimeStep:
 
 
 def _play_on_host(env: HostEnv, keys: Key, actions: PyTree) -> tuple[PyTree, TimeStep]:
-    """`play` in Python, with new environments, so that their exceptions are raised unchanged."""
+    """As `play`, but in Python and not under `jit`, so that exceptions of the environments are raised unchanged."""
     leaves, taken = [np.asarray(leaf) for leaf in jax.tree.leaves(actions)], []
     with contextlib.closing(env.batch_maker()(range(env.num_envs))) as batch:
         token, *first = batch.reset(np.asarray(seeds(keys)))
@@ -147,7 +147,7 @@ def check_episodes(env: Env, ts: TimeStep) -> None:
     _require(bool(((ts.discount == 1) | ts.last).all()), env, "`discount` is 0 in a step that is not `last`.")
     total, length = np.zeros(env.num_envs, ts.reward.dtype), np.zeros(env.num_envs, np.int32)
     for t in range(len(ts.last)):
-        # A vector environment may need a step between two episodes: an episode of length 0 (choreo.host.vector).
+        # Some vector environments need an extra step between two episodes: an episode of length 0 (choreo.host.vector).
         paused = ts.last[t] & (ts.info["episode_length"][t] == 0) & (ts.last[t - 1] if t else False)
         total, length = total + ts.reward[t], length + ~paused
         ok = np.allclose(ts.info["episode_return"][t], total, rtol=1e-4, atol=1e-4)
@@ -158,9 +158,9 @@ def check_episodes(env: Env, ts: TimeStep) -> None:
 
 
 def check_determinism(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> None:
-    """Check that equal keys and actions give equal episodes, and different keys different ones."""
+    """Check that equal keys and actions give equal episodes, and that environments with different keys begin differently."""
     _require(_equal(ts, play(env, keys, actions)[1]), env, "the same keys and actions give different results.")
-    # Enough environments to see a difference, even if only two first observations exist.
+    # So many environments do not all begin equally by chance, even if there are only two possible first observations.
     many = env.with_num_envs(16 if isinstance(env, HostEnv) else 64)
     one, two = (first_obs(many, many.keys(jax.random.key(seed))) for seed in (1, 2))
     alike = all(len(np.unique(np.asarray(x).reshape(len(x), -1), axis=0)) == 1 for x in jax.tree.leaves(one))
@@ -168,8 +168,8 @@ def check_determinism(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> Non
 
 
 def check_independence(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> None:
-    """Check that an environment's steps depend neither on the other environments nor on their number."""
-    # Environment 0 keeps its key and its actions; the others exchange theirs.
+    """Check that the steps of an environment depend neither on the other environments nor on the number of environments."""
+    # Environment 0 keeps its key and its actions; the other environments exchange their keys and actions.
     order = np.r_[0, np.roll(np.arange(1, env.num_envs), 1)]
     _, rolled = play(env, keys[order], jax.tree.map(lambda x: x[:, order], actions))
     ok = _close(rolled, jax.tree.map(lambda x: x[:, order], ts))
@@ -219,7 +219,7 @@ def _equal(a: PyTree, b: PyTree) -> bool:
 
 
 def _close(a: TimeStep, b: TimeStep, *, steps: int = 50) -> bool:
-    """Equal up to rounding in the first steps: other shapes round differently, and unstable dynamics amplify it."""
+    """Whether the first steps are equal up to rounding. Rounding depends on shapes, and unstable dynamics amplify it later."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.allclose(np.asarray(x[:steps]), np.asarray(y[:steps]), rtol=1e-3, atol=1e-3) for x, y in pairs)
 

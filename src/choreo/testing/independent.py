@@ -1,8 +1,8 @@
 """`check_independent`: test fragments that the user marked `independent=True`, which Choreo trusts without a proof.
 
-The test runs the fragment on a batch of random rows, and again with all rows but one replaced by other numbers, NaN and
-infinity. If a single bit in the results of the unchanged row differs, the row depends on the others. Then the test runs one
-row alone. This can find a counterexample; it cannot prove independence.
+A row is the input of one environment. The test runs the fragment on a batch of random rows. Then it replaces all rows but one by
+other numbers, NaN and infinity, and runs the fragment again. If a single bit in the results of the unchanged row differs, this row
+depends on the other rows. Finally the test runs one row alone. The test can find a counterexample; it cannot prove independence.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from choreo.roles import Call
 OTHERS = {"large numbers": 7.5, "negative numbers": -7.5, "NaN": jnp.nan, "infinity": jnp.inf}
 """The values that replace the other rows."""
 MOST_ROWS = 8
-"""At most this many rows are tested, one after the other."""
+"""The largest number of rows that are tested."""
 
 
 def check_independent(algo: Any, env: Any) -> list[str]:
-    """Test every fragment that is trusted and not proved, and return their names; raises AlgorithmError."""
+    """Test all fragments that Choreo trusts without a proof, and return their names; raise AlgorithmError if one mixes rows."""
     traced = trace(algo, env)
     calls = [
         call for program in (traced.init, traced.iterate) for op in program.fragments() for call in trusted(op.eqn)
@@ -61,13 +61,16 @@ def _check_call(call: Call) -> None:
 
 
 def _try_other_rows(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
-    """Replace all rows but one; the results of that row must not change."""
+    """Replace all rows but one, and check that the results of this row do not change."""
     (vmap, *_), tried = call.vmaps, 0
     for row, (what, value) in itertools.product(range(min(vmap.size, MOST_ROWS)), OTHERS.items()):
         changed = [_replace_others(x, axis, row, value) for x, axis in zip(arguments, vmap.in_axes, strict=True)]
         try:
             found = run(*changed)
-        except (RuntimeError, ValueError):  # the fragment itself refuses such values, as `equinox.error_if` does
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # the fragment itself raises for such values, for example with `equinox.error_if`
             continue
         tried += 1
         if _bits_of_row(found, row) != _bits_of_row(results, row):
@@ -80,7 +83,7 @@ def _try_other_rows(call: Call, run: Callable[..., Any], arguments: list[jax.Arr
 
 
 def _try_one_row(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
-    """A row must give the same results alone as in a batch, up to rounding, which depends on shapes."""
+    """Check that a row alone gives the same results as in the batch, up to rounding, which depends on shapes."""
     (vmap, *_) = call.vmaps
     row = vmap.size - 1
     one = [
@@ -103,7 +106,7 @@ def _mixed_error(call: Call, how: str) -> AlgorithmError:
 
 @contextlib.contextmanager
 def _without_callback_log() -> Iterator[None]:
-    """Suppress JAX's log of callbacks that raise: a fragment may refuse our random numbers this way."""
+    """Suppress JAX's log of callbacks that raise. A callback of the fragment may raise because of our random numbers."""
     logger = logging.getLogger("jax._src.callback")
     before, logger.disabled = logger.disabled, True
     try:
@@ -125,7 +128,7 @@ def _draw(aval: Any, axis: int | None, size: int, seed: int) -> jax.Array:
 
 
 def _replace_others(x: jax.Array, axis: int | None, row: int, value: float) -> jax.Array:
-    """Replace all rows but one: floats by `value`, integers and keys by the rows in reverse order."""
+    """Replace all rows but `row`. Floats become `value`; for integers and keys, the order of the rows is reversed."""
     if axis is None:
         return x
     others = jnp.full(x.shape, value, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.flip(x, axis)

@@ -1,14 +1,14 @@
-"""Test that a layout changes nothing but time: compare its results with those of `jax.jit(iterate)` without any marks.
+"""Test that a layout changes nothing but time: compare its results with the results of `jax.jit(iterate)` without marks.
 
-    deviations    for every leaf of the carry and every metric: its difference from the reference, and the allowed difference
-    check_layout  the largest difference, or a PartitionError that names the worst one
+    deviations    the difference of every leaf of the carry and every metric from the reference, and the allowed difference
+    check_layout  returns the largest difference, or raises a PartitionError that names the worst deviation
 
 The references, and the allowed differences (`docs/law.md`):
 
     same compiled shapes      jax.jit(iterate)       0
     replicas, shards          jax.jit(iterate)       1e-5
-    exact=True                one worker             0       (and jax.jit(iterate), 1e-5)
-    relaxed                   its log, replayed      0       (and with merge="all", in lockstep: as above)
+    exact=True                one worker             0       and also jax.jit(iterate), 1e-5
+    relaxed                   its log, replayed      0       with merge="all", the layout is also tested in lockstep, as above
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from choreo.runtime.inprocess import InProcess
 from choreo.testing.marks import unmarked
 
 ROUNDING = 1e-5
-"""The difference that level 3 of the law allows: in float32, over three iterations."""
+"""The difference that level 3 of the law allows in float32 over three iterations."""
 LAST_BIT = 1e-6
-"""The difference that the compiler may cause by other rounding, where the law promises equal bits."""
+"""The difference that the compiler may cause if it rounds differently, although the law promises equal bits."""
 
 Values = dict[str, np.ndarray]
 """Every leaf of the final carry, and every metric over all iterations, by name."""
@@ -49,7 +49,7 @@ class Deviation:
     name: str
     """`carry.train.weights`, `metrics['loss']`"""
     difference: float
-    """The largest |a - b| / max(1, |b|) of floats, or |a - b| of integers; inf if shapes or types differ."""
+    """The largest |a - b| / max(1, |b|) for floats, |a - b| for integers; inf if shapes or types differ. `b` is the reference."""
     allowed: float
     """The largest difference that is allowed."""
     reference: str
@@ -57,18 +57,18 @@ class Deviation:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the difference is within the allowed one."""
+        """Whether the difference is at most the allowed difference."""
         return self.difference <= self.allowed
 
 
 def check_layout(
     algo: Any, env: Any, layout: Layout, *, iterations: int = 3, tolerance: float | None = None, seed: int = 0
 ) -> float:
-    """Run a few iterations with the layout and without; returns the largest difference in carry and metrics.
+    """Run a few iterations with the layout and without it; returns the largest difference in carry and metrics.
 
-    Raises PartitionError if a leaf or metric differs by more than `tolerance` (default: what the law allows). A plan is
-    proved when it is made; this test only confirms it with numbers. After many iterations a correct plan may fail the test:
-    rounding may have changed a sampled action.
+    Raises PartitionError if a leaf or metric differs by more than `tolerance` (default: the difference that the law allows). A plan
+    is proved correct when it is made; this test only confirms the proof with numbers. After many iterations a correct plan may
+    fail the test, because rounding may have changed a sampled action.
     """
     found = deviations(algo, env, layout, iterations=iterations, tolerance=tolerance, seed=seed)
     worst = worst_of(found)
@@ -82,16 +82,18 @@ def deviations(
 ) -> list[Deviation]:
     """The deviation of every leaf of the carry and every metric from each reference that the law names for this layout.
 
-    `tolerance`: the allowed difference, in place of the law's.
+    `tolerance` is the allowed difference; with None, the law decides.
     """
     key, the_plan = jax.random.key(seed), plan(algo, env, layout)
     planned, log = _planned_run(the_plan, key, iterations)
     if layout.is_relaxed:
         again, _ = _planned_run(the_plan, key, iterations, replay=log)
         found = _compare(planned, again, reference="its log, replayed", allowed=tolerance or 0.0)
-        if layout.merge == "any":  # each worker's part is one update: lockstep has no such updates to compare with
+        if (
+            layout.merge == "any"
+        ):  # here the part of one worker is one update; lockstep has no such updates to compare with
             return found
-        # Stale values may explain any difference from the plain program. So test the same layout in lockstep as well.
+        # A lag may explain any difference from the plain program. So test the same layout in lockstep as well.
         in_lockstep = deviations(algo, env, _in_lockstep(layout), iterations=iterations, tolerance=tolerance, seed=seed)
         return found + [
             replace(deviation, reference=f"{deviation.reference}, with max_lag=0") for deviation in in_lockstep
@@ -107,13 +109,13 @@ def deviations(
 
 
 def worst_of(found: list[Deviation]) -> Deviation:
-    """The largest deviation beyond what is allowed; if there is none, the largest of all."""
+    """The largest of the deviations that are not allowed; if all are allowed, the largest of all."""
     return max(found, key=lambda deviation: (not deviation.is_allowed, deviation.difference))
 
 
 def beyond(worst: Deviation, env: Any, iterations: int) -> PartitionError:
-    """The error that names a deviation beyond what is allowed."""
-    fix = "Please report this program: a plan that is wrong should have been refused."
+    """The error for a deviation that is not allowed."""
+    fix = "Please report this program: Choreo should have refused to make a wrong plan."
     if worst.allowed == 0 and worst.difference <= LAST_BIT:
         fix = (
             "The compiler rounded a last bit differently (docs/law.md, where level 2 ends): "
@@ -132,7 +134,7 @@ def beyond(worst: Deviation, env: Any, iterations: int) -> PartitionError:
 
 
 def _has_the_same_shapes(the_plan: Plan) -> bool:
-    """Whether level 2 of the law applies: every site computes whole arrays, as the plain program does."""
+    """Whether level 2 of the law applies: every site computes whole arrays, like the plain program."""
     sites = the_plan.sites.replicas
     divided = any(group.devices > 1 for group in the_plan.layout.groups if group.name in sites)
     return not divided and the_plan.shards == 1 and all(the_plan.replicas(group) == 1 for group in sites)
@@ -160,7 +162,7 @@ def _planned_run(
 
 
 def _plain_run(algo: Any, env: Any, key: jax.Array, iterations: int, the_plan: Plan) -> Values:
-    """A run without layout and marks: `jit(iterate)`; with several shards, `jit(vmap(iterate))`."""
+    """The values of a run without layout and marks: `jit(iterate)`, or `jit(vmap(iterate))` with several shards."""
     init_key, run_key = jax.random.split(key)
     with unmarked(), _new_host_objects():
         carry = eqx.filter_jit(lambda key: algo.init(env, key))(init_key)
@@ -206,13 +208,13 @@ def _is_array(form: Any) -> bool:
 
 @contextlib.contextmanager
 def _new_host_objects() -> Iterator[None]:
-    """Let compiled programs make new Python environments: old ones may keep state that `reset` does not reset."""
+    """Let compiled programs make new Python environments, because old environments may keep state that `reset` does not reset."""
     kept = dict(roles._host_objects)
     roles._host_objects.clear()
     try:
         yield
     finally:
-        jax.effects_barrier()  # wait until no callback uses them
+        jax.effects_barrier()  # wait until no callback uses the objects
         for objects in roles._host_objects.values():
             objects.close()
         roles._host_objects.clear()
@@ -225,7 +227,7 @@ def _stacked(rows: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 
 def _named(carry: Any, metrics: Mapping[str, np.ndarray]) -> Values:
     leaves = jax.tree_util.tree_leaves_with_path(carry)
-    # Python numbers too: a run may have changed them.
+    # Compare Python numbers too: a run may have changed them.
     named = {f"carry{jax.tree_util.keystr(path)}": _as_numpy(leaf) for path, leaf in leaves if eqx.is_array_like(leaf)}
     return named | {f"metrics[{name!r}]": np.asarray(values) for name, values in metrics.items()}
 
@@ -238,7 +240,7 @@ def _as_numpy(leaf: Any) -> np.ndarray:
 
 
 def _compare(run: Values, wanted: Values, *, reference: str, allowed: float) -> list[Deviation]:
-    """The deviation of each value; infinite if only one side has the value, or in another type."""
+    """The deviation of each value; it is infinite if only one side has the value, or if shapes or types differ."""
     names = dict.fromkeys([*wanted, *run])
     return [
         Deviation(

@@ -1,6 +1,6 @@
 """Containers of the carry, of arguments and results of fragments, and of metrics.
 
-A compiler that takes leaves in another order than the container, or loses the container's type, mixes up values silently.
+A compiler that takes leaves in a different order than the container, or loses the container's type, mixes up values silently.
 """
 
 import collections
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w", "s"], meta_fields=["note"])
 @dataclass(frozen=True)
 class Registered:
-    """A registered dataclass whose leaves are in another order than its fields."""
+    """A registered dataclass whose leaves are in a different order than its fields."""
 
     s: Any
     w: Any
@@ -48,7 +48,7 @@ class Module(eqx.Module):
 
 @jax.tree_util.register_pytree_node_class
 class ReversedNode:
-    """A user's own pytree node: its children have no names, and are in another order than its fields."""
+    """A user's own pytree node: its children have no names, and are in a different order than its fields."""
 
     def __init__(self, s, w):
         self.s, self.w = s, w
@@ -193,7 +193,7 @@ METRICS_THAT_RUN = {
 
 
 def with_metrics(name: str) -> Functions:
-    """The plain program with those metrics. A compiler that sorts names, but not values, gives metrics wrong names."""
+    """An ordinary program with the metrics `name`. A compiler that sorts names, but not values, gives metrics wrong names."""
 
     def iterate(env, c, key):
         s = env.step(c["s"], acts(c["w"], c["s"]))

@@ -19,7 +19,7 @@ from partition.ponds import Functions
 
 @choreo.fragment("actor")
 def act_and_return(w, s, x):
-    """Act for one environment, and return the leaf `x` as it is, so that it crosses to the site of the next reader."""
+    """Act for one environment. Also return the leaf `x` unchanged, so that `x` crosses to the site that reads the result."""
     return w * jnp.tanh(s), x
 
 
@@ -36,12 +36,12 @@ def plus_one(x):
 
 
 def halved(x):
-    """Half of `x`, for types without arithmetic of their own."""
+    """Half of `x`, for types in which JAX does not compute."""
     return (x.astype(jnp.float32) * 0.5).astype(x.dtype)
 
 
 def toggled(x):
-    """1 for 0, and 0 for 1, for types without arithmetic of their own."""
+    """1 for 0, and 0 for 1, for types in which JAX does not compute."""
     return (1 - x.astype(jnp.int32)).astype(x.dtype)
 
 
@@ -139,7 +139,7 @@ def with_leaf(leaf: Any, change: Callable[[Any], Any]) -> Functions:
 
 
 def with_counter(step: Callable[[Any], Any], first: Any) -> Functions:
-    """The learner reads a leaf that each iteration changes. With a leaf frozen at its first value, the weights are wrong."""
+    """The learner reads a leaf that changes in each iteration. If the leaf were frozen, the weights would be wrong."""
 
     def init(env, key):
         return state_and_weights(env, key) | {"n": first}
@@ -153,7 +153,7 @@ def with_counter(step: Callable[[Any], Any], first: Any) -> Functions:
 
 
 def with_a_chain_of_changes() -> Functions:
-    """One Python number changes only because another one did: "b" in the second iteration, and "c" in the third."""
+    """One Python number changes only after another one has changed: "b" in the second iteration, and "c" in the third."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width), "a": 0, "b": 0, "c": 0}
@@ -168,7 +168,7 @@ def with_a_chain_of_changes() -> Functions:
 
 
 def with_a_late_change() -> Functions:
-    """The first iteration returns the flag as it was. A compiler that looks at one iteration only treats the flag as a constant."""
+    """The first iteration returns the flag unchanged. A compiler that traces only one iteration treats the flag as a constant."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width), "n": jnp.int32(0), "late": False}
@@ -194,7 +194,7 @@ COUNTERS: dict[str, Functions] = {
     "a chain": with_a_chain_of_changes(),
     "changes only later": with_a_late_change(),
 }
-"""Programs with a Python number that changes, and that the learner reads."""
+"""Programs in which the learner reads a Python number that changes."""
 
 
 def with_module(make: Callable[[jax.Array], Any], apply: Callable[..., Any]) -> Functions:

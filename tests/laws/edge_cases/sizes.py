@@ -36,7 +36,7 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
 def with_shape(name: str) -> Functions:
     """The learner writes the states into a leaf of that shape, as into a ring buffer, and learns from its mean.
 
-    A worker or shard with E / 2 environments that divides a leaf of 4E rows as if it had E rows computes a wrong mean.
+    Suppose that a worker or shard has E / 2 environments. If it divides a leaf of 4E rows as if the leaf had E rows, its mean is wrong.
     """
 
     def init(env, key):
@@ -63,7 +63,7 @@ def with_shape(name: str) -> Functions:
 
 
 def with_rows(name: str) -> Functions:
-    """Each environment keeps its own row of a leaf with one env axis. Blocks must be taken along that axis, and no other."""
+    """Each environment keeps its own row of a leaf with one env axis. Blocks must be taken along that axis only."""
 
     def init(env, key):
         leaf = jnp.zeros(SHAPES[name](env.num_envs))
@@ -75,7 +75,7 @@ def with_rows(name: str) -> Functions:
         shape = [env.num_envs if d == axis else 1 for d in range(c["leaf"].ndim)]
         leaf = 0.5 * c["leaf"] + s[:, 0].reshape(shape)
         w = learn(c["w"], s) + (0.1 * jnp.mean(leaf) if leaf.size else 0.0)
-        return {"s": s, "w": w, "leaf": leaf}, {"first": jnp.sum(leaf)}
+        return {"s": s, "w": w, "leaf": leaf}, {"sum": jnp.sum(leaf)}
 
     return Functions(init, iterate)
 
@@ -91,7 +91,7 @@ def square_and_weights(env, key):
 
 
 def dense(env, c, key):
-    """A dense layer with weights [width, width]. If width equals E, the lengths do not show that neither is the env axis."""
+    """A dense layer with weights [width, width]. Neither axis is the env axis. If width equals E, the lengths do not show this."""
     mapped = jax.vmap(choreo.fragment("actor")(lambda m, s: jnp.tanh(m @ s)), (None, 0))
     s = env.step(c["s"], mapped(c["m"], c["s"]))
     m = choreo.fragment("learner")(lambda m, s: m - 0.05 * (s.T @ s) / len(s))(c["m"], s)
@@ -105,13 +105,13 @@ def batched(env, c, key):
 
 
 def transposed_and_summed(env, c, key):
-    """The action is transposed, summed along its features, and transposed back: no environment sees another."""
+    """A cumulative sum along the features of the transposed action. It does not mix environments."""
     s = env.step(c["s"], jnp.cumsum(acts(c["w"], c["s"]).T, axis=0).T)
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s[0])}
 
 
 def summed_over_environments_transposed(env, c, key):
-    """The action is transposed, summed along the environments, and transposed back. Each replica would sum its own block."""
+    """A cumulative sum along the environments of the transposed action. It mixes environments, so a block is not enough."""
     s = env.step(c["s"], choreo.fragment("actor")(lambda w, s: jnp.cumsum((w * s).T, axis=1).T)(c["w"][None], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s[:, 0])}
 
@@ -128,9 +128,11 @@ def as_many_steps_as_environments(env, c, key):
     return {"s": s, "w": learn(c["w"], total[:, -1])}, {"m": jnp.mean(total[0]), "n": jnp.mean(states[0])}
 
 
-def per_environment_keys(env, c, key):
-    """Draws with a key per environment, and draws of shape [E, width] with one key. A replica that draws for its own number
-    of environments gets other numbers."""
+def keys_per_environment_and_one_key(env, c, key):
+    """Random numbers of two kinds: with one key per environment, and as one array [E, width] from a single key.
+
+    A replica that draws the second array only for its own block gets different numbers.
+    """
     draw = choreo.fragment("actor")(lambda s, k: jnp.tanh(s) + 0.1 * jax.random.normal(k, s.shape))
     s = env.step(c["s"], jax.vmap(draw)(c["s"], env.keys(key)))
     noise = jax.random.normal(key, (env.num_envs, env.width))
@@ -144,7 +146,7 @@ def pairs(env, c, key):
     return {"s": s, "w": learn(c["w"], near, near[0])}, {"m": jnp.mean(near[:, 0])}
 
 
-def table_with_a_row_per_environment(env, c, key):
+def table_with_as_many_rows_as_environments(env, c, key):
     """Each environment looks up a row, by its state, in a table with E rows. The table must stay whole."""
     table = jnp.linspace(-1.0, 1.0, env.num_envs * env.width).reshape(env.num_envs, env.width)
     look = choreo.fragment("actor")(lambda t, s: s + t[jnp.argmax(s) % len(t)])
@@ -177,10 +179,10 @@ SIZED: dict[str, Functions] = {
         (state_and_weights, transposed_and_summed),
         (state_and_weights, summed_over_environments_transposed),
         (state_and_weights, as_many_steps_as_environments),
-        (state_and_weights, per_environment_keys),
+        (state_and_weights, keys_per_environment_and_one_key),
         (state_and_weights, pairs),
-        (state_and_weights, table_with_a_row_per_environment),
+        (state_and_weights, table_with_as_many_rows_as_environments),
         (pairs_and_square, squares_carried),
     )
 }
-"""Programs to be run with a number of environments that equals another size of the program."""
+"""Programs for tests in which the number of environments equals another size of the program."""

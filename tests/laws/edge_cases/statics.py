@@ -46,7 +46,7 @@ class Number(int):
 
 
 def reveal(value, x):
-    """A result from which one can tell the type and the bits of the static value."""
+    """Return arrays that show the type and the bits of the static value."""
     if isinstance(value, AlwaysEqual):
         value = value.value
     word = f"{type(value).__name__} {value!r}"

@@ -39,7 +39,7 @@ class Learner:
     unroll: int = 4
     """Steps per environment and iteration."""
     sign: Any = 1
-    """Its type decides about the greedy policy: with an int the policy balances the pole, with a float it does not."""
+    """The type of this number selects the greedy policy: with an int the policy balances the pole, with a float it does not."""
 
     def init(self, env, key):
         env_state, obs = env.reset(env.keys(key))

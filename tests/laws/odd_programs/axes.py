@@ -13,7 +13,7 @@ from laws.odd_programs.program import SQUARE, TABLE, E, act, acts, learn, progra
 
 @program(lambda env, key: {"s": jax.random.normal(key, (E, E)), "w": jnp.linspace(0.5, 1.5, E)})
 def hidden_size_is_E(env, c, key):
-    """States of E numbers: [E, E]. Both axes have the right length, and only the first one is the env axis."""
+    """A state has E numbers, so that all states are [E, E]. Both axes have length E, but only the first one is the env axis."""
     a = acts(c["w"], c["s"])
     s = env.step(c["s"], a @ SQUARE + c["s"] @ jnp.diag(c["w"]))
     return {"s": s, "w": learn(c["w"], s) + 0.0 * jnp.sum(s.T, axis=1)}, {"m": s @ c["w"]}
@@ -21,7 +21,7 @@ def hidden_size_is_E(env, c, key):
 
 @program(lambda env, key: {"s": jax.random.normal(key, (E, E)), "w": jnp.eye(E)})
 def hidden_size_is_E_transposed(env, c, key):
-    """States of E numbers again. A weight matrix [E, E] multiplies the transposed state from the left, and the metrics are
+    """A state has E numbers again. A weight matrix [E, E] multiplies the transposed state from the left, and the metrics are
     sums along either axis."""
     s = env.step(c["s"], (c["w"] @ c["s"].T).T)
     return {"s": s, "w": 0.5 * learn(c["w"], s) + 0.1 * SQUARE}, {"m": jnp.sum(s, axis=1), "n": jnp.sum(s, axis=0)}
@@ -29,8 +29,8 @@ def hidden_size_is_E_transposed(env, c, key):
 
 @program()
 def unroll_is_E(env, c, key):
-    """A rollout of E steps: [time, E, 3], where time is as long as the env axis. The program also
-    swaps the axes, and sums over each of them."""
+    """A rollout of E steps, [time, E, 3]: the time axis is as long as the env axis. The program also swaps these two axes,
+    and sums over each of them."""
     s, ss = unroll(env, c, length=E)
     a = jnp.swapaxes(ss, 0, 1)
     return {"s": s, "w": learn(c["w"], ss[:, 0], a[:, 1])}, {
@@ -41,7 +41,7 @@ def unroll_is_E(env, c, key):
 
 @program()
 def time_and_environments_merged(env, c, key):
-    """Minibatches as in PPO: time and environments are merged to one axis and shuffled. The merged axis exists only
+    """Minibatches as in PPO: time and environments are merged into one axis and shuffled. The merged axis exists only
     at a site that has all environments."""
     s, ss = unroll(env, c, length=4)
     flat = ss.reshape(4 * E, 3)
@@ -73,7 +73,7 @@ def a_table_that_every_environment_reads(env, c, key):
 
 @program()
 def shared_value_of_length_E_next_to_environments(env, c, key):
-    """`logits` has length E, but its axis is not the env axis. Each environment needs all of it."""
+    """`logits` has length E, but its axis is not the env axis. Each environment needs the whole array."""
     logits = jnp.cumsum(jnp.linspace(0.0, 1.0, E) * c["w"][0])
     score = c["s"] @ TABLE.T * jnp.tile(logits, (E, 1)) + jnp.tile(logits, (E, 1))
     s = env.step(c["s"], score @ TABLE)
@@ -82,8 +82,8 @@ def shared_value_of_length_E_next_to_environments(env, c, key):
 
 @program()
 def shared_square_matrix(env, c, key):
-    """A matrix [E, E] that is no data of environments; it is transposed, contracted and sliced. Even so, its
-    rows are multiplied with rows of environments."""
+    """Neither axis of the matrix [E, E] is the env axis. The matrix is transposed, contracted and sliced, and the results are
+    multiplied with rows of environments."""
     square = SQUARE * c["w"][0]
     f = choreo.fragment("actor")(lambda q, s: q.T @ jnp.ones((E, 3)) * s + q[:, :3])
     s = env.step(c["s"], f(square, c["s"]))
@@ -92,8 +92,8 @@ def shared_square_matrix(env, c, key):
 
 @program()
 def an_axis_that_the_next_group_cannot_divide(env, c, key):
-    """Inside a `jit`, two groups of three environments, [2, 3, 3]. Two replicas can divide that axis; the three
-    replicas of the next group cannot."""
+    """Inside a `jit`, the states become [2, 3, 3]: two sets of three environments. Two replicas can divide the first axis, but
+    the three replicas of the next group cannot."""
     groups = choreo.fragment("env")(lambda s: jax.jit(lambda s: jnp.sin(s).reshape(2, 3, 3))(s))(c["s"])
     same, a = choreo.fragment("actor")(lambda g, s: jax.jit(lambda g, s: (g, jnp.cos(s)))(g, s))(groups, c["s"])
     s = env.step(c["s"], a + same.reshape(E, 3))

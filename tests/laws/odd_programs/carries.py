@@ -1,4 +1,4 @@
-"""Programs with an odd carry or odd metrics."""
+"""Programs with an odd carry or odd metrics. Each docstring says what a naive compiler would do wrong."""
 
 import jax
 import jax.numpy as jnp
@@ -46,24 +46,24 @@ def carry_swapped(env, c, key):
 
 @program(lambda env, key: {"a": env.reset(env.keys(key)), "b": jnp.zeros((E, 3)), "w": jnp.ones(3), "v": jnp.zeros(3)})
 def carry_rotates_through_four_leaves(env, c, key):
-    """Leaves move on in every iteration, some divided into blocks and some whole, and at two sites. A stale leaf would
-    show one iteration later."""
+    """Each leaf gets its new value from another leaf. Some leaves are divided into blocks and some are whole, at two sites. A
+    stale leaf would give a wrong result one iteration later."""
     s = env.step(c["a"], acts(c["w"], c["b"]))
     return {"a": c["b"] + s, "b": s, "w": learn(c["v"], s), "v": c["w"]}, {"m": jnp.mean(s)}
 
 
 @program()
 def carry_unchanged(env, c, key):
-    """The carry is returned as it came in, while metrics are computed from it. Donating its memory to another value
-    would corrupt the next iteration."""
+    """The carry is returned unchanged, and metrics are computed from it. Donating its memory to another value would
+    corrupt the next iteration."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
     return c, {"m": jnp.mean(s), "each": s}
 
 
 @program(lambda env, key: state_and_weights(env, key) | {"c": jnp.zeros((E, 2)), "k": jnp.zeros(()), "n": jnp.int32(0)})
 def carry_becomes_constant(env, c, key):
-    """`iterate` reads the leaves "c" and "k" and returns a constant for each. A compiler that takes the constant for
-    the value in all iterations is wrong in the first one."""
+    """`iterate` reads the leaves "c" and "k" and returns a constant for each. A compiler that uses the
+    constant in all iterations is wrong in the first iteration."""
     s = env.step(c["s"], acts(c["w"], c["s"])) + c["k"]
     return {"s": s, "w": learn(c["w"], s), "c": jnp.ones((E, 2)), "k": jnp.float32(0.25), "n": c["n"] + 1}, {
         "c": jnp.sum(c["c"])
@@ -82,7 +82,7 @@ def same_value_twice(env, c, key):
 @program(lambda env, key: {"s": env.reset(env.keys(key)), "w": jnp.mean(env.reset(env.keys(key)), axis=0)})
 def weights_from_the_first_states(env, c, key):
     """`init` makes the weights from a mean over the states of all environments. A site that runs `init` on its own
-    block gets other weights."""
+    block gets different weights."""
     return plain(env, c, key)
 
 
@@ -103,7 +103,7 @@ def environments_along_the_second_axis(env, c, key):
 
 @program(lambda env, key: {"s": env.reset(env.keys(key)).reshape(-1), "w": jnp.ones(3)})
 def environments_flattened_in_the_carry(env, c, key):
-    """The carried state is [3 E], with no axis of length E. It must stay whole, or be divided in multiples of three."""
+    """The carried state is [3 E], with no axis of length E. The state must stay whole, or be divided in multiples of three."""
     s = env.step(c["s"].reshape(E, 3), acts(c["w"], c["s"].reshape(E, 3)))
     return {"s": s.reshape(-1), "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
 
@@ -117,8 +117,8 @@ def order_of_environments_reversed_in_the_carry(env, c, key):
 
 @program(lambda env, key: state_and_weights(env, key) | {"goal": jnp.ones((E, 3)), "count": jnp.zeros((E,), jnp.int32)})
 def learner_keeps_a_row_for_each_environment(env, c, key):
-    """The learner carries one row per environment and rolls the rows. The actor needs its block of them, the learner
-    needs all."""
+    """The learner carries one row per environment and rolls the rows. The actor needs its block of the rows, and
+    the learner needs all rows."""
     s = env.step(c["s"], jax.vmap(act)(c["goal"], c["s"]))
     goal = choreo.fragment("learner")(lambda g, s: jnp.roll(0.5 * g + s, 1, axis=0))(c["goal"], s)
     return {"s": s, "w": learn(c["w"], goal), "goal": goal, "count": c["count"] + (goal[:, 0] > 0).astype(jnp.int32)}, {
@@ -157,7 +157,7 @@ def donated_and_read_again(env, c, key):
 
 @program()
 def a_metric_that_is_carried(env, c, key):
-    """The same values are metrics and new carry. The next iteration must not overwrite metrics that were not fetched
+    """The same values are metrics and leaves of the new carry. The next iteration must not overwrite metrics that were not fetched
     yet."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
     w = learn(c["w"], s)
@@ -190,8 +190,8 @@ def carry_becomes_a_constant_array(env, c, key):
     lambda env, key: state_and_weights(env, key) | {"v": jnp.ones(3), "t": jnp.zeros((E, 3)), "a": jnp.zeros((E, 3))}
 )
 def carry_changes_places_between_groups(env, c, key):
-    """Leaves swap places between the groups that own them: a state, an action and weights move on by one. Each site
-    must send the old value on before it stores the new one."""
+    """Leaves change places, also between groups: "s" gets the old "t", "t" the action, "a" the new state, and "w" the old "v".
+    Each site must send the old value before it stores the new value."""
     a = acts(c["w"], c["s"] + c["t"])
     s = env.step(c["a"], a)
     metrics = {name: c[name] for name in ("w", "v", "s", "t")}

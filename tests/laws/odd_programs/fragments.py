@@ -1,4 +1,7 @@
-"""Programs that call fragments in odd ways: under unusual `vmap`s, nested, with closures, with effects, in gradients."""
+"""Programs that call fragments in odd ways: under unusual `vmap`s, nested, with closures, with effects, in gradients.
+
+"Each replica would ..." says what a naive compiler would do wrong: it runs the user's code on each block of environments.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ from laws.odd_programs.program import SQUARE, TABLE, E, act, acts, learn, plain,
 
 @jax.custom_batching.custom_vmap
 def centre_under_vmap(row):
-    """One row as it is; under `vmap`, each row minus the mean of all rows."""
+    """Return the row unchanged. Under `vmap`, the result is each row minus the mean of all rows."""
     return row
 
 
@@ -82,8 +85,8 @@ def axes_other_than_the_first(env, c, key):
 
 @program()
 def nested_vmaps(env, c, key):
-    """Two `vmap`s around one fragment, with the environments in the outer one or in the inner one. The block of a
-    replica is along another axis in each call."""
+    """Two `vmap`s around one fragment. The environments are in the outer `vmap` of the first call, and in the inner `vmap` of
+    the second call. So the block of a replica is along a different axis in each call."""
     one = choreo.fragment("actor")(lambda w, x: w * jnp.tanh(x))
     a = jax.vmap(jax.vmap(one), (None, 0))(c["w"], c["s"])
     b = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(c["w"], c["s"][:, 0])
@@ -103,7 +106,7 @@ def every_pair_by_vmap(env, c, key):
 
 @program()
 def every_pair_transposed(env, c, key):
-    """All pairs, and now the outer `vmap` is over the second argument. The two axes of length E have changed places."""
+    """All pairs again, but the outer `vmap` is over the second argument: the two axes of length E are swapped."""
     pair = choreo.fragment("actor")(lambda x, y: jnp.tanh(x @ (y + 1.0)))
     a = jax.vmap(jax.vmap(pair, (0, None)), (None, 0))(c["s"], c["s"])
     s = env.step(c["s"], a @ c["s"])
@@ -155,8 +158,8 @@ def nested_fragments(env, c, key):
 
 @program()
 def fragment_in_a_mapped_fragment(env, c, key):
-    """A mapped actor fragment calls another fragment. The inner call has no `vmap` of its own; the program for one
-    environment contains it."""
+    """A mapped actor fragment calls another fragment. The program for one environment contains the inner call, and
+    the inner call has no further `vmap` around it."""
     outer = choreo.fragment("actor")(lambda w, s: act(w, jnp.sort(s)) + jnp.max(s))
     s = env.step(c["s"], jax.vmap(outer, (None, 0))(c["w"], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -180,8 +183,8 @@ def fragment_that_closes_over_all_environments(env, c, key):
 
 @program()
 def arrays_closed_over(env, c, key):
-    """Fragments close over constant arrays of E rows, [E, 3] and [E, E]. Some of these uses need block r of the array,
-    others need all of it."""
+    """Fragments close over constant arrays of E rows, [E, 3] and [E, E]. Some of these uses need only the
+    replica's block of the array, others need the whole array."""
     f = choreo.fragment("actor")(lambda s: s * TABLE)
     g = choreo.fragment("actor")(lambda s, i: s @ TABLE.T @ SQUARE[i] + TABLE[i])
     s = env.step(c["s"], f(c["s"]) + jax.vmap(g)(c["s"], jnp.arange(E)) + TABLE[::-1])
@@ -190,8 +193,8 @@ def arrays_closed_over(env, c, key):
 
 @program()
 def a_role_that_no_group_has(env, c, key):
-    """The role "critic" is in no group of the layout, so it runs with the learner, and takes a mean over all
-    environments there."""
+    """The role "critic" is in no group of the layout, so its fragment runs at the site of the learner. The fragment takes a
+    mean over all environments."""
     judge = choreo.fragment("critic")(lambda s: s - jnp.mean(s, axis=0, keepdims=True))
     s = env.step(c["s"], judge(acts(c["w"], c["s"])))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -199,7 +202,7 @@ def a_role_that_no_group_has(env, c, key):
 
 @program()
 def fragments_without_environments_as_input(env, c, key):
-    """Fragments of the role "env" that get no environments and return [E, 3]: from `arange`, and from one key. Each
+    """Two env fragments return [E, 3], but no argument has an env axis: one uses `arange`, the other draws with one key. Each
     replica must take its block of the full result."""
     noise = choreo.fragment("env")(lambda: jnp.arange(3.0 * E).reshape(E, 3))()
     drawn = choreo.fragment("env")(lambda k: jax.random.normal(k, (E, 3)))(key)
@@ -209,8 +212,8 @@ def fragments_without_environments_as_input(env, c, key):
 
 @program()
 def statics_that_compare_equal(env, c, key):
-    """The fragment is called with True and with 1, which compare equal in Python but stand for different factors. A cache by
-    equality would use one for both."""
+    """The fragment is called with True and with 1, which compare equal in Python but stand for different factors. A cache that
+    compares with `==` would use one factor for both calls."""
     scaled = choreo.fragment("actor")(lambda s, n: s * jnp.float32(2.0 if isinstance(n, bool) else 3.0))
     s = env.step(c["s"], scaled(c["s"], True) + scaled(c["s"], 1))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -262,7 +265,7 @@ def constant_arrays_given_to_fragments(env, c, key):
 
 @program()
 def iterate_inside_a_jit(env, c, key):
-    """The whole `iterate` is inside a `jit`: the fragments are one level further down."""
+    """The whole `iterate` is inside a `jit`, so that the fragments are one level deeper."""
     return jax.jit(lambda c, key: plain(env, c, key))(c, key)
 
 
@@ -321,7 +324,7 @@ def printing_in_a_batched_fragment(env, c, key):
 
 @program()
 def printing_only_a_scalar_in_a_batched_fragment(env, c, key):
-    """A fragment of the whole batch prints one shared number. Each replica would print it again."""
+    """A fragment of the whole batch prints one shared number. Each replica would print the number again."""
     f = choreo.fragment("actor")(lambda w, s: (jax.debug.print("w {}", w[0]), s * w[0])[1])
     s = env.step(c["s"], f(c["w"], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}

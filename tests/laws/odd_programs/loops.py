@@ -1,4 +1,7 @@
-"""Programs with odd loops and branches: scans, while loops and conds, across sites and inside fragments."""
+"""Programs with odd loops and branches: scans, while loops and conds, across sites and inside fragments.
+
+"Each replica would ..." says what a naive compiler would do wrong: it runs the user's code on each block of environments.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +86,7 @@ def scan_over_environments_with_every_role(env, c, key):
 @program()
 def a_remat_scan_with_a_gradient(env, c, key):
     """Gradients through a scan whose body is recomputed (`jax.checkpoint`), for the weights and for the states. The
-    recomputed body must be divided as the first one was."""
+    recomputed body must be divided in the same way as the first."""
 
     def loss(w, s):
         body = jax.checkpoint(lambda s, _: (0.5 * jnp.tanh(acts(w, s)) + 0.5 * s, jnp.mean(s)))
@@ -132,7 +135,7 @@ def control_flow_that_mixes_three_deep(env, c, key):
 @program()
 def a_loop_that_mixes_only_later(env, c, key):
     """The carry of the loop is zero at first. The third round adds the states, and a later round sums over
-    environments: one pass over the body does not show that."""
+    environments. An analysis that looks at the body only once does not see this."""
 
     def body(carry, t):
         a, b, d = carry
@@ -146,8 +149,8 @@ def a_loop_that_mixes_only_later(env, c, key):
 
 @program()
 def a_loop_whose_carry_becomes_a_block_later(env, c, key):
-    """The carry of the loop is zero, equal on all replicas, and differs between environments from the third round on.
-    The analysis needs a fixed point over the rounds."""
+    """The carry of the loop is zero at first, and so it is equal on all replicas. From the third round on it differs between
+    environments. The analysis must iterate until it reaches a fixed point."""
     zero = jnp.zeros((E, 3))
 
     @choreo.fragment("actor")
@@ -194,8 +197,8 @@ def a_while_with_fragments_of_two_roles(env, c, key):
 
 @program()
 def while_per_environment(env, c, key):
-    """A while loop per environment, in glue and in a mapped fragment. Under `vmap` it runs until all are done, and a
-    finished environment must not change any more."""
+    """A while loop per environment, in glue and in a mapped fragment. Under `vmap` the loop runs until all environments
+    are done, and a finished environment must not change any more."""
 
     def halve(x):
         return lax.while_loop(lambda c: jnp.abs(c[0][0]) > 0.05, lambda c: (0.6 * c[0], c[1] + 1), (x, 0))
@@ -225,8 +228,8 @@ def a_batched_fragment_with_a_while_per_environment(env, c, key):
 
 @program()
 def a_number_of_rounds_per_environment_from_arange(env, c, key):
-    """Each environment runs as many rounds as its number says. A replica that counts its environments from 0 runs too
-    few."""
+    """The number of rounds of an environment depends on its index. A replica that counts its own environments from 0 runs a
+    wrong number of rounds."""
 
     def rounds(n, x):
         return lax.fori_loop(0, n, lambda t, x: 0.7 * x + 0.1 * t, x)
@@ -291,8 +294,8 @@ def a_scan_with_an_accumulator_over_environments(env, c, key):
 
 @program()
 def a_scan_with_a_constant_from_the_environments(env, c, key):
-    """The body of the scan reads a row per environment that is computed outside of the loop: a constant of the loop,
-    divided into blocks."""
+    """The body of the scan reads an array that is computed before the loop, with a row per environment. The array is a
+    constant of the loop, and is divided into blocks."""
     base = jnp.sin(c["s"])
 
     def step(s, t):
@@ -319,8 +322,8 @@ def a_scan_whose_results_are_not_used(env, c, key):
 
 @program()
 def a_scan_with_constant_arrays(env, c, key):
-    """Constant arrays of E rows are initial carry, new carry, inputs and results of a scan. Next to environments each
-    replica needs block r of them; the results need all rows."""
+    """Constant arrays of E rows are initial carry, new carry, inputs and results of a scan. To add them to
+    states, each replica needs only its own block; the results need all rows."""
 
     def step(carry, x):
         s, base = carry

@@ -1,4 +1,4 @@
-"""How an odd program is registered, and the fragments, arrays and the rollout that many of them share."""
+"""How an odd program is registered, and the fragments, arrays and the rollout that many odd programs share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jax import lax
 import choreo
 
 E = 6
-"""Environments."""
+"""Number of environments."""
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """By name: init(env, key) -> carry, and iterate(env, carry, key) -> carry, metrics."""
 TABLE = jnp.linspace(-1.0, 1.0, E * 3).reshape(E, 3)
@@ -21,7 +21,7 @@ SQUARE = jnp.linspace(-1.0, 1.0, E * E).reshape(E, E)
 
 @dataclass(frozen=True)
 class Program:
-    """The algorithm of the registered program with that name."""
+    """The registered program `name`, as an algorithm."""
 
     name: str
 
@@ -69,7 +69,7 @@ def acts(w, s):
 
 @program()
 def plain(env, c, key):
-    """Act, step, learn: nothing is odd here. Other programs differ from this one by one thing."""
+    """Act, step, learn: nothing is odd here. Many other programs differ from this program in one thing."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
 

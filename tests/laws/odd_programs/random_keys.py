@@ -32,7 +32,7 @@ def keys_flags_and_integers(env, c, key):
 @program()
 def keys_by_split(env, c, key):
     """`split(key, E)` and a draw of shape [E, 3]. A replica that splits the key, or draws, for its own number of
-    environments gets other numbers."""
+    environments gets different numbers."""
     k1, k2 = jax.random.split(key)
     a = jax.vmap(act_random, (None, 0, 0))(c["w"], c["s"], env.keys(k1))
     s = env.step(c["s"], a + 0.1 * jax.random.normal(k2, (E, 3)))
@@ -82,7 +82,7 @@ def glue_draws_with_rbg_keys(env, c, key):
 
 
 def raw_keys_and_state(env, key):
-    """The usual carry, and keys as raw integers: one, and one per environment."""
+    """The usual carry, one key for all environments, and one key per environment. The keys are raw integers."""
     raw = jax.random.key_data(key)
     return state_and_weights(env, key) | {"each": jax.random.split(raw, env.num_envs), "one": raw}
 

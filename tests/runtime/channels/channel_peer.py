@@ -55,7 +55,7 @@ def send_and_fail(sender, message, count):
 
 
 def fork_send_and_hang(sender, message, count):
-    """Like an environment that starts a process, which lives a little longer than its parent."""
+    """The fork lives a little longer than its parent, like a process that an environment has started."""
     if os.fork() == 0:
         time.sleep(5)
         os._exit(0)

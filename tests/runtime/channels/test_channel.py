@@ -38,7 +38,7 @@ from choreo.runtime.channels.tcp import TcpListener, connect
 from choreo.testing import check_channel
 
 PEER = Path(__file__).parent / "channel_peer.py"
-HERE, WORKER = KeyPair.new(), KeyPair.new()
+HERE_KEYS, WORKER_KEYS = KeyPair.new(), KeyPair.new()
 """The keys of the listening site of these tests, and of `worker-0`, which connects to it."""
 CARRIERS = ("shm", "tcp")
 
@@ -51,12 +51,12 @@ def make_shm(slot_bytes, *, slots=2, timeout_s=None, spin_us=0.0):
 
 @contextmanager
 def listening():
-    with TcpListener.open("127.0.0.1", keys=HERE) as listener:
-        listener.admit({WORKER.public: "worker-0"})
+    with TcpListener.open("127.0.0.1", keys=HERE_KEYS) as listener:
+        listener.admit({WORKER_KEYS.public: "worker-0"})
         yield listener
 
 
-def call(address, name, *, keys=WORKER, peer_key=HERE.public, **options):
+def call(address, name, *, keys=WORKER_KEYS, peer_key=HERE_KEYS.public, **options):
     return connect(address, name, keys=keys, peer="learner-0", peer_key=peer_key, **options)
 
 
@@ -64,10 +64,10 @@ def make_tcp(slot_bytes, *, slots=2, timeout_s=None, accepts="receiver"):
     """A channel over loopback; `accepts` is the end that listens."""
     connects = "sender" if accepts == "receiver" else "receiver"
     options = {"slot_bytes": slot_bytes, "slots": slots, "timeout_s": timeout_s, "hello_timeout_s": 20.0}
-    with TcpListener.open("127.0.0.1", keys=HERE) as listener:
-        listener.admit({WORKER.public: f"{connects}-0"})
+    with TcpListener.open("127.0.0.1", keys=HERE_KEYS) as listener:
+        listener.admit({WORKER_KEYS.public: f"{connects}-0"})
         accept = partial(listener.accept_channel, "a", end=accepts, peer=f"{connects}-0", **options)
-        connecting = partial(connect, listener.address, "a", keys=WORKER, peer_key=HERE.public)
+        connecting = partial(connect, listener.address, "a", keys=WORKER_KEYS, peer_key=HERE_KEYS.public)
         accepted, connected = at_once(accept, partial(connecting, end=connects, peer=f"{accepts}-0", **options))
     return (connected, accepted) if accepts == "receiver" else (accepted, connected)
 
@@ -97,7 +97,10 @@ def test_channels_keep_the_laws(make):
 
 @contextmanager
 def peer_process(carrier, does, ends, **options):
-    """This process's end of each channel, and the peer process, which has the other `ends`, in the same order."""
+    """Start a peer process that has the given `ends`.
+
+    Yields this process's opposite ends, in the same order, and then the process.
+    """
     with listening() as listener:
         mine, theirs, inherited = [], [], []
         for i, end in enumerate(ends):
@@ -109,12 +112,16 @@ def peer_process(carrier, does, ends, **options):
                 inherited.append(their_end)
             else:
                 my_end = "receiver" if end == "sender" else "sender"
-                silent = {"silence_s": options.pop("silence_s", 5.0), "timeout_s": 20.0}
-                mine.append(partial(listener.accept_channel, f"c{i}", peer="worker-0", end=my_end, **silent))
+                timeouts = {"silence_s": options.pop("silence_s", 5.0), "timeout_s": 20.0}
+                mine.append(partial(listener.accept_channel, f"c{i}", peer="worker-0", end=my_end, **timeouts))
                 theirs.append(
                     {
                         "end": end,
-                        "where": [listener.address, f"c{i}", *(key.decode() for key in (*WORKER, HERE.public))],
+                        "where": [
+                            listener.address,
+                            f"c{i}",
+                            *(key.decode() for key in (*WORKER_KEYS, HERE_KEYS.public)),
+                        ],
                     }
                 )
         brief = {"carrier": carrier, "does": does, "ends": theirs, **options}
@@ -208,7 +215,7 @@ def test_a_process_that_exits_loses_no_message(carrier):
 
 @pytest.mark.parametrize(("carrier", "spin_us"), [("shm", 0.0), ("shm", 50.0), ("tcp", 0.0)])
 def test_no_wake_up_is_lost(carrier, spin_us):
-    """Thousands of times, one end is about to sleep when the other hands over a slot; a lost wake-up would time out."""
+    """In many of these round trips, one end is about to sleep when the other hands over a slot. A lost wake-up would time out."""
     count = 3_000 if carrier == "shm" else 500
     rng, message = np.random.default_rng(0), np.zeros(1, np.int64)
     with peer_process(carrier, "echo", ["receiver", "sender"], count=count, spin_us=spin_us) as (sender, receiver, _):
@@ -298,7 +305,9 @@ def test_a_message_with_another_number_of_arrays_is_refused(make):
     sender, receiver = make(1024, timeout_s=20.0)
     with sender, receiver:
         sender.send([np.zeros(4, np.float32)])
-        with pytest.raises(MessageMismatch, match="`sender-0` sent message 0 of 16 bytes where message 0 of 20 bytes"):
+        with pytest.raises(
+            MessageMismatch, match="`sender-0` sent message 0 with 16 bytes, but message 0 with 20 bytes was"
+        ):
             receiver.receive([np.zeros(4, np.float32), np.zeros(1, np.float32)])
 
 
@@ -310,9 +319,9 @@ def test_options_are_checked():
     with listening() as listener:
         port = int(listener.address.rpartition(":")[2])
         with pytest.raises(ChannelError, match="Cannot listen at 127.0.0.1:.*in use"):
-            TcpListener.open("127.0.0.1", port, keys=HERE)
+            TcpListener.open("127.0.0.1", port, keys=HERE_KEYS)
     with pytest.raises(ChannelError, match="Cannot listen at no-such-host.invalid"):
-        TcpListener.open("no-such-host.invalid", keys=HERE)
+        TcpListener.open("no-such-host.invalid", keys=HERE_KEYS)
 
 
 def test_ends_open_from_descriptors_and_sizes():
@@ -355,14 +364,14 @@ def test_a_site_without_a_key_of_this_run_is_refused():
                 call(listener.address, "b", keys=stranger)
 
         def accept():
-            with pytest.raises(HelloRefused, match=r"127\.0\.0\.1 did, without a key of this run, so nothing was read"):
+            with pytest.raises(HelloRefused, match=r"127\.0\.0\.1 did, but without a key of this run"):
                 listener.accept_channel("b", peer="worker-0", hello_timeout_s=1.0)
 
         at_once(accept, call_once)
 
 
 def test_a_process_without_the_peers_key_at_the_peers_address_is_refused():
-    """A process that has taken the port and admits every client still lacks the secret key of the peer."""
+    """Another process may listen at the peer's address. It does not have the peer's secret key, so the caller refuses it."""
     with listening() as listener:
 
         def accept():
@@ -410,7 +419,7 @@ def test_strangers_do_no_harm():
 
 def test_strangers_at_the_port_of_a_channel_do_no_harm(monkeypatch):
     """Between the hello and the connection of the peer, the port of the channel itself is open."""
-    late = tcp.show_ticket
+    original = tcp.show_ticket
 
     with listening() as listener, zmq.Context() as context, ExitStack() as stack:
 
@@ -419,7 +428,7 @@ def test_strangers_at_the_port_of_a_channel_do_no_harm(monkeypatch):
             for port in ports:
                 bother(stack, context, f"127.0.0.1:{port}", ticket=b"not the ticket")
             time.sleep(0.2)
-            late(sock, ticket)
+            original(sock, ticket)
 
         monkeypatch.setattr(tcp, "show_ticket", show_ticket)
         receiver, sender = at_once(
@@ -541,10 +550,9 @@ def test_a_man_in_the_middle_who_changes_a_frame_is_noticed(monkeypatch, size):
 
 def test_a_man_in_the_middle_who_repeats_a_frame_is_noticed(monkeypatch):
     """The copy is sealed with the right key, but its nonce is that of an earlier frame."""
-    last, repeating = [], threading.Event()
+    repeating = threading.Event()
 
     def repeat(number, data):
-        last.append(data)
         return data + data if repeating.is_set() and len(data) > 200 else data
 
     with through_a_man_in_the_middle(monkeypatch, repeat) as (sender, receiver, _):
@@ -583,7 +591,7 @@ def test_a_channel_with_two_senders_is_refused():
                 call(listener.address, "a")
 
         def accept():
-            with pytest.raises(HelloRefused, match="wants to be the sender of channel `a`, and so does this site"):
+            with pytest.raises(HelloRefused, match="to be the sender of channel `a`, but this site is the sender"):
                 listener.accept_channel("a", end="sender", peer="worker-0")
 
         at_once(accept, call_once)
@@ -599,7 +607,10 @@ def test_opening_a_channel_times_out():
 
 @pytest.mark.parametrize("accepts", ["sender", "receiver"])
 def test_messages_sent_before_the_connection_closed_can_still_be_read(accepts):
-    """The end of the connection is not noticed before the messages that were sent earlier, whichever side listened."""
+    """A receiver first reads all messages that were sent, and only then sees that the sender has closed.
+
+    It does not matter which side listened.
+    """
     for _ in range(20):
         sender, receiver = make_tcp(8, slots=3, accepts=accepts, timeout_s=20.0)
         with receiver:

@@ -29,7 +29,7 @@ def write(folder, text, *, token="0123456789abcdef\n", mode=0o600):
     return folder / "cluster.toml"
 
 
-def placed(placements):
+def address_of_each_site(placements):
     return {f"{p.group}-{p.replica}": p.host.address for p in placements}
 
 
@@ -49,7 +49,7 @@ def test_all_settings_of_a_file_are_read(tmp_path):
     assert hash(cluster)
 
 
-def test_the_default_is_this_machine():
+def test_the_local_cluster_is_this_machine():
     cluster = Cluster.local()
     assert cluster.token() is None and [host.port for host in cluster.hosts] == [0]
     assert [host.cpus for host in cluster.hosts] == [len(os.sched_getaffinity(0))]
@@ -61,7 +61,10 @@ def test_one_address_may_be_two_hosts_if_the_ports_differ():
 
 
 def test_reading_a_cluster_imports_no_jax():
-    code = "import sys, choreo.runtime.coordinator.cluster; choreo.runtime.coordinator.cluster.Cluster.local(); print('jax' in sys.modules)"
+    code = (
+        "import sys, choreo.runtime.coordinator.cluster as cluster; cluster.Cluster.local()\n"
+        "print('jax' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 
@@ -72,7 +75,7 @@ def test_reading_a_cluster_imports_no_jax():
         (
             '[[hosts]]\naddress = "a"\n[[hosts]]\naddress = "b"',
             "a and b have no port, but every host except this machine needs one.\n  at  cluster.toml\n"
-            "Give the port of the `choreo agent`",
+            "Give the port of `choreo agent`",
         ),
         (
             '[[hosts]]\naddress = "a"\nport = 7000',
@@ -80,7 +83,7 @@ def test_reading_a_cluster_imports_no_jax():
         ),
         ("", "A cluster needs at least one host.\n  at  cluster.toml\nAdd a table [[hosts]] with its address."),
         ("hosts = []", "A cluster needs at least one host."),
-        ("hosts = 3", "`hosts` in cluster.toml is not a list of tables.\nWrite [[hosts]], in two brackets."),
+        ("hosts = 3", "`hosts` in cluster.toml is not a list of tables.\nWrite [[hosts]], with two brackets."),
         ('[hosts]\naddress = "a"', "`hosts` in cluster.toml is not a list of tables."),
         ("[[host]]", "There is no setting `host` here.\n  at  cluster.toml\nDid you mean `hosts`?"),
         (
@@ -93,19 +96,22 @@ def test_reading_a_cluster_imports_no_jax():
         ),
         (
             '[[hosts]]\naddress = ""',
-            "'' is not the address of a host.\n  at  cluster.toml, hosts[0]\nGive a name or a number",
+            "'' is not the address of a host.\n  at  cluster.toml, hosts[0]\nGive a name or an IP address",
         ),
         (
             '[[hosts]]\naddress = "a:7000"',
-            "The address 'a:7000' has a port in it.\n  at  cluster.toml, hosts[0]\n"
-            'Give both: address = "a" and port = 7000.',
+            "The address 'a:7000' contains a port.\n  at  cluster.toml, hosts[0]\n"
+            'Write two settings: address = "a" and port = 7000.',
         ),
         (
             '[[hosts]]\naddress = "a"\nport = "x"',
             "port = 'x' is not of type int.\n  at  cluster.toml, hosts[0]\nWrite port = 7000.",
         ),
         ('[[hosts]]\naddress = "a"\nport = 70000', "a has no port 70000.\n  at  cluster.toml, hosts[0]"),
-        ('[[hosts]]\naddress = "a"\ncpus = 0', "a has cpus = 0.\n  at  cluster.toml, hosts[0]\nGive how many it has"),
+        (
+            '[[hosts]]\naddress = "a"\ncpus = 0',
+            "a has cpus = 0.\n  at  cluster.toml, hosts[0]\nGive its number of cpus",
+        ),
         ('[[hosts]]\naddress = "a"\ncpus = true', "cpus = True is not of type int."),
         ('[[hosts]]\naddress = "a"\ndevices = "gpu"', "devices = 'gpu' is not of type list."),
         ('[[hosts]]\naddress = "a"\ndevices = []', "a has no devices."),
@@ -115,13 +121,13 @@ def test_reading_a_cluster_imports_no_jax():
         ),
         (
             2 * '[[hosts]]\naddress = "a"\nport = 7000\n',
-            "The host a port 7000 is listed twice.\n  at  cluster.toml\nName each once, with all its cpus.",
+            "The host a port 7000 is listed twice.\n  at  cluster.toml\nList each host once, with all its cpus.",
         ),
-        ("token_file = 3", "cluster.toml says token_file = 3.\n"),
+        ("token_file = 3", "token_file = 3 in cluster.toml is not a path.\n"),
         ("hosts = = 3", "cluster.toml is not valid TOML: Invalid value (at line 1, column 9).\nCorrect that line."),
         (
             'token_file = "gone"\n[[hosts]]\naddress = "a"',
-            "The token file gone cannot be read: No such file or directory.\nMake one, the same on every host",
+            "The token file gone cannot be read: No such file or directory.\nMake a token file, and copy it to every host",
         ),
     ],
 )
@@ -151,9 +157,9 @@ BIG, SMALL = Host(address="big", cpus=4, devices=("cpu", "gpu")), Host(address="
 CLUSTER = Cluster(hosts=(BIG, SMALL))
 
 
-def test_replicas_are_placed_in_proportion_to_cpus_and_the_rest_on_the_first_host():
+def test_replicas_are_placed_in_proportion_to_cpus_and_a_single_site_on_the_first_host():
     sites = {"env+actor": 6, "buffer+learner": None}
-    where = placed(place(sites, CLUSTER))
+    where = address_of_each_site(place(sites, CLUSTER))
     assert list(where) == [*(f"env+actor-{i}" for i in range(6)), "buffer+learner-0"]
     workers = [where[f"env+actor-{i}"] for i in range(6)]
     assert (workers.count("big"), workers.count("small")) == (4, 2)
@@ -161,7 +167,7 @@ def test_replicas_are_placed_in_proportion_to_cpus_and_the_rest_on_the_first_hos
 
 
 @pytest.mark.parametrize("replicas", range(1, 14))
-def test_no_host_gets_a_worker_while_another_has_more_room(replicas):
+def test_no_host_gets_a_worker_while_another_host_has_more_room_per_cpu(replicas):
     where = [p.host for p in place({"env": replicas}, CLUSTER)]
     assert len(where) == replicas
     for host, other in ((BIG, SMALL), (SMALL, BIG)):
@@ -169,19 +175,24 @@ def test_no_host_gets_a_worker_while_another_has_more_room(replicas):
 
 
 def test_replica_i_of_two_groups_is_on_the_same_host():
-    where = placed(place({"env": 3, "actor": 3, "learner": None}, CLUSTER))
+    where = address_of_each_site(place({"env": 3, "actor": 3, "learner": None}, CLUSTER))
     assert all(where[f"env-{i}"] == where[f"actor-{i}"] for i in range(3))
 
 
 def test_a_group_is_placed_on_a_host_with_its_device():
-    turned = Cluster(hosts=(SMALL, BIG))
-    assert placed(place({"env": 1, "learner": None}, turned)) == {"env-0": "big", "learner-0": "small"}
-    where = placed(place({"env": 3, "learner": None}, turned, devices={"learner": "gpu", "env": None}))
+    small_first = Cluster(hosts=(SMALL, BIG))
+    assert address_of_each_site(place({"env": 1, "learner": None}, small_first)) == {
+        "env-0": "big",
+        "learner-0": "small",
+    }
+    where = address_of_each_site(
+        place({"env": 3, "learner": None}, small_first, devices={"learner": "gpu", "env": None})
+    )
     assert where["learner-0"] == "big"
-    where = placed(place({"env": 3}, turned, devices={"env": "gpu"}))
+    where = address_of_each_site(place({"env": 3}, small_first, devices={"env": "gpu"}))
     assert set(where.values()) == {"big"}
     with pytest.raises(ClusterError, match="The layout wants `learner` on 'tpu', but no host has such a device"):
-        place({"learner": None}, turned, devices={"learner": "tpu"})
+        place({"learner": None}, small_first, devices={"learner": "tpu"})
 
 
 def test_the_local_cluster_places_every_site_on_this_machine():

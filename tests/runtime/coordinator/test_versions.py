@@ -1,4 +1,5 @@
-"""A host with other versions is refused by name. Another CPU or other XLA_FLAGS give a warning, or are refused with `same_bits`."""
+"""A host with different package versions is refused, and the error names the packages. A host with a different CPU or different
+XLA_FLAGS gets a warning; with `same_bits` it is refused."""
 
 import gc
 import importlib.metadata
@@ -26,7 +27,7 @@ OTHER_FLAGS = "--xla_cpu_enable_fast_min_max=true"
 
 @contextmanager
 def agent(tmp_path, **variables):
-    """Another "host": an agent whose environment variables differ, here on loopback."""
+    """A cluster of one host: an agent on loopback that has these environment variables."""
     with Agent(make_token(tmp_path), **variables) as started:
         yield started.cluster
 
@@ -46,7 +47,7 @@ def train(cluster, **options):
     )
 
 
-def test_another_version_is_refused_by_name(tmp_path, other_gymnasium):
+def test_a_host_with_a_different_version_is_refused_by_name(tmp_path, other_gymnasium):
     ours = importlib.metadata.version("gymnasium")
     with agent(tmp_path, PYTHONPATH=other_gymnasium) as cluster, pytest.raises(RunError) as refused:
         train(cluster, out=tmp_path / "run")
@@ -85,12 +86,12 @@ def test_allow_versions_warns_and_the_run_records_the_differences(tmp_path, othe
     assert "Use a host like this machine, or leave out --same-bits (same_bits=True)." in shown
 
 
-def test_an_equal_host_has_no_differences():
+def test_a_host_with_equal_versions_has_no_differences():
     assert compare("b", HERE, HERE) == Differences(host="b", packages={}, bits={})
     assert not compare("b", HERE, HERE).recorded
 
 
-def test_versions_and_bits_are_distinguished():
+def test_differences_of_packages_and_of_cpu_or_flags_are_listed_separately():
     there = Versions(packages={"jax": "0.9.1", "python": "3.12.1"}, cpu="Xeon", cpu_features="abd", xla_flags="--a")
     found = compare("b", there, HERE)
     assert found.packages == {"jax": ("0.9.1", "0.10.2"), "python": ("3.12.1", "3.11.4")}
@@ -119,19 +120,19 @@ def test_a_missing_package_has_the_version_none():
     assert there == Versions.from_json(there.to_json())
 
 
-def test_flags_in_another_order_are_the_same(monkeypatch):
+def test_the_order_of_xla_flags_does_not_matter(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", " --b=1  --a ")
     assert this_machine([]).xla_flags == "--a --b=1"
 
 
-def test_cpus_with_other_features_differ():
+def test_cpus_with_different_features_differ():
     def text(flags, name="Xeon"):
         return f"processor : 0\nmodel name : {name}\nflags : {flags}\n\nprocessor : 1\nmodel name : other\nflags : x\n"
 
     assert cpu_of(text("avx fma")) == cpu_of(text("fma avx")) != cpu_of(text("avx"))
     assert cpu_of(text("avx"))[0] == "Xeon"
     assert cpu_of("processor : 0\nFeatures : neon sve\n")[1] != cpu_of("processor : 0\nFeatures : neon\n")[1]
-    assert cpu_of("")[0], "a system without /proc/cpuinfo has the name of its machine"
+    assert cpu_of("")[0], "without /proc/cpuinfo, the name of the CPU is the machine type"
 
 
 def test_reading_versions_imports_no_jax():
@@ -149,7 +150,7 @@ class Physics(gymnasium.Env):
     observation_space = action_space = gymnasium.spaces.Discrete(2)
 
     def step(self, action):
-        import psutil  # noqa: F401  imports inside of a function are not found
+        import psutil  # noqa: F401  `packages_of` does not find imports inside of functions
 
         return hypothesis.strategies.integers
 

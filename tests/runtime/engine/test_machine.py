@@ -1,5 +1,5 @@
-"""Messages from any number of senders to any number of receivers, in any blocks, give each receiver its block. Loops stack the
-results of their rounds. `_read_once` finds the slots that one segment reads."""
+"""Messages give each receiver its block, for any number of senders and receivers, and for any axes of their blocks. Loops stack the
+results of their rounds. `_read_once` finds the slots that only one segment reads."""
 
 import jax
 import numpy as np
@@ -56,12 +56,12 @@ def test_only_blocks_that_overlap_are_sent(src, dst, count):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_loop_stacks_the_results_of_its_rounds(reverse):
-    """Small results, large results, which are written into the stack directly, and a constant."""
-    large = machine.SMALL_BYTES  # as many numbers of 4 bytes each: four times too large to be small
+    """The results are small arrays, large arrays, and a constant. Large arrays are written directly into the stack."""
+    large = machine.SMALL_BYTES  # this many numbers of 4 bytes are four times too large to be small
     reused = np.empty(1, np.int32)
 
     def count(x):
-        reused[:] = x + 1  # a function may return the same array in every round
+        reused[:] = x + 1  # a host function may return the same array object in every round
         return reused, np.full(large, x[0], np.float32)
 
     stacks = [_type((4, 1), np.int32), _type((4, large), np.float32), _type((4, 1), np.int32)]
@@ -77,11 +77,11 @@ def test_a_loop_stacks_the_results_of_its_rounds(reverse):
         outs=tuple(Port(str(slot), None, {"env": (slot, None)}) for slot in (11, 12, 13, 14)),
     )
     site = ("env", 0)
-    runs = machine.Machine(
+    runner = machine.Machine(
         program, Topology(me="env", process_of_site={site: "env"}), PythonOnly(), {site: HostObjects()}
     )
     for first in (0, 5):
-        last, small, rows, same = runs.run({site: {0: np.full(1, first, np.int32)}})[site]
+        last, small, rows, same = runner.run({site: {0: np.full(1, first, np.int32)}})[site]
         in_order = np.arange(first, first + 4)[:: -1 if reverse else 1]
         np.testing.assert_array_equal(last, [first + 4])
         np.testing.assert_array_equal(small[:, 0], in_order + 1)
@@ -90,9 +90,9 @@ def test_a_loop_stacks_the_results_of_its_rounds(reverse):
         assert (small.dtype, rows.dtype) == (np.int32, np.float32)
 
 
-def test_read_once_finds_slots_that_one_segment_reads_and_nothing_else():
-    """Read by: slots 1 and 6, one segment; 2, two segments; 3, a segment and the output; 4, a segment and a loop; 5, a segment and
-    a transfer."""
+def test_read_once_finds_the_slots_that_only_one_segment_reads():
+    """One segment reads the slots 1 and 6. Two segments read slot 2. The slots 3, 4 and 5 each have a reader besides a segment: the
+    output, a loop, and a transfer."""
     program = Program(
         "iterate",
         steps=(

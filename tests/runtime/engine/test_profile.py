@@ -30,7 +30,7 @@ def test_shares_add_up_and_the_verdict_names_the_bottleneck():
     assert profile.verdict == "`learner` waits 70% of its time for `actor-0`, which spends 80% of its time in env."
 
 
-def test_the_verdict_without_any_waiting():
+def test_the_verdict_says_when_nobody_waits():
     assert Profile({"here": record(1.0, ("env", "step", 1.0))}).verdict == "Nobody waits for anybody."
 
 
@@ -47,7 +47,7 @@ def test_the_kind_of_a_segment_follows_from_its_roles():
         "other", "env", "env+act", "learn"]  # fmt: skip
 
 
-def test_profile_of_a_run_in_this_process():
+def test_the_profile_of_a_run_in_this_process_shows_the_time_of_compiling():
     runtime = InProcess(plan(Tiny(unroll=2), make("jax:CartPole-v1", 4), fused()), profile=True)
     runtime.start(jax.random.key(0))
     runtime.run(0, 2)
@@ -57,7 +57,7 @@ def test_profile_of_a_run_in_this_process():
     assert profile.shares("this process")["compile"] > 0
 
 
-def test_profile_of_a_run_with_workers():
+def test_the_profile_of_a_run_with_workers_shows_which_workers_wait():
     runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), fine(2)), profile=True)
     try:
         runtime.start(jax.random.key(0))
@@ -67,14 +67,14 @@ def test_profile_of_a_run_with_workers():
         runtime.close()
     workers = list(profile.workers)
     assert len(workers) == 3 and workers[-1] not in profile.waits(workers[-1])
-    assert set(profile.waits(workers[-1])) == set(workers[:2]), "the learner waits for both of them"
+    assert set(profile.waits(workers[-1])) == set(workers[:2]), "the learner waits for both workers"
     assert profile.shares(workers[0])["env"] > 0
     events = json.loads(profile.trace())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} == set(workers)
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
 
 
-def test_workers_report_their_iteration():
+def test_workers_report_the_iteration_that_they_run():
     heard = []
     runtime = Local(plan(Tiny(unroll=2), make("CartPole-v1", 4), fine(1)), on_states=heard.append)
     try:

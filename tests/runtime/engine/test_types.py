@@ -1,4 +1,4 @@
-"""Every type of array that JAX has crosses between sites, bit for bit; or the plan refuses it by name."""
+"""Arrays of every dtype that JAX has cross between sites bit for bit, or the plan refuses them and names the dtype."""
 
 import re
 import socket
@@ -38,14 +38,14 @@ DTYPES = (
 )  # fmt: skip
 WIDE = ("int64", "uint64", "float64", "complex128")
 FEW = ("float32", "bfloat16", "float8_e5m2", "int4", "float4_e2m1fn")
-"""The types that need special handling, and float32, which does not."""
+"""float32, and one type of each kind that needs special handling."""
 IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 KEY = jax.random.key(5)
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Environments that add up their actions. These are whole numbers, so no compiler rounds differently."""
+    """Environments that add up their actions. The actions are whole numbers, so every program computes the same sums exactly."""
 
     num_envs: int = 6
 
@@ -66,14 +66,14 @@ class Counters:
 
 @dataclass(frozen=True)
 class Zoo:
-    """A carry with two leaves of every type: one that the learner keeps, and one with a row per environment. The kept leaves cross
-    to the actors; the actors return new rows, and the learner keeps one of these."""
+    """An algorithm whose carry has two leaves of every type: one in `kept`, which the learner holds, and one in `rows`, with a row
+    per environment. The actors read `kept` and return new rows. The learner replaces `kept` with one of these rows."""
 
     dtypes: tuple[str, ...] = DTYPES
 
     def init(self, env, key):
-        kept = {name: some(name, (3,), first=1) for name in self.dtypes}
-        rows = {name: some(name, (env.num_envs, 3), first=5) for name in self.dtypes}
+        kept = {name: consecutive_bits(name, (3,), first=1) for name in self.dtypes}
+        rows = {name: consecutive_bits(name, (env.num_envs, 3), first=5) for name in self.dtypes}
         keys = {impl: jax.random.key(7, impl=impl) for impl in IMPLS}
         return {"s": env.reset(env.keys(key)), "kept": kept, "rows": rows, "keys": keys}
 
@@ -85,7 +85,7 @@ class Zoo:
 
     @choreo.fragment("actor")
     def act(self, kept, keys, row, s):
-        """Each row becomes the kept leaf, with the first number of the old row at the end."""
+        """The new row is the kept leaf, with the first number of the old row as its last number."""
         drawn = [jax.random.bits(key, (), jnp.uint32) & jnp.uint32(1) for key in keys.values()]
         row = {name: kept[name].at[2].set(row[name][0]) for name in kept}
         return s + sum(drawn).astype(s.dtype), row
@@ -100,14 +100,14 @@ class Zoo:
 
 @dataclass(frozen=True)
 class Relay:
-    """A loop that is split: at every step, rows of every type go to the sites of the environments and come back; the learner reads
-    the rows of all steps."""
+    """An algorithm with a loop that runs at several sites. In every step, rows of every type go to the sites of the environments
+    and come back. The learner reads the rows of all steps."""
 
     dtypes: tuple[str, ...] = DTYPES
 
     def init(self, env, key):
-        rows = {name: some(name, (env.num_envs, 3), first=5) for name in self.dtypes}
-        kept = {name: some(name, (4, env.num_envs, 3), first=2) for name in self.dtypes}
+        rows = {name: consecutive_bits(name, (env.num_envs, 3), first=5) for name in self.dtypes}
+        kept = {name: consecutive_bits(name, (4, env.num_envs, 3), first=2) for name in self.dtypes}
         return {"s": env.reset(env.keys(key)), "rows": rows, "kept": kept}
 
     def iterate(self, env, carry, key):
@@ -134,8 +134,8 @@ class Relay:
         return {name: kept[name].at[1].set(seen[name][2]) for name in kept}, jnp.int32(len(kept))
 
 
-def some(name, shape, *, first):
-    """Numbers of a type with neighbouring bit patterns, so that a wrong conversion changes the bytes."""
+def consecutive_bits(name, shape, *, first):
+    """An array of the type `name` with consecutive bit patterns, so that a wrong conversion changes the bytes."""
     dtype = jnp.dtype(getattr(jnp, name))
     count = int(np.prod(shape))
     if name == "bool":
@@ -163,12 +163,12 @@ def assert_same_bytes(run, expected):
     for name, value in expected.items():
         if isinstance(value, np.ndarray):
             assert (run[name].dtype, run[name].tobytes()) == (value.dtype, value.tobytes()), name
-        else:  # the structure, and leaves that are not arrays
+        else:  # the tree structure, or a leaf that is not an array
             assert run[name] == value, name
 
 
 @pytest.mark.parametrize("carrier", ["shm", pytest.param("tcp", marks=pytest.mark.long)])
-def test_every_type_in_the_carry_of_workers(carrier):
+def test_every_type_crosses_between_workers_and_the_coordinator_unchanged(carrier):
     """The carry goes between workers, to the coordinator, back to the workers, and to the coordinator again."""
     algo, env = Zoo(DTYPES + WIDE), Counters()
     with jax.enable_x64(True):
@@ -185,7 +185,7 @@ def test_every_type_in_the_carry_of_workers(carrier):
 
 
 @pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse"])
-def test_every_type_in_the_carry_of_one_process(layout):
+def test_special_types_in_the_carry_of_one_process_keep_their_bits(layout):
     algo, env = Zoo(FEW), Counters()
     assert_same_bytes(run_of(InProcess(plan(algo, env, layout)), KEY), reference(algo, env))
 
@@ -195,14 +195,14 @@ def test_every_type_in_the_carry_of_one_process(layout):
     [(FEW, InProcess), pytest.param(DTYPES, Local, marks=pytest.mark.long)],
     ids=["inprocess", "workers"],
 )
-def test_every_type_in_a_loop_that_is_split(dtypes, runtime):
+def test_every_type_crosses_between_sites_in_a_loop_unchanged(dtypes, runtime):
     algo, env = Relay(dtypes), Counters()
     assert_same_bytes(run_of(runtime(plan(algo, env, fine(2))), KEY), reference(algo, env))
 
 
 @pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse"])
 def test_a_type_that_cannot_leave_a_program_is_refused_by_the_plan(layout):
-    """JAX cannot export 2-bit types, and XLA on CPU would end the process where two blocks of them are joined."""
+    """JAX cannot export 2-bit types. XLA on CPU would end the process when it joins two blocks of 2-bit numbers."""
     with pytest.raises(PartitionError) as refused:
         plan(Zoo(dtypes=("float32", "int2")), Counters(), layout)
     assert str(refused.value).startswith(
@@ -213,7 +213,7 @@ def test_a_type_that_cannot_leave_a_program_is_refused_by_the_plan(layout):
 
 @dataclass(frozen=True, kw_only=True)
 class HalfTiny(Tiny):
-    """`Tiny` with weights of 16 bits, as large networks have."""
+    """`Tiny` with weights of 16 bits."""
 
     def init(self, env, key):
         carry = super().init(env, key)
@@ -239,7 +239,7 @@ class HalfTiny(Tiny):
 
 @pytest.mark.long
 def test_weights_of_16_bits_go_to_workers_and_back():
-    """bfloat16 once failed, because its `dtype.str` is `<V2`."""
+    """bfloat16 is a case of its own, because its `dtype.str` is `<V2`, which does not name the type."""
     algo, env = HalfTiny(unroll=4), make("jax:CartPole-v1", 4)
     planned = plan(algo, env, coarse(2))
     run = run_of(Local(planned), KEY)
@@ -276,12 +276,12 @@ class TestHostSites:
 
 @st.composite
 def arrays(draw):
-    """Any bits of any type, whole or as a strided view."""
+    """Arrays of any type with any bits, contiguous or as a strided view."""
     name = draw(st.sampled_from(sorted(NAMES)))
     shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple) | st.just((300, 257)))
     whole, dtype = (*shape, 2), dtype_named(name)
     random = np.random.default_rng(draw(st.integers(0, 99)))
-    if name == "bool" or name in FOUR_BITS:  # one number per byte, in which some bits are unused
+    if name == "bool" or name in FOUR_BITS:  # a number of these types uses only some bits of its byte
         found = random.integers(0, 2 if name == "bool" else 8, whole).astype(np.uint8).astype(dtype)
     else:
         found = random.integers(0, 256, (*whole, dtype.itemsize)).astype(np.uint8).view(dtype)[..., 0]

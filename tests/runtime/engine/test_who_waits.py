@@ -1,4 +1,4 @@
-"""A slow learner, slow environments, one straggler among the workers: the profile names who waits for whom."""
+"""The profile names who waits for whom, if the learner is slow, if the environments are slow, or if one worker is a straggler."""
 
 import contextlib
 import dataclasses
@@ -21,11 +21,12 @@ from choreo.runtime.local import Local
 from tiny import Tiny
 
 LOCKSTEP, LATE, ANY = coarse(2), coarse(2, max_lag=2), coarse(2, max_lag=4, merge="any")
-"""Only in long runs. CI uses layouts with workers that start faster: workers that only step environments, or a single worker."""
+"""The layouts of the long tests. CI uses layouts that start faster: one worker, or workers that only step environments."""
 
 
 def slow_factory(seconds: float, mark: str = ""):
-    """Environments that sleep in each step; with the path `mark`, only those of the first worker that creates it."""
+    """A class of environments that sleep in each step. With a path `mark`, only the environments of one worker
+    sleep: the first worker creates a link at this path."""
     coordinator = os.getpid()
 
     class Slow(gymnasium.Env):

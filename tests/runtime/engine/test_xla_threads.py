@@ -1,4 +1,4 @@
-"""How many threads XLA starts, counted in the process itself."""
+"""The number of threads that XLA starts. A new process counts its own threads."""
 
 import os
 import subprocess
@@ -21,9 +21,7 @@ make_runtime("inprocess", choreo.plan(algo, "jax:CartPole-v1", num_envs=8), prof
 print(sum("XLAEigen" in (task / "comm").read_text() for task in pathlib.Path("{THREADS}").iterdir()))
 """
 
-pytestmark = pytest.mark.skipif(
-    not THREADS.exists() or os.cpu_count() == 1, reason="counts threads as Linux shows them"
-)
+pytestmark = pytest.mark.skipif(not THREADS.exists() or os.cpu_count() == 1, reason="needs /proc and several cores")
 
 
 def threads(hidden: int, **variables: str) -> int:

@@ -1,14 +1,14 @@
-"""What a channel is: messages in order, from one process to one other process.
+"""The interface of a channel, which sends messages in order from one process to one other process.
 
     sender.send([obs, reward]) ──▶ slot 0 │ slot 1 ──▶ receiver.receive([batch_obs[:, 2:4], batch_reward[2:4]])
 
-A message is a sequence of arrays. Both ends know their shapes and dtypes from the plan, so a message carries no schema, only
-its number and its size, which the receiver checks. When `slots` messages are unread, `send` waits (back-pressure). Only one
-thread at a time may use an end.
+A message is a sequence of arrays. Both ends know the shapes and dtypes from the plan, so a message carries no schema. It
+carries only its number and its size, and the receiver checks both. A channel has room for a fixed number of unread messages,
+its slots. When all slots are full, `send` waits (back-pressure). Only one thread at a time may use an end.
 
-A channel ends in one of three ways, each with an error of its own: this end was closed (`ChannelClosed`); the sender
-finished and all its messages were read (`EndOfChannel`); the peer was lost (`PeerLost`, which names it). A sender whose
-receiver closed in good order gets `ReceiverClosed`. Every wait ends when the peer is lost.
+A channel ends in one of three ways, and each way has its own error: this end was closed (`ChannelClosed`); the sender
+finished and all its messages were read (`EndOfChannel`); the peer was lost (`PeerLost`, which names the peer). If the
+receiver closes in good order, the sender gets `ReceiverClosed`. Every wait ends when the peer is lost.
 
 This module and the carriers (`shm`, `tcp`) import numpy but not JAX, so that a process that runs only Python environments
 stays small.
@@ -29,7 +29,7 @@ ALIGNMENT = 64
 
 
 class ChannelError(ChoreoError):
-    """An error of a channel; `peer` is the name of the process at its other end."""
+    """An error of a channel. `peer` is the name of the process at the other end of the channel."""
 
     @property
     def peer(self) -> str:
@@ -45,7 +45,7 @@ class EndOfChannel(ChannelError):
 
 
 class ReceiverClosed(ChannelError):
-    """The receiver closed its end in good order, so nobody will read another message."""
+    """The receiver closed its end in good order and will read no more messages."""
 
 
 class PeerLost(ChannelError):
@@ -57,40 +57,40 @@ class ChannelTimeout(ChannelError):
 
 
 class HelloRefused(ChannelError):
-    """The process at the other end is not the peer, or expects another channel."""
+    """The process at the other end is not the peer, or it expects a different channel."""
 
 
 class FrameForged(ChannelError):
-    """A frame arrived that the peer did not seal: somebody else changed it on the way, or sent it."""
+    """A frame arrived that the peer did not seal: somebody else changed the frame on the way, or sent it."""
 
 
 class MessageMismatch(ChannelError):
-    """The two ends expect different messages: an error in the plan or in Choreo, not in the user's code."""
+    """The two ends expect different messages. This is an error in the plan or in Choreo, not in the user's code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelStatistics:
-    """What has passed through one end of a channel so far."""
+    """The traffic through one end of a channel so far, and how long this end has waited."""
 
     messages: int
     """Messages sent or received."""
     bytes: int
-    """Payload of all messages."""
+    """The total payload of all messages."""
     waits: int
-    """How often this end had to wait for the other."""
+    """How often this end had to wait for the other end."""
     wait_s: float
-    """How long this end has waited in all."""
+    """The total time that this end has waited."""
 
 
 @runtime_checkable
 class Sender(Protocol):
-    """The sending end. Leaving its `with` block closes it; after an error, the peer gets `PeerLost`."""
+    """The sending end. Leaving its `with` block closes it. If the block ends with an error, the peer gets `PeerLost`."""
 
     peer: str
     """The name of the receiving process."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """Send a message. Blocks while `slots` messages are unread; the caller may change the arrays when it returns."""
+        """Send a message. Blocks while all slots are unread. After `send` has returned, the caller may change the arrays."""
         ...
 
     def close(self) -> None:
@@ -108,17 +108,17 @@ class Sender(Protocol):
 
 @runtime_checkable
 class Receiver(Protocol):
-    """The receiving end. Leaving its `with` block closes it; after an error, the peer gets `PeerLost`."""
+    """The receiving end. Leaving its `with` block closes it. If the block ends with an error, the peer gets `PeerLost`."""
 
     peer: str
     """The name of the sending process."""
 
     def receive(self, into: Sequence[np.ndarray]) -> None:
-        """Copy the next message into these arrays, which may be strided views of a batch. Blocks until there is one."""
+        """Copy the next message into these arrays, which may be strided views of a batch. Blocks until a message arrives."""
         ...
 
     def ready(self) -> bool:
-        """Would `receive` return, or raise, without waiting?"""
+        """Return True if `receive` would return or raise without waiting."""
         ...
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ _E = TypeVar("_E", bound="ChannelEnd")
 
 
 class ChannelEnd(abc.ABC):
-    """What the ends of all carriers share: their statistics, and how they are closed."""
+    """The base class of the ends of all carriers. It holds the statistics, and closes an end only once."""
 
     def __init__(self, peer: str, timeout_s: float | None):
         self.peer, self._timeout_s = peer, timeout_s
@@ -157,7 +157,7 @@ class ChannelEnd(abc.ABC):
         self._close_once(in_good_order=in_good_order(error))
 
     def close(self) -> None:
-        """Close this end in good order. Returns at once; messages that were sent can still be read."""
+        """Close this end in good order. Returns at once. The peer can still read the messages that were sent."""
         self._close_once(in_good_order=True)
 
     def _close_once(self, *, in_good_order: bool) -> None:
@@ -172,7 +172,7 @@ class ChannelEnd(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """The position of each array of a message, if the arrays are written one after the other."""
+    """The position of each array in a message. The arrays are written one after the other."""
 
     offsets: tuple[int, ...]
     """Where each array begins."""
@@ -183,13 +183,13 @@ class Packing:
 
 
 def pack(arrays: Iterable[Any], *, alignment: int = ALIGNMENT) -> Packing:
-    """The packing of a message of such arrays; of each array, only `shape` and `dtype` are read."""
+    """The packing of a message of these arrays. Reads only the `shape` and `dtype` of each array."""
     offsets, end, payload = [], 0, 0
     for array in arrays:
         dtype = np.dtype(array.dtype)
         if dtype.hasobject:
             raise ChannelError(
-                f"An array of type {dtype} holds references to Python objects, which mean nothing in another process.",
+                f"An array of type {dtype} holds references to Python objects, which are not valid in another process.",
                 fix="Give the value a numeric type before it leaves its site.",
             )
         size = dtype.itemsize * int(np.prod(array.shape, dtype=np.int64))
@@ -199,12 +199,15 @@ def pack(arrays: Iterable[Any], *, alignment: int = ALIGNMENT) -> Packing:
 
 
 def message_bytes(arrays: Iterable[Any]) -> int:
-    """The smallest `slot_bytes` of a channel for messages of such arrays."""
+    """The smallest `slot_bytes` of a channel that can send these arrays as one message."""
     return pack(arrays).packed_bytes
 
 
 def in_good_order(error: BaseException | None) -> bool:
-    """Has a `with` block that ended with this error finished its work? A failed process must not look like a finished one."""
+    """Return True if a `with` block that ended with this error (None: no error) has finished its work.
+
+    The peer must be able to tell a failed process from a finished process.
+    """
     return error is None or isinstance(error, EndOfChannel | ReceiverClosed)
 
 
@@ -217,7 +220,9 @@ def end_of_channel(peer: str, messages: int) -> EndOfChannel:
 
 
 def receiver_closed(peer: str, messages: int) -> ReceiverClosed:
-    return ReceiverClosed(f"`{peer}` closed the channel and reads no more; {messages} messages were sent.", peer=peer)
+    return ReceiverClosed(
+        f"`{peer}` closed the channel and reads no more messages; {messages} messages were sent.", peer=peer
+    )
 
 
 def peer_lost(peer: str, messages: int, how: str) -> PeerLost:
@@ -230,17 +235,17 @@ def peer_lost(peer: str, messages: int, how: str) -> PeerLost:
 
 def timed_out(peer: str, messages: int, timeout_s: float, doing: str) -> ChannelTimeout:
     return ChannelTimeout(
-        f"`{peer}` {doing} for {timeout_s:g} s, but its process is alive; {messages} messages have passed.",
+        f"`{peer}` {doing} for {timeout_s:g} s, but its process is alive; {messages} messages have passed so far.",
         peer=peer,
-        fix="It is stuck, or slower than `timeout_s` allows.",
+        fix=f"`{peer}` is stuck, or it is slower than `timeout_s` allows.",
     )
 
 
 def mismatch(peer: str, expected: tuple[int, int], found: tuple[int, int]) -> MessageMismatch:
     """`expected` and `found` are (message number, bytes)."""
     return MessageMismatch(
-        f"`{peer}` sent message {found[0]} of {found[1]} bytes where message {expected[0]} of {expected[1]} bytes was"
-        " due: the two sites do not follow the same plan.",
+        f"`{peer}` sent message {found[0]} with {found[1]} bytes, but message {expected[0]} with {expected[1]} bytes was"
+        " expected: the two sites do not follow the same plan.",
         peer=peer,
         fix="This is an error in Choreo; please report it with the printed plan.",
     )

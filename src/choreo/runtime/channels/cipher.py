@@ -4,20 +4,20 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 TAG_BYTES = 16
-"""The size of the authentication tag of AES-GCM: a sealed frame is longer than its content by this much."""
+"""The size of the authentication tag of AES-GCM. A sealed frame has this many bytes more than its content."""
 
 
 class FrameCipher:
     """Seals (encrypts and authenticates) or opens the frames of one direction with AES-GCM.
 
-    The n-th sealed frame can only be opened as the n-th frame, so a frame that is repeated or left out is noticed.
+    The n-th sealed frame can only be opened as the n-th frame, so the receiver notices a repeated or missing frame.
     """
 
     def __init__(self, key: bytes):
         self._cipher, self._count = AESGCM(key), 0
 
     def _nonce(self) -> bytes:
-        """A nonce that no other frame has. Both ends count frames, so it is not sent."""
+        """The number of the next frame, as a nonce. Both ends count frames, so the nonce need not be sent."""
         self._count += 1
         return self._count.to_bytes(12, "little")
 

@@ -1,14 +1,14 @@
-"""Who may connect to whom: key pairs, and the authenticator that checks them.
+"""Decides which processes may connect to a socket: key pairs, and the authenticator that checks them.
 
-    token ──HKDF──▶ the key pairs of the agent and of the coordinator     both know the token, so each can compute both
-    a worker ─────▶ a key pair of its own, made when it starts            only the public key leaves the process
+    token ──HKDF──▶ the key pairs of the agent and of the coordinator     both know the token, so each can compute both pairs
+    a worker ─────▶ its own key pair, made when it starts                 only the public key leaves the process
 
-CURVE, ZeroMQ's own protocol, encrypts connections. A client must know the public key of the server. The server asks by
-ZeroMQ's authentication protocol (ZAP) whether it may admit a client's public key; `Authenticator` answers. It admits only
-the clients that it was told of. Every bound socket must be guarded by it.
+CURVE, ZeroMQ's own protocol, encrypts connections. A client must know the public key of the server. For each client that
+connects, ZeroMQ asks a ZAP server (ZAP is its authentication protocol) whether to admit the client's public key.
+`Authenticator` is this ZAP server. It admits only clients that were announced to it. Every bound socket must be guarded by it.
 
-zmq.auth has a ZAP server, too, but that server starts an asyncio loop in every worker, and by default admits clients that
-it was not told of.
+The package zmq.auth also has a ZAP server. But that server starts an asyncio loop in every worker, and it admits unknown
+clients by default.
 """
 
 import atexit
@@ -28,14 +28,14 @@ from zmq.utils import z85
 from choreo.runtime.channels.sockets import context_of_process
 
 HANDSHAKE_S = 10.0
-"""How long a client may take for the handshake."""
+"""A client that needs more time than this for the handshake is disconnected."""
 
 Credentials = Callable[[bytes, list[bytes]], str | None]
-"""(mechanism, credentials of a client) -> the name of the client; None to refuse it."""
+"""A function of the mechanism and the credentials of a client. It returns the client's name, or None to refuse the client."""
 
 
 class KeyPair(NamedTuple):
-    """A pair of Curve25519 keys, each as 40 characters (Z85), as ZeroMQ writes them."""
+    """A pair of Curve25519 keys. Each key is written as 40 characters (Z85), as in ZeroMQ."""
 
     public: bytes
     secret: bytes
@@ -46,7 +46,7 @@ class KeyPair(NamedTuple):
 
     @classmethod
     def from_token(cls, token: bytes, label: str) -> "KeyPair":
-        """The key pair that everybody who knows the token can compute; each label gives another pair."""
+        """Derive a key pair from a token and a label. The same token and label give the same pair in every process."""
         kdf = HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=f"choreo 1 {label}".encode())
         secret = z85.encode(kdf.derive(token))
         return cls(zmq.curve_public(secret), secret)
@@ -56,11 +56,11 @@ class KeyPair(NamedTuple):
 
 
 class Authenticator:
-    """Decides, in a thread of its own, which clients may connect to the sockets of this process: a ZAP server."""
+    """A ZAP server: decides which clients may connect to the sockets of this process. It runs in its own thread."""
 
     def __init__(self, context: zmq.Context):
         self._guarded: dict[bytes, _GuardedSocket] = {}
-        # ZeroMQ cannot close a connection either unless this socket is polled, so a thread polls it all the time.
+        # While nobody polls this socket, ZeroMQ can neither open nor close a connection. So a thread polls it all the time.
         self._requests = context.socket(zmq.REP)
         self._requests.bind("inproc://zeromq.zap.01")  # ZeroMQ sends its requests there
         self._stop, stopped = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -71,13 +71,16 @@ class Authenticator:
         atexit.register(self.close)
 
     def admit_keys(self, sock: zmq.Socket, mine: KeyPair, names: Mapping[bytes, str]) -> None:
-        """Admit only clients with one of these public keys. `names` may change later; `name_of` gives the client of a message."""
+        """Admit only the clients whose public keys are in `names`, which maps each key to the name of its client.
+
+        The caller may change `names` later. `name_of` returns the name of the client that sent a message.
+        """
         sock.set(zmq.CURVE_SERVER, 1)
         sock.set(zmq.CURVE_SECRETKEY, mine.secret)
         self._guard(sock, lambda mechanism, shown: _name_of_key(mechanism, shown, names))
 
     def admit_ticket(self, sock: zmq.Socket, ticket: bytes) -> None:
-        """Admit only clients with this ticket. It crosses the network in clear text, so use it for one connection only."""
+        """Admit only clients with this ticket. The ticket crosses the network unencrypted, so use it for one connection only."""
         sock.set(zmq.PLAIN_SERVER, 1)
         self._guard(sock, lambda mechanism, shown: "ticket" if _is_ticket(mechanism, shown, ticket) else None)
 
@@ -85,7 +88,7 @@ class Authenticator:
         domain = secrets.token_hex(8).encode()
         self._guarded[domain] = _GuardedSocket(credentials, deque(maxlen=16))
         sock.set(zmq.ZAP_DOMAIN, domain)
-        sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, ZeroMQ would otherwise admit everybody
+        sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without this, ZeroMQ admits everybody when no authenticator runs
         sock.set(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_S))
 
     def forget(self, sock: zmq.Socket) -> None:
@@ -119,10 +122,10 @@ class Authenticator:
 
 
 class _GuardedSocket(NamedTuple):
-    """Which clients a socket admits, and which it refused."""
+    """The rule that decides which clients a socket admits, and the clients that it refused."""
 
     credentials: Credentials
-    """Decides which clients to admit."""
+    """Returns the name of a client to admit, or None."""
     refused: "deque[str]"
     """The addresses of the last clients that were refused."""
 
@@ -147,14 +150,17 @@ def name_of(frame: zmq.Frame) -> str:
 
 
 def show_key(sock: zmq.Socket, mine: KeyPair, server: bytes) -> None:
-    """Make a socket prove that it owns `mine`, and accept only the owner of the key `server`. Call this before it connects."""
+    """Make a socket prove that it owns the key pair `mine`, and accept only the server with the public key `server`.
+
+    Call this before the socket connects.
+    """
     sock.set(zmq.CURVE_PUBLICKEY, mine.public)
     sock.set(zmq.CURVE_SECRETKEY, mine.secret)
     sock.set(zmq.CURVE_SERVERKEY, server)
 
 
 def show_ticket(sock: zmq.Socket, ticket: bytes) -> None:
-    """Make a socket show the ticket to the server. Call this before it connects."""
+    """Make a socket show the ticket to the server. Call this before the socket connects."""
     sock.set(zmq.PLAIN_USERNAME, b"choreo")
     sock.set(zmq.PLAIN_PASSWORD, ticket)
 

@@ -1,6 +1,7 @@
 """The channels from one worker to the others and back, in shared memory or over TCP.
 
 The coordinator describes each channel in the worker's briefing: sender, receiver, kind, carrier, options of the carrier.
+The kind is " (bundle)" for the channel of bundles, and empty for the channel of all other messages.
 
     ["env+actor-0", "learner", "", "shm", memory fd, doorbell fd, slot bytes, slots]
     ["learner", "env+actor-0", " (bundle)", "tcp", slot bytes, slots]
@@ -13,7 +14,7 @@ import numpy as np
 
 
 class ChannelPair:
-    """The channel to a peer and the channel from it; either may be missing."""
+    """The channel to a peer and the channel from this peer. One of the two may be missing."""
 
     def __init__(self):
         self.sender: Any = None
@@ -26,7 +27,7 @@ class ChannelPair:
         self.receiver.receive(into)
 
     def ready(self) -> bool:
-        """Would `receive` return without waiting?"""
+        """Return True if `receive` would return without waiting."""
         return self.receiver.ready()
 
 
@@ -34,11 +35,11 @@ class Links:
     """All channels of one worker."""
 
     def __init__(self, me: str, descriptions: list[list[Any]], *, host: str = "127.0.0.1", keys: Any = None):
-        """`me` is the worker's name. For channels over TCP, `host` is the address to listen at, and `keys` is the
-        worker's key pair, or None to make a new one."""
+        """`me` is the worker's name. `host` and `keys` are for channels over TCP: the address to listen at, and the
+        worker's key pair. With `keys=None`, a new key pair is made."""
         self.me = me
         self.by_peer: dict[str, ChannelPair] = {}
-        """The channels by the name of the peer and the kind of channel."""
+        """The channels, by the name of the peer followed by the kind."""
         self.over_tcp = sorted(d for d in descriptions if d[3] == "tcp")
         self.listener: Any = None
         for sender, receiver, kind, *how in descriptions:
@@ -56,12 +57,15 @@ class Links:
         return self.listener and [self.listener.address, self.listener.keys.public.decode()]
 
     def admit(self, contacts: dict[str, list[str]]) -> None:
-        """Let the other workers connect. All workers must have called this before any of them calls `connect`."""
+        """Let the other workers connect. Every worker must call this before any worker calls `connect`."""
         if self.listener is not None:
             self.listener.admit({key.encode(): name for name, (_, key) in contacts.items()})
 
     def connect(self, contacts: dict[str, list[str]]) -> None:
-        """Open the channels over TCP. All workers use the same order, because the two ends of a channel wait for each other."""
+        """Open the channels over TCP.
+
+        All workers open them in the same order (sorted), because the two ends of a channel wait for each other.
+        """
         if self.listener is None:
             return
         from choreo.runtime.channels.tcp import connect

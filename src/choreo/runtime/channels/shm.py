@@ -3,21 +3,23 @@
     memory     │ written │ read │ flags │ slot 0: number, bytes, arrays │ slot 1: ... │
     doorbell   a socket pair: a byte wakes an end that sleeps; the end of the stream means that the peer is gone
 
-Neither has a name, so the system frees both when the last process that holds them ends, even if it is killed. The coordinator
-makes both ends, passes their file descriptors to two workers, and closes its own copies. From then on the doorbell's stream
-ends exactly when the peer is gone.
+Neither the memory nor the doorbell has a name in the file system. So the system frees both when the last process that holds
+them ends, even if this process is killed. The coordinator makes both ends, passes their file descriptors to two workers, and
+closes its own copies. From then on, the stream of the doorbell ends exactly when the peer is gone.
 
     sender_end, receiver_end = make_shm_channel(message_bytes([obs, reward]))
-    subprocess.Popen([...], pass_fds=sender_end.fds)       # there: ShmSender.open(*fds, slot_bytes, slots, peer="learner-0")
+    subprocess.Popen([...], pass_fds=sender_end.fds)       # the worker: ShmSender.open(*fds, slot_bytes, slots, peer="learner-0")
     sender_end.close()
 
-**No wake-up is lost.** Each word of the memory has one writer. Before an end sleeps, it sets its flag, passes a fence, and
-reads the other's counter once more. To hand over a slot, an end writes its counter, passes a fence, and reads the other's
-flag. In every interleaving at least one end sees what the other wrote: either the first end does not sleep, or the second
-wakes it. The fence is the release and acquisition of a private lock. These are atomic read-modify-write operations: a full
-barrier on x86; on other CPUs a release followed by an acquire of the same word, past which no earlier store and no later
-load moves. A fence also stands between the writes to a slot and to the counter that publishes it, so a reader that sees the
-counter sees the arrays.
+**No wake-up is lost.** Only one end writes each word of the control memory. An end that wants to sleep sets its flag, passes
+a fence, and reads the peer's counter once more. An end that hands over a slot writes its counter, passes a fence, and reads
+the peer's flag. In every interleaving at least one of them sees the other's write: either the first end does not sleep, or
+the second end wakes it.
+
+**The fence** releases and acquires a private lock. Both are atomic read-modify-write operations. On x86 each is a full
+barrier. On other CPUs they are a release and then an acquire of the same word: no earlier store and no later load can move
+past the two. Another fence stands between the write of a slot and the write of the counter that publishes this slot. So a
+reader that sees the new counter also sees the arrays.
 """
 
 import mmap
@@ -48,7 +50,7 @@ from choreo.runtime.channels.base import (
     timed_out,
 )
 
-# Positions of words in the memory, in units of 8 bytes. Each has a cache line of its own, so no two writers share one.
+# Positions of words in the memory, in units of 8 bytes. Each word has its own cache line, so no two writers share a line.
 WRITTEN, READ, SENDER_SLEEPS, RECEIVER_SLEEPS, SENDER_CLOSED, RECEIVER_CLOSED = range(0, 48, 8)
 CONTROL_BYTES = 512
 SLOT_HEADER_BYTES = ALIGNMENT
@@ -65,39 +67,39 @@ class _UnopenedEnd:
     doorbell_fd: int
     """This end's half of the socket pair."""
     slot_bytes: int
-    """Room for one message."""
+    """The size of one slot, which holds one message."""
     slots: int
     """How many messages may be unread."""
 
     @property
     def fds(self) -> tuple[int, int]:
-        """The descriptors that the process that opens this end must inherit."""
+        """The descriptors of this end. The process that opens this end must inherit them."""
         return self.memory_fd, self.doorbell_fd
 
     def close(self) -> None:
-        """Close the descriptors in this process. Call it when the process that opens this end has been started."""
+        """Close the descriptors in this process. Call this after the process that opens this end was started."""
         os.close(self.memory_fd)
         os.close(self.doorbell_fd)
 
 
 class SenderEnd(_UnopenedEnd):
-    """A sending end that a process has yet to open."""
+    """A sending end that is not open yet."""
 
     def open(self, *, peer: str, timeout_s: float | None = None, spin_us: float = 0.0) -> "ShmSender":
         return ShmSender.open(*self.fds, self.slot_bytes, self.slots, peer=peer, timeout_s=timeout_s, spin_us=spin_us)
 
 
 class ReceiverEnd(_UnopenedEnd):
-    """A receiving end that a process has yet to open."""
+    """A receiving end that is not open yet."""
 
     def open(self, *, peer: str, timeout_s: float | None = None, spin_us: float = 0.0) -> "ShmReceiver":
         return ShmReceiver.open(*self.fds, self.slot_bytes, self.slots, peer=peer, timeout_s=timeout_s, spin_us=spin_us)
 
 
 def make_shm_channel(slot_bytes: int, slots: int = 2) -> tuple[SenderEnd, ReceiverEnd]:
-    """Both ends of a new channel. Each owns its file descriptors until it is opened or closed."""
+    """Return the two ends of a new channel. Each end owns its file descriptors until the end is opened or closed."""
     if slots < 1:
-        raise ChannelError(f"A channel of {slots} slots can hold no message.", fix="Give it one slot or more.")
+        raise ChannelError(f"A channel of {slots} slots can hold no message.", fix="Set `slots` to 1 or more.")
     slot_bytes = _aligned(slot_bytes)
     memory_fd = _anonymous_memory(_memory_bytes(slot_bytes, slots))
     bells = [bell.detach() for bell in socket.socketpair()]
@@ -111,7 +113,7 @@ def _anonymous_memory(size: int) -> int:
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("choreo")
     else:
-        with tempfile.TemporaryFile() as file:  # this has no name in the file system either
+        with tempfile.TemporaryFile() as file:  # this file, too, has no name in the file system
             fd = os.dup(file.fileno())
     os.ftruncate(fd, size)
     return fd
@@ -126,19 +128,19 @@ def _aligned(size: int) -> int:
 
 
 _SlotViews: TypeAlias = tuple[int, list[tuple[int, list[np.ndarray]]]]
-"""The size of a message; and for each slot the word where the slot begins, and the views where the arrays go."""
+"""The payload of a message in bytes, and then for each slot: the word where the slot begins, and a view for each array."""
 
 
 _R = TypeVar("_R", bound="_Ring")
 
 
 class _Ring(ChannelEnd):
-    """What sender and receiver share: the memory, the doorbell, and how to wait."""
+    """The base class of sender and receiver. It holds the memory and the doorbell, and waits for the peer."""
 
     _closed_word: int
-    """The word that says that this end was closed in good order."""
+    """The position of the word that this end sets when it is closed in good order."""
     _idle: str
-    """What the peer did while this end waited in vain: a part of the error message."""
+    """The words for an idle peer in the message of a timeout: "read nothing" or "sent nothing"."""
 
     @classmethod
     def open(
@@ -152,7 +154,7 @@ class _Ring(ChannelEnd):
         timeout_s: float | None = None,
         spin_us: float = 0.0,
     ) -> _R:
-        """Open an end from its file descriptors; they belong to this object from now on."""
+        """Open an end from its file descriptors. From now on the descriptors belong to this object."""
         return cls(memory_fd, doorbell_fd, slot_bytes, slots, peer=peer, timeout_s=timeout_s, spin_us=spin_us)
 
     def __init__(
@@ -168,18 +170,18 @@ class _Ring(ChannelEnd):
     ):
         if not 0 <= spin_us <= MAX_SPIN_US:
             raise ChannelError(
-                f"spin_us={spin_us:g} is not between 0 and {MAX_SPIN_US}: an end that waits longer than that should sleep.",
+                f"spin_us={spin_us:g} is not between 0 and {MAX_SPIN_US}: an end that waits longer should sleep.",
                 peer=peer,
             )
         super().__init__(peer, timeout_s)
         self._spin_s = spin_us * 1e-6
         self._slot_bytes, self._slots = _aligned(slot_bytes), slots
         self._memory = mmap.mmap(memory_fd, _memory_bytes(self._slot_bytes, slots))
-        os.close(memory_fd)  # the mapping stays
+        os.close(memory_fd)  # the mapping stays valid without the descriptor
         self._words = memoryview(self._memory).cast("Q")
         self._bell = socket.socket(fileno=doorbell_fd)
         self._bell.settimeout(None)  # socket.setdefaulttimeout must not apply here
-        # A program that an environment starts must not hold the doorbell open after this process has ended.
+        # An environment may start a program. This program must not hold the doorbell open after this process has ended.
         self._bell.set_inheritable(False)
         if timeout_s is not None:
             self._bell.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
@@ -192,7 +194,7 @@ class _Ring(ChannelEnd):
             self._words[self._closed_word] = 1
         self._words.release()
         self._views.clear()
-        del self._memory  # unmapped when the last view is gone: a traceback may still hold one
+        del self._memory  # the memory is unmapped when the last view is gone; a traceback may still hold a view
         with suppress(OSError):  # the peer may be gone already
             self._bell.shutdown(socket.SHUT_RDWR)
         self._bell.close()
@@ -213,7 +215,7 @@ class _Ring(ChannelEnd):
             raise ChannelError(
                 f"A message of {packing.packed_bytes} bytes does not fit a slot of {self._slot_bytes} bytes.",
                 peer=self.peer,
-                fix="Make the channel with slot_bytes=message_bytes(arrays) of its largest message.",
+                fix="Make the channel with slot_bytes=message_bytes(arrays), where `arrays` is its largest message.",
             )
         starts = [CONTROL_BYTES + i * (SLOT_HEADER_BYTES + self._slot_bytes) for i in range(self._slots)]
         placed = list(zip(arrays, packing.offsets, strict=True))
@@ -229,25 +231,25 @@ class _Ring(ChannelEnd):
         ]
 
     def _hand_over(self, counter: int, their_flag: int, payload: int) -> bool:
-        """Publish one more message, or one more free slot; False if the peer is gone."""
+        """Publish one more message (sender) or one more free slot (receiver). Returns False if the peer is gone."""
         words, self._number, self._bytes = self._words, self._number + 1, self._bytes + payload
         self._fence()  # between writing the slot and writing the counter
         words[counter] = self._number
-        self._fence()  # between writing the counter and reading their flag
+        self._fence()  # between writing the counter and reading the peer's flag
         return not words[their_flag] or self._wake_peer()
 
     def _wake_peer(self) -> bool:
-        """Wake the peer; False if it is gone."""
+        """Wake the peer. Returns False if the peer is gone."""
         try:
             self._bell.send(b"!", socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return True  # the doorbell is full of unread bytes: they wake the peer
+            return True  # the doorbell is full of unread bytes, and these bytes wake the peer
         except OSError:
             return False
         return True
 
     def _wait(self, counter: int, above: int, my_flag: int) -> bool:
-        """Wait until the peer's counter is larger than `above`; False if the peer ended before that."""
+        """Wait until the peer's counter is larger than `above`. Returns False if the peer ended before."""
         words, start = self._words, perf_counter()
         self._waits += 1
         try:
@@ -256,7 +258,7 @@ class _Ring(ChannelEnd):
                     return True
             while True:
                 words[my_flag] = 1
-                self._fence()  # between writing my flag and reading their counter
+                self._fence()  # between writing my flag and reading the peer's counter
                 if words[counter] > above:
                     return True
                 if not self._sleep(start):
@@ -266,11 +268,11 @@ class _Ring(ChannelEnd):
             self._wait_s += perf_counter() - start
 
     def _sleep(self, start: float) -> bool:
-        """Wait until the doorbell rings; False if the peer is gone."""
+        """Wait until the doorbell rings. Returns False if the peer is gone."""
         try:
             return bool(self._bell.recv(4096))
         except BlockingIOError:
-            assert self._timeout_s is not None, "a socket without a time limit does not give up"
+            assert self._timeout_s is not None, "a socket without a time limit timed out"
             if perf_counter() - start < 0.9 * self._timeout_s:
                 return True
             raise timed_out(self.peer, self._number, self._timeout_s, self._idle) from None
@@ -284,7 +286,7 @@ class ShmSender(_Ring):
     _closed_word, _idle = SENDER_CLOSED, "read nothing"
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy a message into the next slot; blocks while all slots are unread."""
+        """Copy a message into the next slot. Blocks while all slots are unread."""
         payload, slots = self._views_for(arrays)
         words, number = self._words, self._number
         if words[RECEIVER_CLOSED]:
@@ -297,7 +299,7 @@ class ShmSender(_Ring):
             view[...] = array
         words[header], words[header + 1] = number, payload
         if not self._hand_over(WRITTEN, RECEIVER_SLEEPS, payload) and words[READ] <= number:
-            raise self._gone()  # the receiver is gone, and had not read this message
+            raise self._gone()  # the receiver ended before it read this message
 
     def _gone(self) -> ChannelError:
         if self._words[RECEIVER_CLOSED]:
@@ -311,22 +313,23 @@ class ShmReceiver(_Ring):
     _closed_word, _idle = RECEIVER_CLOSED, "sent nothing"
 
     def ready(self) -> bool:
-        """Is there a message, or has the sender finished?"""
+        """Return True if there is an unread message, or if the sender has finished."""
         return self._words[WRITTEN] > self._number or bool(self._words[SENDER_CLOSED])
 
     def receive(self, into: Sequence[np.ndarray]) -> None:
-        """Copy the next message into these arrays; blocks until there is one."""
+        """Copy the next message into these arrays. Blocks until a message arrives."""
         payload, slots = self._views_for(into)
         words, number = self._words, self._number
         if words[WRITTEN] <= number and not self._wait(WRITTEN, number, RECEIVER_SLEEPS):
             raise self._gone()
-        self._fence()  # between reading their counter and reading the slot
+        self._fence()  # between reading the peer's counter and reading the slot
         header, views = slots[number % self._slots]
         if words[header] != number or words[header + 1] != payload:
             raise mismatch(self.peer, (number, payload), (words[header], words[header + 1]))
         for view, array in zip(views, into, strict=True):
             array[...] = view
-        self._hand_over(READ, SENDER_SLEEPS, payload)  # a sender that is gone may have left more messages to read
+        # Ignore the result. If the sender is gone, the messages that it sent before can still be read.
+        self._hand_over(READ, SENDER_SLEEPS, payload)
 
     def _gone(self) -> ChannelError:
         if self._words[SENDER_CLOSED]:
@@ -355,7 +358,7 @@ _open_rings: weakref.WeakSet[_Ring] = weakref.WeakSet()
 
 
 def _close_doorbells() -> None:
-    # A forked child (of an environment that starts processes) would hold the doorbell open after this process has ended.
+    # An environment may fork this process. The child must not hold the doorbell open after this process has ended.
     for ring in list(_open_rings):
         ring._bell.close()
 

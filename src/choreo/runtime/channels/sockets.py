@@ -15,8 +15,8 @@ CONTROL_SILENCE_S = 6
 """A control connection counts as lost after this many seconds without any sign of the peer."""
 
 _OPENED = (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
-# Without the events of failed handshakes: when ZeroMQ 4.3.5 reports one for a forged frame, it overwrites errno, takes the
-# failure for EAGAIN, keeps the connection, and aborts the process at the next heartbeat.
+# The events of failed handshakes are left out because of an error in ZeroMQ 4.3.5. When it reports such an event for a forged
+# frame, it overwrites errno, reads the failure as EAGAIN, keeps the connection, and aborts the process at the next heartbeat.
 _EVENTS = functools.reduce(int.__or__, (*_OPENED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED))
 _EVENT = struct.Struct("=Hi")
 
@@ -31,10 +31,11 @@ def context_of_process() -> zmq.Context:
 
 
 class Connections:
-    """Follows the connections of a socket, by the events of its monitor. Make it before the socket is bound or connected.
+    """Tracks the connections of a socket by the events of its monitor. Construct it before the socket is bound or connected.
 
-    Strangers may connect to a bound socket and leave, so a connection is identified by its file descriptor (`fd_of` a
-    message). The system reuses descriptors, and events may come late: a connection counts as open if it is open after all events.
+    Any client may connect to a bound socket and leave, so a connection is identified by its file descriptor. `fd_of` returns
+    the descriptor of a message. The system reuses descriptors, and events may come late. So whether a connection is open is
+    known only after all events have been read.
     """
 
     def __init__(self, sock: zmq.Socket):
@@ -43,12 +44,12 @@ class Connections:
         self.open: set[int] = set()
         """Descriptors of the open connections."""
         self.connected = self.handshake_done = self.refused = False
-        """For a socket that connects: has it reached a server, has the server let it in, or closed the connection?"""
+        """For a socket that connects: it has reached a server; the server has admitted it; the server has refused it."""
         self._peer: int | None = None
         self._peer_ended = False
 
     def read_events(self) -> list[int]:
-        """Read all events that have arrived; returns the descriptors of connections that have ended."""
+        """Read all events that have arrived. Returns the descriptors of the connections that have ended."""
         ended = []
         while self.monitor.poll(0):
             event, fd = _EVENT.unpack(self.monitor.recv_multipart()[0])
@@ -64,18 +65,24 @@ class Connections:
         return ended
 
     def follow(self, fd: int) -> None:
-        """Declare this descriptor the connection of the peer: from now on `peer_gone` says whether that connection has ended."""
+        """Set the descriptor of the peer's connection. From now on `peer_gone` says whether this connection has ended.
+
+        Only the first call has an effect.
+        """
         if self._peer is None:
             self.read_events()  # older events may be about other connections with the same descriptor
             self._peer, self._peer_ended = fd, fd not in self.open
 
     @property
     def peer_gone(self) -> bool:
-        """Has the peer's connection ended, as of the last `read_events`? Before `follow`: has every connection ended?"""
+        """Whether the peer's connection had ended when `read_events` was last called.
+
+        Before the first call of `follow`, the peer's connection is unknown. Then this is True if all connections had ended.
+        """
         return self._peer_ended if self._peer is not None else self.connected and not self.open
 
     def await_handshake(self, deadline: float) -> bool:
-        """Wait until the server has let this socket in; False if the server refuses, or does not answer in time."""
+        """Wait until the server has admitted this socket. Returns False if the server refuses, or does not answer in time."""
         while not (self.handshake_done or self.refused) and self.monitor.poll(milliseconds_to(deadline)):
             self.read_events()
         return self.handshake_done
@@ -86,10 +93,10 @@ class Connections:
 
 
 def keep_alive(sock: zmq.Socket) -> None:
-    """Notice a cut cable within CONTROL_SILENCE_S, by TCP keep-alive.
+    """Turn on TCP keep-alive for a socket, so that it notices a cut cable within CONTROL_SILENCE_S seconds.
 
-    ZeroMQ's heartbeats would notice a stopped process, too. But ZeroMQ 4.3.5 aborts the process if a connection with
-    heartbeats breaks while RCVHWM holds its messages back, so only sockets whose RCVHWM is 0 can use heartbeats.
+    ZeroMQ's heartbeats would also notice a stopped process. But ZeroMQ 4.3.5 aborts the process if a connection with
+    heartbeats breaks while messages wait because of the limit RCVHWM. So only sockets without this limit (0) can use heartbeats.
     """
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1),
@@ -107,13 +114,13 @@ def fd_of(message: zmq.Frame) -> int:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """ZeroMQ's name for a port of a host. ZeroMQ needs a numeric address, so a host name is looked up."""
+    """The address of a port of a host, as ZeroMQ writes it. ZeroMQ needs a numeric address, so a host name is looked up."""
     family, *_, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
 
 
 def bind(sock: zmq.Socket, host: str, port: int = 0) -> int:
-    """Listen at a port of this host, or at a free port if `port` is 0; returns the port. Raises OSError."""
+    """Listen at a port of this host, or at a free port if `port` is 0. Returns the port. Raises OSError."""
     where = endpoint(host, port or "*")
     sock.set(zmq.IPV6, int("[" in where))
     try:
@@ -124,7 +131,7 @@ def bind(sock: zmq.Socket, host: str, port: int = 0) -> int:
 
 
 def connect(sock: zmq.Socket, host: str, port: int | str) -> None:
-    """Begin to connect to a port of a host. Raises OSError for an unknown host."""
+    """Begin to connect to a port of a host; does not wait for the connection. Raises OSError for an unknown host."""
     where = endpoint(host, port)
     sock.set(zmq.IPV6, int("[" in where))
     sock.connect(where)

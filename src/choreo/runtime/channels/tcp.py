@@ -1,13 +1,13 @@
-"""The channel between machines: ZeroMQ over TCP. This file is the handshake, `tcp_ends.py` the channel itself.
+"""The channel between machines: ZeroMQ over TCP. This file does the handshake; `tcp_ends.py` is the channel itself.
 
     connector                         listener
-      ══ CURVE ═════════════════════════      each proves that it owns the public key that the other was told
+      ══ CURVE ═════════════════════════      each side knows the other's public key, and demands a proof of its secret key
       ── channel, end ─────────────────▶      hello
       ◀────────── port, ticket, keys ──       two new keys, one for each direction
-      ── ticket ───────────────────────▶      at that port, where a socket serves this channel alone, and admits
-      ══ frames, sealed with the keys ══      only the connection with the ticket
+      ── ticket ───────────────────────▶      goes to the new port; its socket admits only the client with the ticket
+      ══ frames, sealed with the keys ══      on the new port, which serves only this channel
 
-The two ends of a channel wait for each other, so processes that open several channels must all use the same order.
+The two ends of a channel wait for each other. So processes that open several channels must all open them in the same order.
 """
 
 import secrets
@@ -40,7 +40,7 @@ _HELLO, _WELCOME, _REFUSED = b"hello", b"welcome", b"refused"
 
 
 class TcpListener:
-    """Accepts channels from other processes; one listener per process is enough."""
+    """Accepts channels from other processes. One listener can accept all channels of a process."""
 
     def __init__(self, host: str, port: int, keys: KeyPair):
         self.keys, self._names = keys, dict[bytes, str]()
@@ -54,7 +54,7 @@ class TcpListener:
             self.close()
             raise ChannelError(
                 f"Cannot listen at {host}:{port}: {error.strerror}.",
-                fix="Choose another port (0 takes a free one), or a host name that means this machine.",
+                fix="Choose another port (with 0, the system chooses a free port), or a host name of this machine.",
             ) from error
         self.address = f"{host}:{port}"
         """The address to connect to."""
@@ -62,19 +62,19 @@ class TcpListener:
 
     @classmethod
     def open(cls, host: str, port: int = 0, *, keys: KeyPair) -> "TcpListener":
-        """Listen at a port of this host, or at a free one. Nobody can connect before `admit`."""
+        """Listen at a port of this host, or at a free port if `port` is 0. Nobody can connect before `admit` is called."""
         return cls(host, port, keys)
 
     def admit(self, names: Mapping[bytes, str]) -> None:
-        """Let processes with these public keys connect, under these names."""
+        """Let the processes with these public keys connect. `names` maps each public key to the name of its process."""
         self._names.update(names)
 
     def accept_channel(
         self, name: str, *, peer: str, end: Side = "receiver", **options: Unpack[TcpOptions]
     ) -> TcpSender | TcpReceiver:
-        """Wait until `peer` connects to the channel of this name; returns this process's `end` of it.
+        """Wait until `peer` connects to the channel `name`. Returns this process's end of the channel, the sender or the receiver.
 
-        Strangers are refused and do no harm. If the peer does not come in time, the error names the strangers.
+        Clients without an admitted key are refused. If the peer does not connect in time, the error names these clients.
         """
         close_finished()
         hello_timeout_s = options.get("hello_timeout_s", HELLO_TIMEOUT_S)
@@ -87,7 +87,7 @@ class TcpListener:
         if caller.end == end.encode():
             self._socket.send_multipart([caller.identity, _REFUSED])
             raise HelloRefused(
-                f"`{peer}` at {caller.address} wants to be the {end} of channel `{name}`, and so does this site.",
+                f"`{peer}` at {caller.address} wants to be the {end} of channel `{name}`, but this site is the {end}.",
                 peer=peer,
                 fix="This is an error in Choreo; please report it with the printed plan.",
             )
@@ -109,14 +109,14 @@ class TcpListener:
         self.close()
 
     def _note(self, frames: list[zmq.Frame]) -> None:
-        """Keep a hello until this process accepts its channel. The caller's name comes from its key, so it cannot be faked."""
+        """Keep a hello until this process accepts its channel. The caller's key gives its name, so the name cannot be faked."""
         if len(frames) == 3:
             identity, channel, end = (frame.bytes for frame in frames)
             caller = _Caller(identity, end, str(frames[-1].get("Peer-Address")))
             self._callers[name_of(frames[-1]), channel.decode(errors="replace")] = caller
 
     def _join(self, caller: "_Caller", peer: str, options: TcpOptions, deadline: float) -> TcpConnection:
-        """Open the socket of the channel, send its port, ticket and keys to the caller, and wait for the caller there."""
+        """Open a new socket for the channel, send its port, ticket and keys to the caller, and wait until the caller connects."""
         ticket, send_key, receive_key = secrets.token_hex(TICKET_BYTES).encode(), *_new_keys()
         connection = TcpConnection(peer, options, send_key=send_key, receive_key=receive_key)
         authenticator().admit_ticket(connection.socket, ticket)
@@ -136,15 +136,15 @@ class TcpListener:
     def _nobody_came(self, name: str, peer: str, waited_s: float) -> ChannelError:
         if strangers := authenticator().refused(self._socket):
             return HelloRefused(
-                f"`{peer}` did not connect to channel `{name}` at {self.address}; {' and '.join(strangers)} "
-                "did, without a key of this run, so nothing was read from there.",
+                f"`{peer}` did not connect to channel `{name}` at {self.address}. {' and '.join(strangers)} "
+                "did, but without a key of this run, so these clients were refused.",
                 peer=peer,
-                fix="Does another run use this address?",
+                fix="Check whether another run uses this address.",
             )
         return ChannelTimeout(
             f"`{peer}` did not connect to channel `{name}` at {self.address} within {waited_s:g} s.",
             peer=peer,
-            fix="Is it running, and may it reach this address?",
+            fix=f"Check whether `{peer}` is running, and whether its machine can reach this address.",
         )
 
 
@@ -152,7 +152,7 @@ class _Caller(NamedTuple):
     """A hello whose channel this process has not accepted yet."""
 
     identity: bytes
-    """ZeroMQ's name for the connection."""
+    """The name that ZeroMQ gave to the connection."""
     end: bytes
     """The end that the caller wants to be."""
     address: str
@@ -173,9 +173,9 @@ def connect(
     end: Side = "sender",
     **options: Unpack[TcpOptions],
 ) -> TcpSender | TcpReceiver:
-    """Connect to the channel of this name at the listener of `peer`; returns this process's `end` of it.
+    """Connect to the channel `name` at the listener of `peer`, and wait until the peer accepts the channel.
 
-    Waits until the peer accepts the channel.
+    Returns this process's end of the channel, the sender or the receiver.
     """
     close_finished()
     deadline = time.monotonic() + options.get("hello_timeout_s", HELLO_TIMEOUT_S)
@@ -194,7 +194,7 @@ def connect(
 def _say_hello(
     address: str, name: str, keys: KeyPair, peer: str, peer_key: bytes, end: Side, deadline: float
 ) -> tuple[int, bytes, bytes, bytes]:
-    """The port and the ticket of the channel's socket, and the keys for frames to the peer and from it."""
+    """Return the port and the ticket of the channel's socket, the key for frames to the peer, and the key for frames from it."""
     host, _, port = address.rpartition(":")
     with context_of_process().socket(zmq.DEALER) as hello:
         hello.set(zmq.LINGER, 0)
@@ -205,9 +205,9 @@ def _say_hello(
             connect_socket(hello, host, port)
             if not connections.await_handshake(deadline) and connections.refused:
                 raise HelloRefused(
-                    f"The process at {address} is not `{peer}`, or does not know this site; nothing was read from there.",
+                    f"The process at {address} is not `{peer}`, or does not know this site; nothing was read from this process.",
                     peer=peer,
-                    fix="Does another run use this address?",
+                    fix="Check whether another run uses this address.",
                 )
         finally:
             connections.close()
@@ -216,7 +216,7 @@ def _say_hello(
             raise ChannelTimeout(
                 f"`{peer}` at {address} did not accept channel `{name}` in time.",
                 peer=peer,
-                fix="Is it running, and may this machine reach that address?",
+                fix=f"Check whether `{peer}` is running, and whether this machine can reach its address.",
             )
         answer = hello.recv_multipart()
     if len(answer) != 4:

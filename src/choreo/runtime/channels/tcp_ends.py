@@ -1,15 +1,16 @@
-"""The two ends of a channel over TCP, after the handshake of `tcp.py`. Each channel has a socket of its own.
+"""The two ends of a channel over TCP, after the handshake of `tcp.py`. Each channel has its own socket.
 
     sender                            receiver
-      ── number + bytes + small arrays ─▶     one frame, and one more for each large array
-      ◀──────── number of messages read ──    the credit of the sender
+      ── number + bytes + small arrays ─▶     one frame, and one more frame for each large array
+      ◀──────── number of messages read ──    the credit: it tells the sender how many slots are free
 
-Every frame, in both directions, is sealed with AES-GCM, under the keys of the handshake. ZeroMQ's own CURVE, which the
-handshake uses, would take four times as long for large arrays.
+Every frame, in both directions, is sealed with AES-GCM, under the keys of the handshake. The handshake itself uses CURVE,
+ZeroMQ's own encryption. CURVE would take four times as long for large arrays.
 
 When `slots` messages are unread, the sender waits until the receiver says that it has read more. If the peer's process
-ends, its kernel closes the connection, and this end notices at once. If the peer falls silent (a cut cable, a host without
-power), its heartbeats stop, and this end notices after `silence_s`, which must be longer than any pause of a healthy process.
+ends, its kernel closes the connection, and this end notices at once. If the peer becomes silent (a cut cable, a host without
+power), its heartbeats stop, and this end notices after `silence_s` seconds. `silence_s` must be longer than any pause of a
+healthy process.
 """
 
 import abc
@@ -43,23 +44,23 @@ from choreo.runtime.channels.cipher import TAG_BYTES, FrameCipher
 from choreo.runtime.channels.sockets import LINGER_S, Connections, context_of_process, fd_of
 
 Side: TypeAlias = Literal["sender", "receiver"]
-"""Which of the two ends of a channel."""
+"""One of the two ends of a channel."""
 
 CHANNEL_SILENCE_S = 5.0
 """A peer counts as lost after this many seconds without a heartbeat, unless `silence_s` says otherwise."""
 LARGE_BYTES = 64 * 1024
-"""Larger arrays are sent in frames of their own, which saves one copy at each end."""
+"""Arrays of this size or larger are sent in separate frames, which saves one copy at each end."""
 
 
 class TcpOptions(TypedDict, total=False):
     """Options for opening either end of a channel."""
 
     slot_bytes: int
-    """The size of the largest message; a connection that announces a larger one is closed. Default: any size."""
+    """The size of the largest message. A connection that announces a larger message is closed. Default: any size."""
     slots: int
-    """How many messages may be unread; only the option of the sending end has an effect. Default: 2."""
+    """How many messages may be unread. Only the sending end uses this option. Default: 2."""
     timeout_s: float | None
-    """How long to wait for a peer that is alive. Default: for ever."""
+    """How long to wait for a message or for a free slot while the peer is alive. Default: forever."""
     hello_timeout_s: float
     """How long to wait for the peer to connect. Default: 30 s."""
     silence_s: float
@@ -81,9 +82,10 @@ class TcpConnection:
         _finish_at_exit()
         self.socket = context_of_process().socket(zmq.PAIR)
         for option, value in (
-            (zmq.SNDHWM, 0),  # unlimited: `slots` is the limit, and a send must not block inside of ZeroMQ
+            (zmq.SNDHWM, 0),  # 0: unlimited. `slots` is the limit, and a send must not block inside ZeroMQ
             (zmq.RCVHWM, 0),
-            # Never reconnect: a channel that was cut is lost. (With -1, its value for "never", ZeroMQ drops unread messages.)
+            # Wait a day before reconnecting, that is, never reconnect: a channel that was cut is lost. ZeroMQ's own value for
+            # "never" is -1, but with -1 ZeroMQ drops unread messages.
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),
             (zmq.HEARTBEAT_IVL, int(1000 * min(1.0, silence_s / 3))),
             (zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s)),
@@ -97,7 +99,10 @@ class TcpConnection:
         self._poller.register(self._connections.monitor, zmq.POLLIN)
 
     def wait(self, milliseconds: int) -> bool:
-        """Wait for a message or for the end of the connection; False if neither comes in time. Negative: no time limit."""
+        """Wait for a message or for the end of the connection. Returns False if neither comes in time.
+
+        If `milliseconds` is negative, there is no time limit.
+        """
         for socket, _ in self._poller.poll(None if milliseconds < 0 else milliseconds):
             if socket is not self.socket:
                 self._check_connection()
@@ -105,14 +110,14 @@ class TcpConnection:
         return False
 
     def _check_connection(self) -> None:
-        """Set `lost` if the peer's connection has ended; strangers that connect to this port and leave do not count."""
+        """Set `lost` if the peer's connection has ended. Connections of other clients to this port are ignored."""
         self._connections.read_events()
         if self._connections.peer_gone:
             self._poller.unregister(self._connections.monitor)
             self.lost = True
 
     def receive_first(self) -> bytes | None:
-        """The first frame of the next message; None if no message has arrived."""
+        """Return the first frame of the next message, opened, or None if no message has arrived."""
         try:
             sealed = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -128,18 +133,18 @@ class TcpConnection:
         return self.socket.recv_multipart(copy=False) if self.socket.get(zmq.RCVMORE) else []
 
     def open_into(self, array: np.ndarray, sealed: zmq.Frame) -> None:
-        """Open a large frame into an array of its size."""
+        """Open a sealed large frame, and write its content into `array`, which must have the size of the content."""
         whole = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
         try:
             self._incoming.open_into(whole.reshape(-1).view(np.uint8), sealed.buffer)
-        except (InvalidTag, ValueError) as error:  # ValueError: the frame has another size
+        except (InvalidTag, ValueError) as error:  # ValueError: the frame and the array differ in size
             raise _forged(self.peer) from error
         if whole is not array:
             array[...] = whole
 
     def send_small(self, frame: "bytes | bytearray", *, more: bool = False) -> bool:
-        """Send a small frame; False if the connection is gone."""
-        # A frame that cannot be sent uses up its nonce, too: two frames must never share a nonce.
+        """Seal and send a frame. Returns False if the connection is gone."""
+        # A frame that cannot be sent also uses up its nonce, because two frames must never share a nonce.
         try:
             self.socket.send(self._outgoing.seal(frame), zmq.NOBLOCK | (zmq.SNDMORE if more else 0))
         except zmq.Again:
@@ -147,7 +152,7 @@ class TcpConnection:
         return True
 
     def send_large(self, array: np.ndarray, buffer: np.ndarray, *, more: bool) -> None:
-        """Send a large frame after a small one. `buffer` takes the sealed frame."""
+        """Seal an array into `buffer`, and send it as one more frame of the message that `send_small` began."""
         self._outgoing.seal_into(buffer, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         self.socket.send(buffer, zmq.SNDMORE if more else 0)
 
@@ -160,22 +165,22 @@ class TcpConnection:
 
 def _forged(peer: str) -> FrameForged:
     return FrameForged(
-        f"A frame on the connection to `{peer}` was not sealed by `{peer}`: it was changed on its way, or somebody else sent it.",
+        f"A frame on the connection to `{peer}` was not sealed by `{peer}`: somebody else changed it on the way, or sent it.",
         peer=peer,
-        fix="Its content was not used. Somebody in the network between the two hosts interferes; find out who.",
+        fix="The content of the frame was not used. Find out who interferes in the network between the two hosts.",
     )
 
 
 class _TcpEnd(ChannelEnd):
-    """What sender and receiver share: the connection, and how to wait."""
+    """The base class of sender and receiver. It holds the connection, and waits for frames of the peer."""
 
     _idle: str
-    """What the peer did while this end waited in vain: a part of the error message."""
+    """The words for an idle peer in the message of a timeout: "read nothing" or "sent nothing"."""
 
     def __init__(self, connection: TcpConnection, peer: str, options: TcpOptions):
         slots = options.get("slots", 2)
         if slots < 1:
-            raise ChannelError(f"A channel of {slots} slots can hold no message.", fix="Give it one slot or more.")
+            raise ChannelError(f"A channel of {slots} slots can hold no message.", fix="Set `slots` to 1 or more.")
         super().__init__(peer, options.get("timeout_s"))
         self._connection, self._slots = connection, slots
         self._framings: dict[tuple, _Framing] = {}
@@ -185,7 +190,7 @@ class _TcpEnd(ChannelEnd):
 
     @abc.abstractmethod
     def _say_goodbye(self) -> None:
-        """Tell the peer that this end was closed in good order, and close the connection when that is safe."""
+        """Tell the peer that this end was closed in good order. Close the connection as soon as no data can be lost."""
 
     def _framing(self, arrays: Sequence[np.ndarray]) -> "_Framing":
         if self._closed:
@@ -195,7 +200,7 @@ class _TcpEnd(ChannelEnd):
         return found if found is not None else self._framings.setdefault(key, _framing_of(arrays))
 
     def _await_frame(self) -> bytes | None:
-        """Wait for the first frame of the peer's next message; None if the peer is gone and has left no message."""
+        """Wait for the first frame of the peer's next message. Returns None if the peer is gone and all its messages were read."""
         connection, start, milliseconds = self._connection, time.perf_counter(), _or_never(self._timeout_s)
         if (frame := connection.receive_first()) is not None:
             return frame
@@ -203,7 +208,7 @@ class _TcpEnd(ChannelEnd):
         try:
             while not connection.lost:
                 if not connection.wait(milliseconds):
-                    assert self._timeout_s is not None, "a wait without a time limit does not give up"
+                    assert self._timeout_s is not None, "a wait without a time limit timed out"
                     raise timed_out(self.peer, self._number, self._timeout_s, self._idle)
                 if (frame := connection.receive_first()) is not None:
                     return frame
@@ -224,7 +229,7 @@ class TcpSender(_TcpEnd):
     _read, _receiver_closed = 0, False
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """Hand a copy to ZeroMQ; blocks while `slots` messages are unread."""
+        """Seal a message and give it to ZeroMQ. Blocks while `slots` messages are unread."""
         framing, number = self._framing(arrays), self._number
         if self._receiver_closed:
             raise receiver_closed(self.peer, number)
@@ -234,16 +239,15 @@ class TcpSender(_TcpEnd):
         for i, view in framing.small:
             view[...] = arrays[i]
         if not self._connection.send_small(framing.buffer, more=bool(framing.large)):
-            while (
-                True
-            ):  # the receiver is gone; read what it sent before: its goodbye or the end of the connection raises
+            # The receiver is gone. Read the frames that it sent before: its goodbye, or the end of the connection, raises.
+            while True:
                 self._read_credit(self._await_frame())
         for i in framing.large:
             self._connection.send_large(arrays[i], framing.sealed[i], more=i != framing.large[-1])
         self._number, self._bytes = number + 1, self._bytes + framing.payload_bytes
 
     def _read_credit(self, frame: bytes | None) -> None:
-        """Take a frame of the receiver: how many messages it has read, or its goodbye."""
+        """Use a frame of the receiver: the number of messages that it has read, or its goodbye, which raises."""
         self._receiver_closed |= frame == _CLOSED
         if self._receiver_closed:
             raise receiver_closed(self.peer, self._number)
@@ -252,8 +256,8 @@ class TcpSender(_TcpEnd):
         (self._read,) = _COUNT.unpack(frame)
 
     def _say_goodbye(self) -> None:
-        # Closing a connection while the receiver's acknowledgements are under way would drop data that is not transmitted
-        # yet, so the socket stays open until the receiver has read everything: see `close_finished`.
+        # If the connection were closed while acknowledgements of the receiver are on their way, data that is not transmitted
+        # yet would be dropped. So the socket stays open until the receiver has read everything: see `close_finished`.
         if self._connection.send_small(_FINISHED):
             with _finished_lock:
                 _finished.append((self._connection, self._number + 1))
@@ -269,11 +273,11 @@ class TcpReceiver(_TcpEnd):
     _ended = False
 
     def ready(self) -> bool:
-        """Is there a message, or has the sender finished or gone?"""
+        """Return True if a message has arrived, or if the sender has finished or is gone."""
         return self._ended or self._connection.lost or bool(self._connection.socket.poll(0, zmq.POLLIN))
 
     def receive(self, into: Sequence[np.ndarray]) -> None:
-        """Copy the next message into these arrays; blocks until there is one."""
+        """Copy the next message into these arrays. Blocks until a message arrives."""
         framing, number = self._framing(into), self._number
         if self._ended:
             raise end_of_channel(self.peer, number)
@@ -293,9 +297,8 @@ class TcpReceiver(_TcpEnd):
         for i, part in zip(framing.large, rest, strict=True):
             self._connection.open_into(into[i], part)
         self._number, self._bytes = number + 1, self._bytes + framing.payload_bytes
-        self._connection.send_small(
-            _COUNT.pack(self._number)
-        )  # fails if the sender is gone; it may have left more messages
+        # Ignore the result. If the sender is gone, the messages that it sent before can still be read.
+        self._connection.send_small(_COUNT.pack(self._number))
 
     def _say_goodbye(self) -> None:
         self._connection.send_small(_CLOSED)
@@ -316,9 +319,9 @@ class _Framing:
     offsets: dict[int, int]
     """Where each small array begins in `buffer`, by its index in the message."""
     large: tuple[int, ...]
-    """The indices of the arrays with a frame of their own."""
+    """The indices of the large arrays; each large array has its own frame."""
     sealed: dict[int, np.ndarray]
-    """The buffer for each sealed large frame, by its index in the message."""
+    """The buffer for each sealed large frame, by the index of its array in the message."""
     payload_bytes: int
     """The size of all arrays together."""
 
@@ -344,12 +347,15 @@ def _or_never(timeout_s: float | None) -> int:
 
 
 _finished: list[tuple[TcpConnection, int]] = []
-"""Connections of senders that were closed, and the count that the receiver sends when it has read everything."""
+"""The connections of closed senders. The number is the count that the receiver sends when it has read everything."""
 _finished_lock = threading.Lock()
 
 
 def close_finished(wait_s: float = 0.0) -> None:
-    """Close the connections of closed senders whose receivers have read everything, or are gone."""
+    """Close the connections of closed senders whose receivers have read everything or are gone.
+
+    Waits up to `wait_s` for the other receivers.
+    """
     deadline = time.monotonic() + wait_s
     with _finished_lock:
         while _finished:
@@ -365,12 +371,13 @@ def close_finished(wait_s: float = 0.0) -> None:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    context_of_process()  # registers its exit handler first, so it runs after the one below
+    # Exit handlers run in reverse order: the context must register its handler first, so that the context is destroyed last.
+    context_of_process()
     atexit.register(close_finished, LINGER_S)
 
 
 def _is_read(connection: TcpConnection, last: int) -> bool:
-    """Has the receiver read everything, or is it gone?"""
+    """Return True if the receiver has read everything or is gone."""
     connection.wait(0)
     try:
         while (frame := connection.receive_first()) is not None:

@@ -1,13 +1,14 @@
 """`choreo agent`: starts workers on this host when a coordinator asks for them.
 
-    coordinator ══ CURVE ══ agent           both keys come from the token; a client without the token cannot connect
+    coordinator ══ CURVE ══ agent           the keys of both come from the token; a client without the token cannot connect
                 ── SpawnRequest ──▶         name, environment variables, the coordinator's public key for this run
-                                  worker    makes its own key pair, and listens for that coordinator only (tunnel.py)
+                                  worker    makes its own key pair, and admits only this coordinator (tunnel.py)
                 ◀── "started" ──            the worker's port and public key
-                ◀── "output", "ended" ──    what the worker prints, and its exit code; "stopped" if the agent ends
+                ◀── "output", "ended" ──    the output of the worker, and its exit code; "stopped" if the agent ends
 
-Each connection belongs to one worker. When the connection ends, the agent kills the worker and all processes that its
-environments have started. When the agent ends, its workers end. Every other message is refused and logged.
+Each connection belongs to one worker. When the connection ends, the agent kills the worker and all processes that the
+worker's environments have started. When the agent ends, its workers end. A message that is not a valid request is refused and
+logged.
 """
 
 import contextlib
@@ -29,22 +30,22 @@ from choreo.runtime.channels.keys import KeyPair, authenticator
 from choreo.runtime.channels.sockets import Connections, bind, context_of_process, fd_of, keep_alive
 
 AGENT, COORDINATOR = "agent", "coordinator"
-"""The labels of the two key pairs that come from the token."""
+"""The labels of the two key pairs that are derived from the token."""
 MAX_BYTES = 64 * 1024
 """The largest message that an agent accepts."""
 OUTPUT_BYTES = 16 * 1024
-"""The most output of a worker that the agent sends in one message."""
+"""The largest piece of a worker's output that the agent sends in one message."""
 CHECK_S = 0.5
 """How often an agent checks for workers that have ended without closing their output."""
 
 
 def serve(address: str, port: int, token: bytes) -> int:
-    """Start workers for coordinators that know the token, until interrupted; returns the exit code."""
+    """Start workers for coordinators that know the token, until Ctrl-C or SIGTERM. Returns the exit code."""
     _allow_many_connections()
     agent = Agent(address, port, token)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        print(f"Waiting for coordinators at {address}:{agent.port}. Ctrl-C ends this and all its workers.", flush=True)
+        print(f"Waiting for coordinators at {address}:{agent.port}. Ctrl-C ends the agent and its workers.", flush=True)
         agent.run()
     finally:
         agent.close()
@@ -52,7 +53,7 @@ def serve(address: str, port: int, token: bytes) -> int:
 
 
 class Agent:
-    """Starts and ends workers for coordinators; one thread polls all of them."""
+    """Starts and ends workers for coordinators. One thread polls all workers and connections."""
 
     def __init__(self, address: str, port: int, token: bytes):
         self._socket = context_of_process().socket(zmq.ROUTER)
@@ -68,7 +69,7 @@ class Agent:
         authenticator().admit_keys(self._socket, KeyPair.from_token(token, AGENT), {coordinator.public: COORDINATOR})
         self._connections = Connections(self._socket)
         self._workers: dict[bytes, SpawnedWorker] = {}
-        """The worker of each connection, by ZeroMQ's name for the connection."""
+        """The worker of each connection. The keys are ZeroMQ's names of the connections."""
         try:
             self.port = bind(self._socket, address, port)
         except OSError as error:
@@ -80,11 +81,12 @@ class Agent:
             self._poller.register(each, zmq.POLLIN)
 
     def run(self) -> None:
-        """Serve coordinators for ever."""
+        """Serve coordinators forever."""
         while True:
             ready = dict(self._poller.poll(int(1000 * CHECK_S)))
-            # The order matters, because the system reuses the numbers of closed file descriptors. The descriptors in `ready`
-            # belong to the workers of this moment; and a new connection may get the descriptor of one that has ended.
+            # The order matters, because the system reuses the numbers of closed file descriptors. Workers come first: the
+            # descriptors in `ready` belong to workers that exist now, and a later step may close or reuse them. Ended
+            # connections come before new requests: a new connection may get the descriptor of an ended connection.
             for worker in list(self._workers.values()):
                 self._serve(worker, ready)
             for fd in self._connections.read_events():
@@ -102,7 +104,7 @@ class Agent:
         self._socket.close()
 
     def _take_request(self, frames: list[zmq.Frame]) -> None:
-        """Start the worker that a client asks for. The client knows the token, but its message may still be nonsense."""
+        """Start the worker that a client asks for. The client knows the token, but its message may still be invalid."""
         identity, peer = frames[0].bytes, str(frames[-1].get("Peer-Address"))
         try:
             if len(frames) != 2:
@@ -121,7 +123,7 @@ class Agent:
         log(f"{worker.title}: started, process {worker.process.pid}.")
 
     def _serve(self, worker: "SpawnedWorker", ready: dict[Any, int]) -> None:
-        """Pass on to the coordinator what a worker has printed, where it listens, and whether it has ended."""
+        """Tell the coordinator where a worker listens, pass on its new output, and report its end."""
         if worker.control in ready:
             if contact := os.read(worker.control, 4096):  # a short text, written in one piece
                 self._tell(worker.identity, {"kind": "started", "pid": worker.process.pid}, contact)
@@ -133,17 +135,17 @@ class Agent:
             else:
                 worker.output = self._close_fd(worker.output)
         if worker.process.poll() is not None and not self._has_more(worker):
-            # If the coordinator does not read and its queue is full, the next round tries again.
+            # If the coordinator's queue is full, the message is not sent, and the next round of `run` tries again.
             if self._tell(worker.identity, {"kind": "ended", "code": worker.process.returncode}):
                 self._end(worker)
 
     def _has_more(self, worker: "SpawnedWorker") -> bool:
-        """Is there something to read from a worker that has ended?"""
+        """Return True if there is still unread data of a worker that has ended."""
         poller = zmq.Poller()
         for fd in (worker.output, worker.control):
             if fd >= 0:
                 poller.register(fd, zmq.POLLIN)
-        # Do not wait for the end of the pipe: a process that an environment has started may hold it open.
+        # Do not wait for the end of the pipe. A process that an environment has started may hold the pipe open.
         return bool(poller.poll(0))
 
     def _connection_ended(self, fd: int) -> None:
@@ -154,7 +156,10 @@ class Agent:
             self._end(worker)
 
     def _end(self, worker: "SpawnedWorker") -> None:
-        """Kill a worker, and forget it last: if Ctrl-C interrupts this, `close` ends the worker once more."""
+        """Kill a worker, close its descriptors, and remove it from the table.
+
+        Removing comes last: if Ctrl-C interrupts this function, `close` still finds the worker and ends it again.
+        """
         code = worker.kill()
         log(f"{worker.title}: ended with exit code {code} after {time.monotonic() - worker.began:.0f} s.")
         if worker.output >= 0:
@@ -164,17 +169,17 @@ class Agent:
         del self._workers[worker.identity]
 
     def _close_fd(self, fd: int) -> int:
-        """Close a descriptor and stop polling it; returns -1, to put in its place."""
+        """Stop polling a descriptor and close it. Returns -1, the value that stands for a closed descriptor."""
         self._poller.unregister(fd)
         os.close(fd)
         return -1
 
     def _tell(self, identity: bytes, header: dict[str, Any], data: bytes = b"") -> bool:
-        """Send a message to a coordinator; False if its queue is full. Never waits: output may be dropped."""
+        """Send a message to a coordinator. Returns False if the coordinator's queue is full: then the message is dropped."""
         try:
             self._socket.send_multipart([identity, json.dumps(header).encode(), data], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            return error.errno == zmq.EHOSTUNREACH  # the coordinator is gone, and needs no message
+            return error.errno == zmq.EHOSTUNREACH  # the coordinator is gone and needs no message, so do not try again
         return True
 
 
@@ -183,25 +188,25 @@ class SpawnRequest:
     """The worker that a coordinator asks for."""
 
     run: str
-    """A text that identifies the run in the log."""
+    """The name of the run in the agent's log."""
     name: str
     """The worker's name."""
     host: str
-    """The address of this host, as the coordinator knows it; the worker listens there."""
+    """The address of this host in the coordinator's cluster. The worker listens at this address."""
     key: str
     """The coordinator's public key for this run."""
     environment: dict[str, str]
-    """Environment variables of the worker, in addition to those of the agent."""
+    """Environment variables of the worker, in addition to the agent's own variables."""
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "SpawnRequest":
-        """The request in a message. Raises ValueError if the message is anything else."""
+        """Read a request from a message. Raises ValueError if the message is not a valid request."""
         try:
             request = json.loads(data)
         except RecursionError as error:
             raise ValueError("a request that is nested too deeply") from error
         if not isinstance(request, dict) or set(request) != {"run", "name", "host", "key", "environment"}:
-            raise ValueError("a request with other fields")
+            raise ValueError("a request with unknown or missing fields")
         environment = request["environment"]
         if not isinstance(environment, dict):
             raise ValueError("a request without a table of variables")
@@ -218,26 +223,27 @@ class SpawnRequest:
 
 @dataclass(eq=False)
 class SpawnedWorker:
-    """A worker that the agent has started, and the connection that it belongs to."""
+    """A worker that the agent has started, and its connection to the coordinator."""
 
     title: str
     """The run, the coordinator and the worker, for the log."""
     identity: bytes
-    """ZeroMQ's name for the connection."""
+    """ZeroMQ's name of the connection."""
     fd: int
     """The file descriptor of the connection."""
     process: "subprocess.Popen[bytes]"
     """The worker's process."""
     output: int
-    """The pipe with the worker's output; -1 once the worker has closed it."""
+    """The pipe with the worker's output, or -1 after it is closed."""
     control: int
-    """A socket: the worker writes its port and public key, and ends when the agent's end closes. -1 once it is closed."""
+    """A socket on which the worker sends its port and public key, or -1 after it is closed. The worker ends when the agent
+    closes its end of the socket."""
     began: float = field(default_factory=time.monotonic)
     """When the worker was started."""
 
     @classmethod
     def start(cls, request: SpawnRequest, identity: bytes, peer: str, fd: int) -> "SpawnedWorker":
-        """Start a worker. Raises OSError or ValueError if that is not possible."""
+        """Start a worker. Raises OSError or ValueError if the worker cannot be started."""
         ours, theirs = socket.socketpair()
         control, theirs_fd = ours.detach(), theirs.detach()
         output, printed = os.pipe()
@@ -271,8 +277,8 @@ class SpawnedWorker:
         return cls(title=title, identity=identity, fd=fd, process=process, output=output, control=control)
 
     def kill(self) -> int:
-        """Kill the worker and the processes that its environments have started; returns its exit code."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        """Kill the worker and the processes that its environments have started. Returns the worker's exit code."""
+        with contextlib.suppress(ProcessLookupError):  # the worker has already ended
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
@@ -283,6 +289,6 @@ def log(text: str) -> None:
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit of open files to the most that the system allows: many unknown clients must not keep a coordinator out."""
+    """Raise the limit of open files to the maximum, so that connections of many unknown clients cannot block a coordinator."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,4 +1,4 @@
-"""What each worker is told before it starts: its environment variables, its briefing, and the programs of its sites."""
+"""Makes everything that a worker needs to start: its environment variables, its briefing, and the programs of its sites."""
 
 import os
 from typing import Any
@@ -17,7 +17,7 @@ from choreo.runtime.engine.xla_threads import XLA_THREADS, useful_threads
 
 
 def pickled_programs(deployment: Deployment, worker: str) -> bytes:
-    """The programs that a worker runs, for `cloudpickle.loads`. Refuses environments that cannot be pickled."""
+    """The programs that a worker runs, pickled. Raises PartitionError if a Python environment cannot be pickled."""
     plan, groups = deployment.plan, deployment.groups(worker)
     init, iterate = (export_program(program, groups, plan.sites.replicas) for program in (plan.init, plan.iterate))
     try:
@@ -26,8 +26,8 @@ def pickled_programs(deployment: Deployment, worker: str) -> bytes:
         python = [step.name for step, _ in walk(iterate.steps) if isinstance(step, HostCall)]
         raise PartitionError(
             f"The programs of `{worker}` cannot be pickled: {error}",
-            fix=f"Make everything that {', '.join(f'`{n}`' for n in python) or 'it'} holds picklable (open files, locks and "
-            "windows inside the factory, not before), or use `--runtime inprocess`.",
+            fix=f"Make everything that {', '.join(f'`{n}`' for n in python) or 'it'} holds picklable: create files, locks and "
+            "windows inside the factory, not outside. Or use `--runtime inprocess`.",
         ) from error
 
 
@@ -39,10 +39,10 @@ def environment_variables(deployment: Deployment, worker: str) -> dict[str, str]
     limits |= dict.fromkeys(XLA_THREADS, str(useful_threads(plan, cores)))
     platforms = {plan.platform(group) for group in deployment.groups(worker)}
     chosen = {"JAX_PLATFORMS": ",".join(sorted(p for p in platforms if p))} if None not in platforms else {}
-    # Several workers may share an accelerator: none of them may take all of its memory at the start.
+    # Several workers may share an accelerator. So no worker may reserve all of its memory at the start.
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     set_by_user = {name: os.environ[name] for name in (*limits, *shared) if name in os.environ}
-    # JAX's coordination service warns of the options that `worker.py` sets.
+    # JAX's coordination service prints warnings about the options that `worker.py` sets.
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"} if deployment.collective(worker) else {}
     return {**limits, **shared, **quiet, **set_by_user, **chosen, "PYTHONUNBUFFERED": "1"}
 
@@ -50,7 +50,7 @@ def environment_variables(deployment: Deployment, worker: str) -> dict[str, str]
 def briefing(
     deployment: Deployment, worker: str, links: list[list[Any]], *, profile: bool, env_timeout_s: float
 ) -> dict[str, Any]:
-    """The header of the command `set_up`; the worker's programs follow as its only array."""
+    """The header of the command `set_up`. The only array of this command holds the worker's pickled programs."""
     plan, groups = deployment.plan, deployment.groups(worker)
     return {
         "kind": "set_up",

@@ -1,19 +1,19 @@
 """The machines that a run may use; `cluster.toml` describes them.
 
-    token_file = "token"              the secret that agents ask for; a path relative to this file
+    token_file = "token"              the file with the secret that agents ask for; its path is relative to cluster.toml
 
     [[hosts]]
-    address = "10.0.0.1"              the first host also gets groups that are not replicated, the learner for example
+    address = "10.0.0.1"              the first host also gets the groups that are not replicated, for example the learner
     cpus = 8
     devices = ["cpu", "gpu"]
 
     [[hosts]]
     address = "10.0.0.2"
-    port = 7000                       the port of the `choreo agent` there; this machine needs no agent
+    port = 7000                       the port of `choreo agent` on this host; the coordinator's machine needs no agent
     cpus = 16
 
-Without a file, the cluster is this machine. A layout says how many sites there are, and `place` chooses a host for each.
-Nothing here imports JAX, or checks whether a host can be reached.
+Without such a file, the cluster consists of this machine only. A layout says how many sites there are, and `place` chooses a
+host for each site. This module does not import JAX, and does not check whether a host can be reached.
 """
 
 import difflib
@@ -44,7 +44,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 class ClusterError(ChoreoError):
-    """A cluster whose description is not valid, or that has no host for a group."""
+    """The description of a cluster is not valid, or the cluster has no host for a group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,30 +52,33 @@ class Host:
     """One machine."""
 
     address: str
-    """The name or number of the host in the network."""
+    """The name or the IP address of the host."""
     port: int = 0
-    """The port of `choreo agent` on the host; 0 for the coordinator's own machine, which needs no agent."""
+    """The port of `choreo agent` on the host. The coordinator's own machine needs no agent and has port 0."""
     cpus: int = 1
-    """How many workers the host can run side by side; hosts with more cpus get more workers."""
+    """How many workers the host can run at the same time. Hosts with more cpus get more workers."""
     devices: tuple[str, ...] = ("cpu",)
-    """The kinds of devices that the host has; a group with device="gpu" is placed only on hosts with a "gpu"."""
+    """The kinds of devices that the host has. A group with device="gpu" is placed only on hosts with a "gpu"."""
 
     def __post_init__(self):
         if not self.address or re.search(r"\s", self.address):
             raise ClusterError(
-                f"{self.address!r} is not the address of a host.", fix='Give a name or a number: address = "10.0.0.1".'
+                f"{self.address!r} is not the address of a host.",
+                fix='Give a name or an IP address: address = "10.0.0.1".',
             )
-        if glued := re.fullmatch(r"([^:]+):(\d+)", self.address):
+        if with_port := re.fullmatch(r"([^:]+):(\d+)", self.address):
             raise ClusterError(
-                f"The address {self.address!r} has a port in it.",
-                fix=f'Give both: address = "{glued[1]}" and port = {glued[2]}.',
+                f"The address {self.address!r} contains a port.",
+                fix=f'Write two settings: address = "{with_port[1]}" and port = {with_port[2]}.',
             )
         if not 0 <= self.port < 2**16:
             raise ClusterError(f"{self.address} has no port {self.port}.", fix="Give a number from 1 to 65535.")
         if self.cpus < 1:
-            raise ClusterError(f"{self.address} has cpus = {self.cpus}.", fix="Give how many it has, at least 1.")
+            raise ClusterError(f"{self.address} has cpus = {self.cpus}.", fix="Give its number of cpus, at least 1.")
         if not self.devices:
-            raise ClusterError(f"{self.address} has no devices.", fix='Give devices = ["cpu"], or leave it out.')
+            raise ClusterError(
+                f"{self.address} has no devices.", fix='Write devices = ["cpu"], or leave the setting `devices` out.'
+            )
         for device in self.devices:
             if device not in PLATFORMS:
                 raise ClusterError(f"{self.address} has an unknown device {device!r}.", fix=_near(device, PLATFORMS))
@@ -86,7 +89,7 @@ class Cluster:
     """The machines that a run may use."""
 
     hosts: tuple[Host, ...]
-    """The machines; the first one also gets groups that are not replicated."""
+    """The machines. The first machine also gets the groups that are not replicated."""
     token_file: Path | None = None
     """The file with the secret that agents ask for. None if no host has an agent."""
 
@@ -94,35 +97,37 @@ class Cluster:
         if not self.hosts:
             raise ClusterError("A cluster needs at least one host.", fix="Add a table [[hosts]] with its address.")
         for i, host in enumerate(self.hosts):
-            # Two hosts may share an address if their ports differ: two agents on one machine.
+            # Two agents may run on one machine. So two hosts may have the same address if their ports differ.
             if (host.address, host.port) in [(other.address, other.port) for other in self.hosts[:i]]:
                 where = host.address + (f" port {host.port}" if host.port else "")
-                raise ClusterError(f"The host {where} is listed twice.", fix="Name each once, with all its cpus.")
+                raise ClusterError(f"The host {where} is listed twice.", fix="List each host once, with all its cpus.")
 
         here = [host.address for host in self.hosts if not host.port]
         if len(here) > 1:
             raise ClusterError(
                 f"{' and '.join(here)} have no port, but every host except this machine needs one.",
-                fix="Give the port of the `choreo agent` on each of the others: port = 7000.",
+                fix="Give the port of `choreo agent` on every other host, for example port = 7000.",
             )
 
     @classmethod
     def local(cls) -> "Cluster":
-        """The cluster of this machine alone, with the cpus that this process may use."""
+        """A cluster of only this machine, with the cpus that this process may use."""
         return cls(hosts=(Host(address=LOOPBACK, cpus=len(os.sched_getaffinity(0)), devices=PLATFORMS),))
 
     @classmethod
     def from_toml(cls, file: str | Path) -> "Cluster":
-        """The cluster in a file. A relative `token_file` is relative to the folder of that file."""
+        """Read a cluster from a file. A relative `token_file` is relative to the folder of this file."""
         file = Path(file)
         data = _read(file)
         _check_keys(data, ("hosts", "token_file"), at=f"{file}")
         hosts = data.get("hosts", [])
         if not isinstance(hosts, list) or not all(isinstance(host, dict) for host in hosts):
-            raise ClusterError(f"`hosts` in {file} is not a list of tables.", fix="Write [[hosts]], in two brackets.")
+            raise ClusterError(f"`hosts` in {file} is not a list of tables.", fix="Write [[hosts]], with two brackets.")
         token = data.get("token_file")
         if not isinstance(token, str | None):
-            raise ClusterError(f"{file} says token_file = {token!r}.", fix='Give a path: token_file = "token".')
+            raise ClusterError(
+                f"token_file = {token!r} in {file} is not a path.", fix='Give a path, for example token_file = "token".'
+            )
         try:
             cluster = cls(
                 hosts=tuple(_host(host, at=f"{file}, hosts[{i}]") for i, host in enumerate(hosts)),
@@ -134,12 +139,12 @@ class Cluster:
             raise ClusterError(
                 "Hosts with a port have an agent, which asks for a token, but there is no token_file.",
                 at=str(file),
-                fix='Add token_file = "token", and give the same file to `choreo agent` there.',
+                fix='Add token_file = "token", and give the same file to `choreo agent` on these hosts.',
             )
         return cluster
 
     def token(self) -> bytes | None:
-        """The secret in `token_file`; None without one. Refuses a file that others can read, and a short secret."""
+        """The secret in `token_file`, or None without a `token_file`. Refuses a file that others can read, and a short secret."""
         if self.token_file is None:
             return None
         try:
@@ -148,7 +153,7 @@ class Cluster:
         except OSError as error:
             raise ClusterError(
                 f"The token file {self.token_file} cannot be read: {error.strerror}.",
-                fix="Make one, the same on every host: `openssl rand -hex 32 > token; chmod 600 token`.",
+                fix="Make a token file, and copy it to every host: `openssl rand -hex 32 > token; chmod 600 token`.",
             ) from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ClusterError(
@@ -157,7 +162,7 @@ class Cluster:
         if len(text) < 16:
             raise ClusterError(
                 f"The token in {self.token_file} has {len(text)} bytes, so it can be guessed.",
-                fix="Make one of 16 or more: `openssl rand -hex 32 > token`.",
+                fix="Make a token of 16 bytes or more: `openssl rand -hex 32 > token`.",
             )
         return text
 
@@ -176,17 +181,21 @@ class SiteHost(NamedTuple):
 def place(
     sites: Mapping[GroupName, int | None], cluster: Cluster, *, devices: Mapping[GroupName, str | None] | None = None
 ) -> list[SiteHost]:
-    """A host for every site. `sites` is the number of replicas of each group; None for a group that is not replicated.
+    """Choose a host for every site.
 
-    Hosts get replicas in proportion to their cpus. Two groups with the same number of replicas have replica i on the same
-    host. Groups that are not replicated are on the first host. `devices` is the kind of device that a group needs, if any.
+    `sites` is the number of replicas of each group, or None for a group that is not replicated. `devices` is the kind of
+    device that each group needs; None stands for any kind.
+
+    Hosts get replicas in proportion to their cpus. If two groups have the same number of replicas and need the same device,
+    their replicas with the same number are on the same host. A group that is not replicated is on the first host that has
+    the device.
     """
     placements = []
     for group, replicas in sites.items():
         hosts = _hosts_with((devices or {}).get(group), group, cluster)
         workers = dict.fromkeys(hosts, 0)
         for replica in range(replicas or 1):
-            # The host with the most cpus per worker after this worker is added; among equals, the first.
+            # Choose the host that has the most cpus per worker after this worker is added; of several such hosts, the first.
             host = hosts[0] if replicas is None else min(hosts, key=lambda h: (workers[h] + 1) / h.cpus)
             workers[host] += 1
             placements.append(SiteHost(group, replica, host))
@@ -194,14 +203,17 @@ def place(
 
 
 def on_one_machine(hosts: Collection[Host]) -> bool:
-    """Do these hosts share one address, or are they all this machine? Two names of another machine count as two machines."""
+    """Return True if these hosts are one machine: they have the same address, or they are all this machine.
+
+    Two different names of another machine count as two machines.
+    """
     here = {host.address for host in hosts if not host.port}
     machines = {LOOPBACK if is_loopback(host.address) or host.address in here else host.address for host in hosts}
     return len(machines) == 1
 
 
 def is_loopback(address: str) -> bool:
-    """Is this an address that only this machine can reach? Host names other than `localhost` are not looked up."""
+    """Return True if only this machine can reach the address. Host names other than `localhost` are not looked up."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -213,7 +225,7 @@ def _hosts_with(device: str | None, group: GroupName, cluster: Cluster) -> list[
     if not hosts:
         raise ClusterError(
             f"The layout wants `{group}` on {device!r}, but no host has such a device.",
-            fix=f"Add {device!r} to the devices of the hosts that have one, or change the group's `device`.",
+            fix=f"Add {device!r} to the `devices` of every host that has such a device, or change the group's `device`.",
         )
     return hosts
 
@@ -222,7 +234,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
     except OSError as error:
-        raise ClusterError(f"{file} cannot be read: {error.strerror}.", fix="Name a file with [[hosts]].") from error
+        raise ClusterError(
+            f"{file} cannot be read: {error.strerror}.", fix="Give the path of a file with [[hosts]]."
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ClusterError(f"{file} is not valid TOML: {error}.", fix="Correct that line.") from error
 

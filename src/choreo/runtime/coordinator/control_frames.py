@@ -1,4 +1,4 @@
-"""Frames between the coordinator and a worker: a header as JSON, then the bytes of numpy arrays.
+"""Frames between the coordinator and a worker. A frame is a header as JSON, and then the bytes of numpy arrays.
 
     │ size of the header │ header: {"kind": "ran", ..., "arrays": [[shape, name of dtype], ...]} │ array │ array │ ...
 
@@ -18,9 +18,9 @@ from choreo.errors import RunError
 Frame = tuple[dict[str, Any], list[np.ndarray]]
 """Header and arrays."""
 MAX_HEADER_BYTES = 2**26
-"""A longer header is refused, before memory is allocated for it."""
+"""The size of the largest header. A longer header is refused before memory is allocated for it."""
 PROGRESS = "progress"
-"""The kind of the only frame that a worker sends without being asked: the iteration that it begins."""
+"""The kind of the frame with which a worker reports that it begins an iteration. All other frames of workers are replies."""
 
 
 class WireError(RunError):
@@ -46,7 +46,7 @@ def send_frame(sock: Stream, header: dict[str, Any], arrays: Sequence[np.ndarray
 
 
 def receive_frame(sock: Stream) -> Frame | None:
-    """The next frame; None if the other end is gone. Raises WireError if the bytes are not a frame."""
+    """Return the next frame, or None if the other end is gone. Raises WireError if the bytes are not a frame."""
     size = _receive(sock, 8)
     if size is None:
         return None
@@ -64,12 +64,12 @@ def receive_frame(sock: Stream) -> Frame | None:
 
 
 def _parse(text: bytearray) -> Frame:
-    """The header, and empty arrays of the shapes and dtypes that it announces."""
+    """Return the header, and uninitialised arrays of the shapes and dtypes that the header announces."""
     try:
         header = json.loads(bytes(text))
         arrays = [np.empty(shape, dtype_named(name)) for shape, name in header.pop("arrays")]
         if not isinstance(header["kind"], str):
-            raise TypeError(f"a {type(header['kind']).__name__} as its kind")
+            raise TypeError(f"its kind is a {type(header['kind']).__name__}, not a string")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
         raise WireError(f"The header of a frame is not valid: {error!r}.") from error
     return header, arrays

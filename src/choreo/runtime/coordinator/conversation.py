@@ -1,4 +1,4 @@
-"""Commands to workers and their replies: every worker gets each command, and answers it with one frame."""
+"""Commands to workers and their replies. A worker answers a command with one frame."""
 
 import time
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from choreo.runtime.coordinator.supervision import WorkerError, end_run
 
 
 class Conversation:
-    """Talks with all workers of a run. If one worker ends, all others are ended and its error is raised."""
+    """Talks with all workers of a run. If one worker ends, all other workers are ended, and the error of this worker is raised."""
 
     def __init__(self, pool: WorkerPool, deployment: Deployment):
         self.pool, self.deployment = pool, deployment
         self.compile_seconds: dict[str, float] = {}
-        """How long each worker has compiled, by its last reply."""
+        """How long each worker has compiled, as its last reply said."""
 
     def tell_all(self, header: dict[str, Any], arrays: Iterable[np.ndarray] = ()) -> None:
         """Send one command to all workers."""
@@ -37,7 +37,10 @@ class Conversation:
         handle.state = header["kind"]
 
     def await_replies(self, kind: str, *, doing: str, timeout_s: float | None = None) -> dict[str, Frame]:
-        """The reply of each worker. Passes on output meanwhile; `doing` describes the command in an error message."""
+        """Wait for the reply of every worker, and return the replies by worker. Passes on the workers' output meanwhile.
+
+        All replies must be of this `kind`. `doing` describes the command in an error message.
+        """
         replies: dict[str, Frame] = {}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         workers = self.deployment.workers

@@ -1,7 +1,7 @@
-"""Where a plan runs: the worker process of each site, and the host of each worker.
+"""Where a plan runs: the worker process of each site, and the host of each worker. For example:
 
     sites         env+actor 0 .. 3 (four blocks, exact=True), learner 0
-    processes     env+actor-0 and env+actor-1 (workers=2) hold two sites each, learner holds one
+    processes     env+actor-0 and env+actor-1 (workers=2) run two sites each, and learner runs one site
     hosts         `cluster.place` chooses the host of each process
 
 Everything here is computed before any process is started.
@@ -29,15 +29,15 @@ class Deployment:
     plan: Plan
     """The plan to execute."""
     process_of_site: Mapping[Site, str]
-    """The worker process in which each site lives."""
+    """The name of the worker process that runs each site."""
     hosts: Mapping[str, Host]
     """The host of each worker."""
     over_tcp: bool
-    """Do the channels between workers use TCP? Otherwise they use shared memory."""
+    """True if the channels between workers use TCP, False if they use shared memory."""
 
     @classmethod
     def of(cls, plan: Plan, cluster: Cluster, *, over_tcp: bool) -> "Deployment":
-        """The deployment of a plan on a cluster. With a worker on another host, channels are always TCP."""
+        """The deployment of a plan on a cluster. If a worker is on another host, all channels use TCP."""
         hosts = hosts_of(plan, cluster)
         over_tcp = over_tcp or any(host.port for host in hosts.values())
         return cls(plan=plan, process_of_site=assign_processes(plan), hosts=hosts, over_tcp=over_tcp)
@@ -49,7 +49,7 @@ class Deployment:
 
     @property
     def needs_introduction(self) -> bool:
-        """Must workers learn each other's addresses before they can start?"""
+        """Whether workers must learn each other's addresses before they can start."""
         return (self.over_tcp and len(self.workers) > 1) or any(map(self.collective, self.workers))
 
     def groups(self, worker: str) -> list[str]:
@@ -57,14 +57,14 @@ class Deployment:
         return list(dict.fromkeys(group for (group, _), name in self.process_of_site.items() if name == worker))
 
     def compiles(self, worker: str) -> bool:
-        """Does a worker run compiled programs? Otherwise it runs only Python, and need not import JAX."""
+        """Return True if a worker runs compiled programs. Otherwise it runs only Python, and need not import JAX."""
         groups, programs = self.groups(worker), (self.plan.init, self.plan.iterate)
         return any(isinstance(step, Segment) and step.group in groups for p in programs for step, _ in walk(p.steps))
 
     def collective(self, worker: str) -> dict[str, Any] | None:
-        """The collective that a worker takes part in: group, rank, size, and the address where the worker listens for it.
+        """The collective in which a worker combines values with other processes inside compiled programs, or None.
 
-        None for a worker that combines no values with other processes inside of compiled programs.
+        Returns the group, the worker's rank, the number of processes, and the address where the worker listens for the collective.
         """
         for (group, r), name in self.process_of_site.items():
             processes = {other for (g, _), other in self.process_of_site.items() if g == group}
@@ -87,7 +87,7 @@ class Deployment:
 
 
 def assign_processes(plan: Plan) -> dict[Site, str]:
-    """The worker process of each site: one process per site, but with `exact` several blocks may share a process."""
+    """The worker process of each site. Each site has its own process, but with `exact` several blocks may share a process."""
     processes = {}
     for group, r in plan.all_sites:
         blocks = plan.replicas(group)
@@ -104,15 +104,15 @@ def hosts_of(plan: Plan, cluster: Cluster) -> dict[str, Host]:
 
 
 def _num_workers(plan: Plan, group: str) -> int | None:
-    """How many processes a group has; None for a group that is not replicated."""
+    """How many processes a group has, or None for a group that is not replicated."""
     (found,) = (g for g in plan.layout.groups if g.name == group)
     return plan.replicas(group) if found.axis else found.replicas
 
 
 def check_collectives(plan: Plan, hosts: Mapping[str, Host], *, trust_network: bool) -> None:
-    """Refuse workers on different machines that combine values by collectives, unless the user trusts the network.
+    """Raise RunError if workers on different machines combine values by collectives, and `trust_network` is False.
 
-    Collectives are JAX's coordination service, and Gloo or NCCL. None of them encrypts or authenticates.
+    Collectives use JAX's coordination service, and Gloo or NCCL. None of these encrypts or authenticates.
     """
     processes = assign_processes(plan)
     for group in sorted(plan.combining):
@@ -123,21 +123,21 @@ def check_collectives(plan: Plan, hosts: Mapping[str, Host], *, trust_network: b
                 raise RunError(
                     f"`{one}` on {hosts[one].address} and `{other}` on {hosts[other].address} combine gradients by "
                     "collectives (Gloo or NCCL), which are neither encrypted nor authenticated.",
-                    fix="Put them on one host, or, in a network where everybody is trusted, give --trust-network "
+                    fix="Put these workers on one host. Or, if you trust everybody in the network, give --trust-network "
                     "(trust_network=True).",
                 )
 
 
 def collective_address(host: Host, hosts: Collection[Host]) -> str:
-    """The address where a worker on `host` listens for its collective; `hosts` are the hosts of all its workers.
+    """The address where a worker on `host` listens for its collective. `hosts` are the hosts of all workers of the collective.
 
-    If they are all on one machine, this is a loopback address, which no other machine can reach.
+    If all these workers are on one machine, the address is a loopback address, which no other machine can reach.
     """
     return LOOPBACK if on_one_machine(hosts) and not is_loopback(host.address) else host.address
 
 
 def packages_of_plan(plan: Plan) -> list[str]:
-    """The installed packages that the plan's Python environments and functions come from."""
+    """The installed packages that contain the plan's Python environments and functions."""
     calls = [step for p in (plan.init, plan.iterate) for step, _ in walk(p.steps) if isinstance(step, HostCall)]
     made_by = [step.fn.make if isinstance(step.fn, HostMethod) else step.fn for step in calls]
     found = [by.form.packages if isinstance(by, MakeBatch) else packages_of(by) for by in made_by]

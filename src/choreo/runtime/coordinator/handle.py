@@ -1,4 +1,4 @@
-"""One worker as its coordinator sees it: its process, its control connection, its output."""
+"""One worker, as the coordinator sees it: its process, its control connection, its output."""
 
 import contextlib
 import os
@@ -15,15 +15,16 @@ from choreo.runtime.coordinator.remote import RemoteProcess
 from choreo.runtime.coordinator.tunnel import Tunnel
 
 LAST_LINES = 60
-"""How many lines of a worker's output are kept for the error, if it dies without a report: room for a traceback of all threads."""
+"""How many lines of a worker's output are kept. If the worker dies without a report, the error shows these lines. They are
+enough for a traceback of all threads."""
 
 
 @dataclass(eq=False)
 class WorkerHandle:
-    """A worker as its coordinator sees it."""
+    """One worker, as the coordinator sees it."""
 
     name: str
-    """The worker's name, `env+actor-0` for example."""
+    """The worker's name, for example `env+actor-0`."""
     process: "subprocess.Popen[bytes] | RemoteProcess"
     """The worker's process, on this machine or on another host."""
     control: socket.socket | Tunnel
@@ -33,19 +34,23 @@ class WorkerHandle:
     unfinished_line: bytes = b""
     """Output after the last line break."""
     output_closed: bool = False
-    """Has the worker closed its output?"""
+    """True when the worker has closed its output."""
     error: dict[str, Any] | None = None
-    """The worker's own report of why it ends."""
+    """The error report of the worker, if it sent one before it ended."""
     control_open: bool = True
-    """False once the worker has reported an error, or its control connection has closed."""
+    """False after the worker has reported an error, or after its control connection has closed."""
     state: str = "starting"
     """What the worker is doing, for people to read."""
     uses_collectives: bool = False
-    """Does the worker combine values with other workers inside of compiled programs?"""
+    """True if the worker combines values with other workers inside compiled programs."""
 
     @classmethod
     def start_here(cls, name: str, variables: Mapping[str, str], fds: Collection[int]) -> "WorkerHandle":
-        """Start a worker on this machine. It gets our environment variables and `variables`, and inherits `fds`."""
+        """Start a worker on this machine.
+
+        The worker inherits the environment variables of this process and the file descriptors `fds`. `variables` are
+        additional environment variables.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -56,7 +61,7 @@ class WorkerHandle:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **variables},
-                # Ctrl-C reaches only the coordinator, and `kill` ends the processes that environments have started.
+                # In a new session, Ctrl-C does not reach the worker, and `kill` can end all processes of its environments.
                 start_new_session=True,
             )
         assert process.stdout is not None
@@ -65,7 +70,7 @@ class WorkerHandle:
 
     @property
     def control_sources(self) -> list[Any]:
-        """Sockets or descriptors to poll: when one is ready, a frame may have arrived, or the connection has ended."""
+        """Sockets or descriptors to poll. When one of them is ready, a frame may have arrived, or the connection has ended."""
         return self.control.pollable if isinstance(self.control, Tunnel) else [self.control.fileno()]
 
     @property
@@ -76,7 +81,10 @@ class WorkerHandle:
         return [] if self.process.stdout is None or self.output_closed else [self.process.stdout.fileno()]
 
     def has_frame(self, ready: Collection[Any]) -> bool:
-        """Would `receive_frame` return at once, with a frame or None? `ready` are the `control_sources` that are ready."""
+        """Return True if `receive_frame` can read a frame, or the end of the connection, without waiting.
+
+        `ready` holds the `control_sources` that are ready.
+        """
         if not isinstance(self.control, Tunnel):
             return bool(ready)
         if self.control.monitor in ready:
@@ -84,7 +92,7 @@ class WorkerHandle:
         return self.control.pending or self.control.lost or self.control.socket in ready
 
     def read_output(self) -> tuple[list[str], bool]:
-        """The lines printed since the last call, and whether another call may find more."""
+        """Return the lines printed since the last call, and whether the next call may find more lines."""
         if isinstance(self.process, RemoteProcess):
             data = self.process.read_messages()
             ended = not data and self.process.poll() is not None
@@ -102,13 +110,16 @@ class WorkerHandle:
         return [line.decode(errors="replace") for line in lines], bool(data)
 
     def kill(self) -> None:
-        """Kill a worker on this machine and the processes its environments have started. On another host, `close` does that."""
+        """Kill a worker on this machine, and the processes that its environments have started.
+
+        Does nothing for a worker on another host: `close` ends that worker.
+        """
         if isinstance(self.process, subprocess.Popen):
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended already
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the worker has already ended
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close all connections. The agent of a worker on another host then kills that worker."""
+        """Close all connections. If the worker is on another host, its agent then kills the worker."""
         self.control.close()
         if isinstance(self.process, RemoteProcess):
             self.process.close()
@@ -117,7 +128,7 @@ class WorkerHandle:
 
     @property
     def is_alive(self) -> bool:
-        """Is the worker running? A worker on another host counts as ended when its agent cannot be heard."""
+        """Whether the worker is running. A worker on another host counts as ended when the connection to its agent is lost."""
         reachable = not isinstance(self.process, RemoteProcess) or self.process.is_connected
         return self.process.poll() is None and reachable
 

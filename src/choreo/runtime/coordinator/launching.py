@@ -1,4 +1,4 @@
-"""Start the workers of a deployment, here and through agents, and bring them to the point where they can run.
+"""Start the workers of a deployment, on this machine and through agents, and prepare them to run. The steps, in order:
 
 start_workers      every worker has a process and a control connection
 compare_versions   every worker runs on versions that this run accepts
@@ -27,7 +27,7 @@ from choreo.runtime.coordinator.versions import Versions, compare, this_machine
 from choreo.runtime.coordinator.wiring import make_channels
 
 START_S = 120.0
-"""How long a worker may take to be ready."""
+"""How long a worker may take for each step of the start."""
 
 
 def launch(
@@ -40,15 +40,16 @@ def launch(
     profile: bool,
     env_timeout_s: float,
 ) -> dict[str, dict[str, str]]:
-    """Start all workers with their programs, and wait until they are ready; returns what `compare_versions` found.
+    """Start all workers with their programs, and wait until they are ready. Returns the result of `compare_versions`.
 
-    Workers that were started stay in the conversation's pool if this fails: the caller must kill the pool.
+    If this fails, the workers that were started stay in the conversation's pool, and the caller must kill the pool.
     """
     deployment = conversation.deployment
     links, ends = make_channels(deployment)
     with contextlib.ExitStack() as stack:
         for end in (end for each in ends.values() for end in each):
-            stack.callback(end.close)  # only workers may hold the ends: then a worker's death closes its channels
+            # Only workers may hold the ends. Then the death of a worker closes its channels.
+            stack.callback(end.close)
         fds = {worker: [fd for end in ends[worker] for fd in end.fds] for worker in deployment.workers}
         start_workers(conversation.pool, deployment, fds, token)
     differences = compare_versions(conversation, allow_versions=allow_versions, same_bits=same_bits)
@@ -62,7 +63,7 @@ def launch(
 
 
 def start_workers(pool: WorkerPool, deployment: Deployment, fds: Mapping[str, list[int]], token: bytes | None) -> None:
-    """Start all workers, then wait for those on other hosts; each worker on this machine inherits its `fds`."""
+    """Start all workers, then connect to the workers on other hosts. Each worker on this machine inherits its `fds`."""
     keys, run, deadline = KeyPair.new(), secrets.token_hex(4), time.monotonic() + START_S
     requested: dict[str, RemoteProcess] = {}
     try:
@@ -88,13 +89,16 @@ def _checked(token: bytes | None) -> bytes:
     if token is None:
         raise ClusterError(
             "The cluster has hosts with an agent, which asks for a token, but no token_file.",
-            fix='Give it one: Cluster(hosts=..., token_file="token").',
+            fix='Give the cluster a token file: Cluster(hosts=..., token_file="token").',
         )
     return token
 
 
 def compare_versions(conversation: Conversation, *, allow_versions: bool, same_bits: bool) -> dict[str, dict[str, str]]:
-    """For each host with other versions or another CPU, what differs. Refuses hosts that this run does not accept."""
+    """Compare the versions, CPU and XLA_FLAGS of each worker's host with this machine. Returns the differences of each host.
+
+    Raises RunError for a difference that this run does not accept.
+    """
     deployment = conversation.deployment
     packages = packages_of_plan(deployment.plan)
     conversation.tell_all({"kind": "versions", "packages": packages, "path": sys.path})
@@ -113,9 +117,9 @@ def compare_versions(conversation: Conversation, *, allow_versions: bool, same_b
 
 
 def introduce(conversation: Conversation) -> None:
-    """Tell each worker the addresses and public keys of the others, and each collective the address of its first worker.
+    """Tell all workers the addresses and public keys of all workers, and the address of the first worker of each collective.
 
-    No worker connects before all workers admit connections from the others.
+    No worker connects before all workers admit connections from the other workers.
     """
     replies = conversation.await_replies("listening", doing="starting", timeout_s=START_S)
     headers = {worker: header for worker, (header, _) in replies.items()}

@@ -1,7 +1,7 @@
-"""All workers of a run: wait for any of them, read their frames, pass on their output, and end them.
+"""All workers of a run. The pool waits for them, reads their frames, passes on their output, and ends them.
 
-The pool runs no threads: it reads output and frames while the coordinator waits for workers. The end of a worker is
-noticed at once, because its control connection closes.
+The pool has no threads: it reads output and frames while the coordinator waits for workers. The pool notices the end of a
+worker at once, because the worker's control connection closes.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, WireError
 from choreo.runtime.coordinator.handle import WorkerHandle
 
 GRACE_S = 2.0
-"""How long workers may take to end by themselves, and how long to look for the worker that failed first."""
+"""How long workers may take to end after the command to stop. Also: how long to search for the worker that failed first."""
 NOISE = "[Gloo] Rank "
-"""Lines that begin with this are not passed on: Gloo prints them whenever it connects."""
+"""Output lines that begin with this text are not passed on. Gloo prints such a line at each connection."""
 
 
 class WorkerPool:
@@ -29,13 +29,14 @@ class WorkerPool:
         on_output: Callable[[str, str], None],
         on_states: Callable[[dict[str, str]], None] | None = None,
     ):
-        """`on_output(worker, line)` gets every line that a worker prints; `on_states` gets all states when one changes."""
+        """`on_output(worker, line)` is called for every line that a worker prints. `on_states` is called with the states of all
+        workers when a worker begins an iteration."""
         self.on_output, self.on_states = on_output, on_states
         self.handles: dict[str, WorkerHandle] = {}
         self._poller = zmq.Poller()
 
     def add(self, handle: WorkerHandle) -> None:
-        """Take a worker in: from now on `select` listens to it, and `kill` ends it."""
+        """Add a worker. From now on `select` listens to this worker, and `kill` ends it."""
         self.handles[handle.name] = handle
         self.listen(handle)
         for source in handle.output_sources:
@@ -55,18 +56,22 @@ class WorkerPool:
         return {name: handle.state for name, handle in self.handles.items()}
 
     def select(self, *, timeout_s: float) -> list[WorkerHandle]:
-        """Wait until a worker prints or sends something. Passes on the output of workers; returns the workers that sent a frame."""
+        """Wait until a worker prints or sends something. Passes on the output of all workers.
+
+        Returns the workers from which `receive` can read a frame, or the end of the connection, without waiting.
+        """
         talking = [handle for handle in self.handles.values() if handle.control_open]
-        here = any(handle.has_frame(()) for handle in talking)
-        ready = {source for source, _ in self._poller.poll(0 if here else int(1000 * timeout_s))}
+        frame_waits = any(handle.has_frame(()) for handle in talking)
+        ready = {source for source, _ in self._poller.poll(0 if frame_waits else int(1000 * timeout_s))}
         for handle in self.handles.values():
             if not ready.isdisjoint(handle.output_sources):
                 self._pass_on_output(handle)
         return [handle for handle in talking if handle.has_frame(ready.intersection(handle.control_sources))]
 
     def receive(self, handle: WorkerHandle) -> Frame | None:
-        """A worker's next frame. None if it ended; then `handle.error` is its report, if it sent one."""
-        handle.control_open = False  # stays False if Ctrl-C comes in the middle of a frame: the rest could not be read
+        """A worker's next frame, or None if the worker ended. Then `handle.error` is its error report, or None without a report."""
+        # If Ctrl-C interrupts the reading of a frame, this stays False, because the rest of the frame cannot be read any more.
+        handle.control_open = False
         try:
             frame = receive_frame(handle.control)
         except WireError as error:
@@ -85,12 +90,12 @@ class WorkerPool:
     def ended(self) -> list[WorkerHandle]:
         """Workers whose process has ended.
 
-        Usually its control connection closes then, but not if a process that the worker started still holds it open.
+        The end of a process usually closes its control connection. But a process that the worker started may hold it open.
         """
         return [handle for handle in self.handles.values() if handle.process.poll() is not None]
 
     def close(self) -> None:
-        """Ask all workers to stop, so that they close their environments; kill those that do not within GRACE_S."""
+        """Tell all workers to stop, so that they close their environments. After GRACE_S, kill the workers that still run."""
         deadline = time.monotonic() + GRACE_S
         try:
             for handle in self.handles.values():
@@ -103,7 +108,7 @@ class WorkerPool:
                 for handle in self.select(timeout_s=0.02):
                     self.receive(handle)
         except TimeoutError:
-            return  # a worker was stopped in the middle of a frame
+            return  # a worker stopped in the middle of a frame
         finally:
             self.kill()
 
@@ -123,7 +128,7 @@ class WorkerPool:
                 handle.close()
 
     def _pass_on_output(self, handle: WorkerHandle) -> bool:
-        """Pass on what a worker has printed; False if there was nothing."""
+        """Pass on the new output of a worker. Returns False if there was no new output."""
         before = handle.output_sources
         lines, more = handle.read_output()
         for source in before:
@@ -141,7 +146,7 @@ class WorkerPool:
 
 
 def _report_of(error: WireError, worker: str) -> dict[str, Any]:
-    """The error report for a worker that sent bytes that are not a frame."""
+    """The error report for a worker that sent invalid bytes instead of a frame."""
     trace = "".join(traceback.format_exception(error))
     return {"kind": "error", "known": True, "type": "RunError", "what": error.what, "fix": None,
             "places": {"worker": worker}, "traceback": trace}  # fmt: skip

@@ -1,6 +1,7 @@
-"""A worker on another host, as its coordinator sees it: the agent there starts it, then the coordinator connects to it.
+"""A worker on another host, as the coordinator sees it. The agent of the host starts the worker, and then the coordinator
+connects to the worker.
 
-    coordinator ══ agent        lifetime: request, "started", "output", "ended"; closing this connection ends the worker
+    coordinator ══ agent        the request, and "started", "output", "ended"; closing this connection ends the worker
                 ══ worker       commands and replies, through a tunnel
 
 `RemoteProcess` has the methods of `subprocess.Popen` that the coordinator needs.
@@ -30,7 +31,7 @@ class RemoteProcess:
     stdout = None
 
     def __init__(self, host: Host, token: bytes):
-        """Connect to the agent of a host. Raises RunError if there is no agent, or none with this token."""
+        """Connect to the agent of a host. Raises RunError if the host has no agent, or if its agent has a different token."""
         self.host, self.pid, self.returncode, self.agent_stopped = host, -1, None, False
         self._started: tuple[int, bytes] | None = None
         self._output = b""
@@ -56,7 +57,7 @@ class RemoteProcess:
             f"Run there: choreo agent --address {self.host.address} --port {self.host.port} --token-file token",
         )
         try:
-            # A plain connection first: its error says why the agent cannot be reached, which ZeroMQ does not report.
+            # Try a plain connection first. Its error says why the agent cannot be reached; ZeroMQ does not report the reason.
             socket.create_connection((self.host.address, self.host.port), timeout=HELLO_S).close()
             connect(self.agent, self.host.address, self.host.port)
         except OSError as error:
@@ -68,10 +69,13 @@ class RemoteProcess:
                 f"The process at {where} is not an agent with the token of this cluster.",
                 fix=f"Use the same token file on every host. {fix}",
             )
-        raise RunError(f"The process at {where} does not answer as an agent does.", fix=fix)
+        raise RunError(f"The process at {where} does not answer like an agent.", fix=fix)
 
     def spawn(self, name: str, variables: Mapping[str, str], *, run: str, key: bytes) -> None:
-        """Ask for a worker that accepts the owner of the public key `key` as its coordinator; see `agent.SpawnRequest`."""
+        """Ask the agent to start a worker. The worker accepts only the owner of the public key `key` as its coordinator.
+
+        `agent.SpawnRequest` describes the arguments.
+        """
         request = {
             "run": run,
             "name": name,
@@ -82,7 +86,10 @@ class RemoteProcess:
         self.agent.send(json.dumps(request).encode())
 
     def reach_worker(self, name: str, keys: KeyPair, deadline: float) -> Tunnel:
-        """The control connection, once the worker has started. Raises RunError with its last output if it does not start."""
+        """Wait until the worker has started, and return the control connection.
+
+        If the worker does not start, raises RunError with the worker's last output.
+        """
         while self._started is None and self.returncode is None and self.is_connected:
             if not self._wait(deadline):
                 break
@@ -92,26 +99,26 @@ class RemoteProcess:
         if self._started is None:
             ended = "its agent is gone" if self.returncode is None else f"it ended with exit code {self.returncode}"
             raise RunError(f"{where} did not start: {ended}.{' Its output:' if printed else ''}{printed}",
-                           fix="Is the same version of Choreo installed there?")  # fmt: skip
+                           fix="Check that the same version of Choreo is installed on this host.")  # fmt: skip
         port, key = self._started
         try:
             return Tunnel.connect(self.host.address, port, keys, key, deadline)
         except OSError as error:
             raise RunError(f"{where} has started, but {error}.",
-                           fix=f"May this machine reach all ports of {self.host.address}?") from error  # fmt: skip
+                           fix=f"Check that this machine can reach all ports of {self.host.address}.") from error  # fmt: skip
 
     @property
     def pollable(self) -> list[zmq.Socket]:
-        """Sockets to poll: when one is ready, call `read_messages`."""
+        """Sockets to poll. When one of them is ready, call `read_messages`."""
         return [self.agent, self._connections.monitor]
 
     @property
     def is_connected(self) -> bool:
-        """Is the connection to the agent open?"""
+        """Whether the connection to the agent is open."""
         return bool(self._connections.open)
 
     def read_messages(self) -> bytes:
-        """Read all messages of the agent; returns what the worker has printed since the last call."""
+        """Read all messages of the agent. Returns the new output of the worker, once the worker has started."""
         self._connections.read_events()
         while self.agent.poll(0):
             text, data = self.agent.recv_multipart()
@@ -134,18 +141,18 @@ class RemoteProcess:
         return output
 
     def poll(self) -> int | None:
-        """The exit code; None until the agent has sent it."""
+        """The exit code, or None before the agent has sent it."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the exit code, as long as the agent is connected; None if it does not come."""
+        """Wait for the exit code while the agent is connected. Returns None if the exit code does not come in time."""
         deadline = time.monotonic() + (timeout or 0.0)
         while self.returncode is None and self.is_connected and self._wait(deadline):
             self._output += self.read_messages()
         return self.returncode
 
     def close(self) -> None:
-        """Close the connection to the agent, which then kills the worker."""
+        """Close the connection to the agent. The agent then kills the worker."""
         self._connections.close()
         self.agent.close()
 

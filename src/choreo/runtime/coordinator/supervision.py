@@ -1,8 +1,8 @@
-"""When a worker ends: which worker failed first, and the one error that the user gets.
+"""Handles the end of a worker: finds the worker that failed first, and makes the one error that the user gets.
 
-When a worker dies, its peers lose a channel and fail as well. `end_run` waits a moment and collects the workers that have
-ended, looks for one that did not just lose a peer, kills all others, and describes the end of that worker. Only `end_run` and
-`_gather` do I/O.
+When a worker dies, its peers lose a channel and fail, too. `end_run` waits a moment and collects the workers that have ended.
+It then looks for the culprit: a worker that ended for another reason than a lost peer. It kills all workers, and describes
+how the culprit ended. Only `end_run` and `_gather` do I/O.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from choreo.runtime.coordinator.pool import GRACE_S, WorkerPool
 from choreo.runtime.coordinator.remote import RemoteProcess
 
 COLLECTIVES = ("Gloo", "NCCL", "coordination service")
-"""An error with one of these words says that a collective has lost a worker."""
+"""Words of error messages. An error with one of these words says that a collective has lost a worker."""
 HANGS = "Timeout ("
-"""The beginning of what `faulthandler` prints when an environment holds the interpreter for too long."""
+"""`faulthandler` prints a line that begins like this when an environment blocks the Python interpreter for too long."""
 
 
 class WorkerError(RunError):
@@ -32,7 +32,7 @@ class WorkerError(RunError):
 
 
 def end_run(pool: WorkerPool, first: WorkerHandle, deployment: Deployment) -> ChoreoError:
-    """End all workers, because `first` has ended; returns the one error for the user."""
+    """End all workers, because the worker `first` has ended. Returns the error for the user."""
     ended = _gather(pool, first)
     culprit = find_culprit(ended)
     if culprit is None and deployment.over_tcp and (silent := find_silent(ended, pool.handles)) is not None:
@@ -40,15 +40,15 @@ def end_run(pool: WorkerPool, first: WorkerHandle, deployment: Deployment) -> Ch
         pool.kill()
         return describe_silence(lost, CHANNEL_SILENCE_S, heard_by=f"`{heard_by.name}`")
     culprit = culprit or first
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a worker that has reported its error may still be running
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a worker may still run after it has reported its error
         culprit.process.wait(timeout=1.0)
     code = culprit.process.poll()
-    pool.kill()  # before the error is made: this reads the last output
+    pool.kill()  # this also reads the last output, which `describe_end` needs
     return describe_end(culprit, code, deployment.environments(culprit.name))
 
 
 def _gather(pool: WorkerPool, first: WorkerHandle) -> list[WorkerHandle]:
-    """The workers that have ended, `first` among them; waits up to GRACE_S for one that did not just lose a peer."""
+    """The workers that have ended, including `first`. Waits up to GRACE_S until the culprit is among them."""
     ended, deadline = [first], time.monotonic() + GRACE_S
     while first.control_open and first in pool.select(timeout_s=0.0):
         pool.receive(first)
@@ -59,13 +59,13 @@ def _gather(pool: WorkerPool, first: WorkerHandle) -> list[WorkerHandle]:
 
 
 def find_culprit(ended: Sequence[WorkerHandle]) -> WorkerHandle | None:
-    """The first worker that ended for a reason of its own; None if all of them only lost a peer."""
+    """Return the first worker that did not end because of a lost peer, or None if all of them lost a peer."""
     return next((handle for handle in ended if not lost_a_peer(handle)), None)
 
 
 def lost_a_peer(handle: WorkerHandle) -> bool:
-    """Did this worker end because another worker did?"""
-    if handle.error is None:  # JAX aborts a process whose collective has lost another one
+    """Return True if this worker ended because another worker ended."""
+    if handle.error is None:  # JAX aborts a process if its collective has lost another process
         return handle.uses_collectives and handle.process.poll() == -signal.SIGABRT
     lost = handle.error["type"] in ("PeerLost", "ReceiverClosed", "EndOfChannel")
     return lost or (handle.uses_collectives and any(word in handle.error["what"] for word in COLLECTIVES))
@@ -74,7 +74,10 @@ def lost_a_peer(handle: WorkerHandle) -> bool:
 def find_silent(
     ended: Collection[WorkerHandle], handles: Mapping[str, WorkerHandle]
 ) -> tuple[WorkerHandle, WorkerHandle] | None:
-    """A worker that still runs although a peer has lost it, and that peer. Such a worker is stopped, or cut off."""
+    """Find a worker that still runs although a peer has lost the connection to it. Returns this worker and the peer.
+
+    The process of this worker is stopped, or its network connection is cut.
+    """
     for handle in ended:
         if handle.error is not None and handle.error["type"] == "PeerLost":
             peer = handle.error["places"].get("peer")
@@ -84,15 +87,18 @@ def find_silent(
 
 
 def describe_silence(handle: WorkerHandle, silence_s: float, *, heard_by: str) -> ChoreoError:
-    """The error for a worker that runs, but sends nothing, not even heartbeats."""
+    """The error for a worker that still runs but sends nothing, not even heartbeats."""
     return WorkerError(
         f"Nothing heard from `{handle.name}` ({handle.whereabouts}) for {silence_s:g} s; {heard_by} waited for it.",
-        fix="It is stopped, its machine is overloaded or asleep, or the network between them is cut.",
+        fix=f"`{handle.name}` is stopped, its machine is overloaded or asleep, or its network connection is cut.",
     )
 
 
 def describe_end(handle: WorkerHandle, code: int | None, environments: list[range]) -> ChoreoError:
-    """The error for a worker that ended: its own report, or else its exit code, its environments and its last output."""
+    """The error for a worker that ended.
+
+    The error shows the worker's own report. Without a report, it shows the exit code, the environments and the last output.
+    """
     if handle.error is not None:
         return _describe_report(handle, handle.error)
     if isinstance(handle.process, RemoteProcess) and (code is None or handle.process.agent_stopped):
@@ -104,7 +110,7 @@ def describe_end(handle: WorkerHandle, code: int | None, environments: list[rang
     what = f"Worker `{handle.name}` ({handle.whereabouts}) {ended}."
     if any(line.startswith(HANGS) for line in handle.lines):
         what = f"An environment of worker `{handle.name}` hangs, and lets no other thread run."
-    # A process that ends without a report was most likely ended by one of its environments.
+    # If a process ends without a report, most likely one of its environments has ended the process.
     numbers = " and ".join(str(r[0]) if len(r) == 1 else f"{r[0]} to {r[-1]}" for r in environments)
     running = f" It was running environments {numbers}." if numbers else ""
     last = "".join(f"\n  {line}" for line in handle.lines)
@@ -120,7 +126,7 @@ def _describe_remote(handle: WorkerHandle, process: RemoteProcess) -> ChoreoErro
     """The error for a worker on another host whose exit code is unknown, or whose agent was stopped."""
     agent = f"the agent at {process.host.address}:{process.host.port}"
     if process.agent_stopped:
-        return WorkerError(f"{agent.capitalize()} was stopped, and its worker `{handle.name}` with it.",
+        return WorkerError(f"{agent.capitalize()} was stopped, and so its worker `{handle.name}` ended.",
                            fix="Start the agent again, then train again.")  # fmt: skip
     if process.is_connected:
         return describe_silence(handle, CONTROL_SILENCE_S, heard_by="the coordinator")
@@ -131,7 +137,7 @@ def _describe_remote(handle: WorkerHandle, process: RemoteProcess) -> ChoreoErro
 
 
 def _describe_report(handle: WorkerHandle, report: dict[str, Any]) -> ChoreoError:
-    """The error that a worker reported, of the same class if it is one of Choreo's, with the worker's traceback."""
+    """The error that a worker reported, with the worker's traceback. An error class of Choreo is kept."""
     name, process = handle.name, handle.process
     host = {"host": process.host.address} if isinstance(process, RemoteProcess) else {}
     cls = getattr(errors, report["type"], None) if report["known"] else None

@@ -3,9 +3,10 @@
     coordinator                                        host of the worker
       Tunnel.connect ═══ CURVE ═══ Tunnel.listen ── relay (a thread) ── socket pair ── Worker
 
-A `Tunnel` has the methods of a stream socket that `control_frames.py` needs. The worker itself has an ordinary control
-socket, like a worker on this host: one end of a socket pair. A thread relays bytes between the other end and the tunnel. If
-the peer's process ends, the tunnel notices at once; if the peer falls silent, it notices after CONTROL_SILENCE_S.
+A `Tunnel` has the methods of a stream socket that `control_frames.py` needs. Every worker, local or remote, has one end of a
+socket pair as its control socket. For a remote worker, a thread relays bytes between the other end of the socket pair and
+the tunnel. If the peer's process ends, the tunnel notices at once. If the peer becomes silent, the tunnel notices after
+CONTROL_SILENCE_S seconds.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from choreo.runtime.channels.sockets import (
 from choreo.runtime.channels.sockets import connect as connect_socket
 
 CHUNK_BYTES = 256 * 1024
-"""The largest message. Longer data is divided; a connection that announces a larger message is closed."""
+"""The size of the largest message. Longer data is divided. A connection that announces a larger message is closed."""
 _NUMBER = struct.Struct("<Q")
 MAX_QUEUED = 64
 """How many messages may wait to be transmitted."""
@@ -41,7 +42,7 @@ class Tunnel:
         for option, value in (
             (zmq.MAXMSGSIZE, _NUMBER.size + CHUNK_BYTES),
             (zmq.SNDHWM, MAX_QUEUED),
-            (zmq.RCVHWM, 0),  # heartbeats need this, see `keep_alive`
+            (zmq.RCVHWM, 0),  # no limit: heartbeats need this, see `keep_alive`
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # never reconnect: a tunnel that was cut is lost
             (zmq.HEARTBEAT_IVL, 1000),
             (zmq.HEARTBEAT_TIMEOUT, 1000 * CONTROL_SILENCE_S),
@@ -50,22 +51,25 @@ class Tunnel:
             self.socket.set(option, value)
         self._connections = Connections(self.socket)
         self._sent = self._received = 0
-        """Messages so far. Each message carries its number, because CURVE does not detect a missing message."""
+        """The numbers of messages so far. Each message carries its number, because CURVE does not detect a missing message."""
         self._unread = memoryview(b"")
         """Bytes of the last message that `recv_into` has not returned yet."""
         self._timeout_s: float | None = None
         self.lost = False
-        """Is the connection to the peer gone?"""
+        """True when the connection to the peer is gone."""
 
     @classmethod
     def listen(cls, host: str, keys: KeyPair, coordinator: bytes) -> "tuple[Tunnel, int]":
-        """The worker's end and its port; only the owner of the public key `coordinator` can connect."""
+        """Return the worker's end and its port. Only the owner of the public key `coordinator` can connect."""
         tunnel = cls()
         authenticator().admit_keys(tunnel.socket, keys, {coordinator: "coordinator"})
         return tunnel, bind(tunnel.socket, host)
 
     def await_peer(self, deadline: float) -> bool:
-        """Wait for the first bytes of the coordinator; False if none come in time. Nobody can connect after this."""
+        """Wait for the first bytes of the coordinator. Returns False if no bytes come in time.
+
+        After this call, no other client can connect.
+        """
         came = bool(self.socket.poll(milliseconds_to(deadline)))
         authenticator().forget(self.socket)
         if came:
@@ -74,7 +78,8 @@ class Tunnel:
 
     @classmethod
     def connect(cls, host: str, port: int, keys: KeyPair, worker: bytes, deadline: float) -> "Tunnel":
-        """The coordinator's end. Raises ConnectionRefusedError if no owner of the public key `worker` answers in time."""
+        """Return the coordinator's end. Raises ConnectionRefusedError if the owner of the public key `worker` does not answer
+        in time."""
         tunnel = cls()
         show_key(tunnel.socket, keys, worker)
         connect_socket(tunnel.socket, host, port)
@@ -90,12 +95,12 @@ class Tunnel:
 
     @property
     def pollable(self) -> list[zmq.Socket]:
-        """Sockets to poll, unless bytes are `pending`."""
+        """Sockets to poll. Do not wait for them while `pending` is True."""
         return [self.socket, self.monitor]
 
     @property
     def pending(self) -> bool:
-        """Can `recv_into` return bytes at once?"""
+        """Whether `recv_into` can return bytes at once."""
         return bool(self._unread)
 
     def check_connection(self) -> None:
@@ -104,7 +109,7 @@ class Tunnel:
         self.lost |= self._connections.peer_gone
 
     def settimeout(self, seconds: float | None) -> None:
-        """How long `sendall` and `recv_into` may wait; None: without limit."""
+        """Set how long `sendall` and `recv_into` may wait. None means no limit."""
         self._timeout_s = seconds
 
     def sendall(self, data: "bytes | memoryview") -> None:
@@ -117,9 +122,9 @@ class Tunnel:
                     raise ConnectionResetError("the connection to it ended")
 
     def recv_into(self, view: memoryview) -> int:
-        """Read at least one byte into `view`; returns the number of bytes, 0 if the peer is gone and all bytes were read.
+        """Read at least one byte into `view`. Returns the number of bytes, or 0 if the peer is gone and all bytes were read.
 
-        Raises ConnectionResetError if a message is missing: somebody on the way has removed it.
+        Raises ConnectionResetError if a message is missing, because somebody in the network has removed it.
         """
         while not self._unread:
             try:
@@ -166,10 +171,10 @@ class Tunnel:
 
 
 def start_relay(tunnel: Tunnel, lifeline: int) -> tuple[socket.socket, threading.Thread]:
-    """A plain socket in place of the tunnel, and the thread that relays between them; both end when the tunnel ends.
+    """Return a plain socket to use instead of the tunnel, and the thread that relays bytes between the socket and the tunnel.
 
-    They also end when the agent closes its end of the descriptor `lifeline`. To send everything before the process exits,
-    shut the socket down for writing and join the thread.
+    The socket and the thread end when the tunnel ends, or when the agent closes its end of the descriptor `lifeline`. To send
+    all bytes before the process exits, shut the socket down for writing, and join the thread.
     """
     ours, theirs = socket.socketpair()
     relay = threading.Thread(target=_relay, args=(tunnel, ours, lifeline), name="choreo-tunnel", daemon=True)
@@ -178,7 +183,7 @@ def start_relay(tunnel: Tunnel, lifeline: int) -> tuple[socket.socket, threading
 
 
 def _relay(tunnel: Tunnel, plain: socket.socket, lifeline: int) -> None:
-    """Move bytes both ways until either end is gone, or the lifeline is closed."""
+    """Move bytes in both directions until one of the two ends is gone, or the lifeline is closed."""
     poller, buffer = zmq.Poller(), memoryview(bytearray(CHUNK_BYTES))
     for each in (*tunnel.pollable, plain.fileno(), lifeline):
         poller.register(each, zmq.POLLIN)

@@ -1,10 +1,11 @@
-"""Compares versions and CPU of a worker's host with this machine: would the worker compute the same results?
+"""Compares the versions and the CPU of a worker's host with this machine, to tell whether the worker computes the same results.
 
     versions     choreo, jax, jaxlib, numpy, Python, the packages of the environment     a difference is refused
     bits         the CPU, XLA_FLAGS                                                      a difference is a warning
 
-With other versions the same program can give other results. For another kind of CPU, XLA compiles the program to other
-instructions, which may round differently. Versions are read from the metadata of packages, so nothing here imports JAX.
+With different versions, the same program can give different results. For a different kind of CPU, XLA compiles the program
+to different instructions, which may round differently. Versions are read from the metadata of packages, so this module does
+not import JAX.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from choreo.errors import RunError
 ALWAYS = ("choreo", "jax", "jaxlib", "numpy")
 """The packages that are compared for every run."""
 NONE = "none"
-"""Stands for the version of a package that is not installed."""
+"""The version of a package that is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Versions:
     cpu: str
     """The name of the CPU."""
     cpu_features: str
-    """A hash of the instruction sets of the CPU; XLA compiles for these."""
+    """A hash of the instruction sets of the CPU. XLA compiles for these instruction sets."""
     xla_flags: str
     """XLA_FLAGS, sorted."""
 
@@ -59,7 +60,7 @@ def this_machine(packages: Iterable[str]) -> Versions:
 
 
 def compare(host: str, there: Versions, here: Versions) -> "Differences":
-    """The differences between the host `there` and this machine `here`."""
+    """The differences between a host and this machine. `there` describes the host, and `here` this machine."""
     packages = {
         name: (there.packages.get(name, NONE), version)
         for name, version in here.packages.items()
@@ -75,14 +76,14 @@ def compare(host: str, there: Versions, here: Versions) -> "Differences":
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """What differs between a host and this machine, each as (there, here)."""
+    """The differences between a host and this machine. Each difference is (value on the host, value on this machine)."""
 
     host: str
-    """The host, as errors name it."""
+    """The name of the host in error messages."""
     packages: Mapping[str, tuple[str, str]]
-    """Versions that differ: other versions can give other results."""
+    """The packages whose versions differ. Different versions can give different results."""
     bits: Mapping[str, tuple[str, str]]
-    """Differences that can make the same program round differently."""
+    """The other differences. They can make the same program round differently."""
 
     @property
     def recorded(self) -> dict[str, str]:
@@ -91,14 +92,14 @@ class Differences:
 
     @property
     def warning(self) -> str | None:
-        """The warning for the user if the run goes on; None if nothing differs."""
+        """The warning for the user if the run accepts the differences, or None if nothing differs."""
         if not self.recorded:
             return None
         listed = _listed({**self.packages, **self.bits})
-        return f"It has {listed}. The results may not be the same bit for bit (level 1 of the law)."
+        return f"It has {listed}. The results may not be the same bit for bit (see level 1 in docs/law.md)."
 
     def check(self, *, allow_versions: bool, same_bits: bool) -> None:
-        """Refuse a host whose versions differ, unless `allow_versions`; with `same_bits`, refuse every difference."""
+        """Raise RunError if versions differ and `allow_versions` is False. With `same_bits`, raise for every difference."""
         if same_bits and self.recorded:
             raise RunError(
                 f"Host {self.host} has {_listed({**self.packages, **self.bits})}. Its results may not be the same bit for bit.",
@@ -131,7 +132,10 @@ def _listed(different: Mapping[str, tuple[str, str]]) -> str:
 
 
 def cpu_of(cpuinfo: str) -> tuple[str, str]:
-    """Name and hash of the features of the first CPU in the text of /proc/cpuinfo; elsewhere the name of the machine."""
+    """The name of the first CPU in the text of /proc/cpuinfo, and a hash of its features.
+
+    A text without these fields gives the name of the machine type and its hash.
+    """
     lines = (line.partition(":") for line in cpuinfo.split("\n\n")[0].splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}
     features = fields.get("flags", fields.get("Features", platform.machine()))

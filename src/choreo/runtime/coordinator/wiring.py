@@ -1,4 +1,4 @@
-"""The channels between workers: which pairs need one, how large its messages are, and its two ends."""
+"""The channels between workers: which pairs of workers need a channel, how large its messages are, and its two ends."""
 
 import itertools
 from typing import Any
@@ -16,7 +16,7 @@ from choreo.runtime.engine.bundles import BUNDLE
 from choreo.runtime.engine.messages import Overlap, Topology, messages
 
 SLOTS = 2
-"""Messages that may wait in a channel."""
+"""How many unread messages a channel can hold, at least."""
 
 ChannelDescriptions = dict[str, list[list[Any]]]
 """For each worker, the descriptions of its channels; see `channels/links.py`."""
@@ -25,7 +25,7 @@ Ends = dict[str, list[SenderEnd | ReceiverEnd]]
 
 
 def make_channels(deployment: Deployment) -> tuple[ChannelDescriptions, Ends]:
-    """Describe all channels, and make those in shared memory; workers open channels over TCP by themselves."""
+    """Describe all channels, and make the channels in shared memory. The workers themselves open the channels over TCP."""
     slots = max(SLOTS, deployment.plan.layout.max_lag + 2)
     links: ChannelDescriptions = {name: [] for name in deployment.workers}
     ends: Ends = {name: [] for name in deployment.workers}
@@ -56,7 +56,10 @@ def _channel_bytes(deployment: Deployment) -> dict[tuple[str, str, str], int]:
 
 
 def _participants(deployment: Deployment, everybody: Topology) -> list[Topology]:
-    """The processes that take part in one run of `iterate`: all of them; with merge="any", one worker and the learner."""
+    """Every set of processes that can take part in one call of `iterate`, as a topology.
+
+    With merge="any", there is one set for each worker: this worker and the learner. Otherwise, the only set is all processes.
+    """
     plan = deployment.plan
     if plan.num_workers == 1:
         return [everybody]

@@ -3,10 +3,10 @@
     worker 0   reads version 0 ── acts ──▶ update 1 ── reads version 1 ── acts ──────▶ update 3
     worker 1   reads version 0 ── acts ──────────▶ update 2 ── reads version 2 ── acts ──▶ update 4
 
-Each worker has its own environments and runs the same program, one *round* per update; the learner holds the shared state.
-An iteration is as many updates as there are workers. The meaning of a run is its log: for every update, the worker that
-it learned from and the version that this worker had read. In one process a seed or a given log decides the order of workers;
-among processes the order of arrival does.
+Each worker has its own environments and runs the same program, one *round* per update. The learner holds the shared state.
+An iteration has as many updates as there are workers. The log of a run holds, for every update, the worker whose data was
+used and the version that this worker had read. The log determines the results of the run. If all sites are in one process,
+a seed or a given log decides the order of workers. With several processes, the order of arrival decides.
 """
 
 import time
@@ -25,30 +25,30 @@ from choreo.runtime.engine.messages import Topology
 from choreo.runtime.engine.schedule import LagSchedule, SeededVersions, VersionRead
 
 FIRST_POLL_S = 50e-6
-"""The first pause between two polls for arrivals; each pause is twice as long as the one before, up to `LONGEST_POLL_S`."""
+"""The first pause between two polls for arrivals. Each pause is twice as long as the pause before, up to `LONGEST_POLL_S`."""
 LONGEST_POLL_S = 1e-3
 """The longest pause between two polls for arrivals."""
 
 Rows = dict[Site, list[dict[str, Any]]]
-"""For each site here, the metrics of each round."""
+"""For each site in this process, the metrics of each round."""
 
 
 class Arrivals(Execution):
-    """Executes a plan with merge="any" in this process: one worker, the learner, or all of them."""
+    """Executes a plan with merge="any" at the sites of this process: one worker, the learner, or all workers and the learner."""
 
     def __init__(self, programs: Programs, topology: Topology, backend: Backend, timed: Timed | None = None):
         super().__init__(programs, topology, backend, timed)
         self.workers = [worker for worker in range(programs.num_workers) if self._is_here(worker)]
-        """The workers whose programs have a site here: all of them at the learner, otherwise one."""
+        """The workers whose programs have a site in this process: all workers in the process of the learner, otherwise one."""
         self.machines = {worker: self._machine(worker, timed) for worker in self.workers}
         self.rounds = dict.fromkeys(self.workers, 0)
-        """How many rounds of each worker have been run."""
+        """The number of rounds that each worker has run."""
         timed = timed or (lambda kind, name, fn: fn)
         self.sleeps = {worker: timed("wait", self._processes_of(worker)[0], time.sleep) for worker in self.workers}
         self.schedule = LagSchedule(programs.num_workers, programs.max_lag)
         self.replayed: list[VersionRead] | None = None
         self.reads_at: dict[int, list[int]] = {}
-        """The workers that read each version, in the log that is replayed."""
+        """In the log that is replayed: for each version, the workers that read it."""
 
     def _is_here(self, worker: int) -> bool:
         return any(self._site(site, worker) in self.topology.sites for site in self._program_sites())
@@ -58,7 +58,7 @@ class Arrivals(Execution):
         return [(group, 0) for group in dict.fromkeys(group for group, _ in self.topology.process_of_site)]
 
     def _site(self, site: Site, worker: int) -> Site:
-        """The site of the plan, for a site of one worker's program."""
+        """Translate a site of a worker's program to the site of the plan."""
         return site if site[0] == self.programs.learner else (site[0], worker)
 
     def _machine(self, worker: int, timed: Timed | None) -> Machine:
@@ -81,13 +81,13 @@ class Arrivals(Execution):
 
     @property
     def learns(self) -> bool:
-        """Is the learner here?"""
+        """Whether the learner is in this process."""
         return (self.programs.learner, 0) in self.topology.sites
 
     def run(
         self, first: int, stop: int, begins: Callable[[int], None] | None = None
     ) -> dict[Site, dict[str, np.ndarray]]:
-        """Make as many updates in each iteration as there are workers; see `Execution.run`."""
+        """Run iterations first .. stop - 1, each with as many updates as there are workers; see `Execution.run`."""
         self.log = []
         rows: Rows = {site: [] for site in self.topology.sites}
         if not self.learns:
@@ -118,17 +118,17 @@ class Arrivals(Execution):
         return self.choose_version.pick(eligible)
 
     def _next_logged(self, number: int) -> int:
-        """Let the same workers read this version as in the replayed log; returns the worker to learn from next."""
+        """Let the workers read this version that read it in the replayed log. Returns the worker whose data this update uses."""
         assert self.replayed is not None
         if number >= len(self.replayed):
-            raise RunError(f"The log ends before update {number}.", fix="Replay no more than was logged.")
+            raise RunError(f"The log ends before update {number}.", fix="Replay only the iterations that were logged.")
         for worker in self.reads_at.get(number, ()):
             self._publish(worker, number)
             self.schedule.busy[worker] = number
         return self.replayed[number].worker
 
     def _run_learner(self, first: int, stop: int, rows: Rows, begins: Callable[[int], None] | None) -> None:
-        """Run the learner: one update for each round of a worker that arrives."""
+        """Run the learner. It makes one update whenever the data of one worker arrives."""
         for number in range(first * self.programs.num_workers, stop * self.programs.num_workers):
             if begins is not None and number % self.programs.num_workers == 0:
                 begins(number // self.programs.num_workers)
@@ -139,7 +139,7 @@ class Arrivals(Execution):
             machine.send_no_more_work()
 
     def _arrived(self, eligible: list[int]) -> int:
-        """Wait for the data of one of these workers; returns the worker."""
+        """Wait until the data of one of these workers has arrived. Returns this worker."""
         pause = FIRST_POLL_S
         ready = {worker: self.topology.links[name].ready for worker in eligible for name in self._processes_of(worker)}
         while True:
@@ -155,7 +155,7 @@ class Arrivals(Execution):
         return [process for (group, _), process in processes.items() if group != self.programs.learner]
 
     def _run_worker(self, rows: Rows, begins: Callable[[int], None] | None) -> None:
-        """Run rounds of the one worker here, until the learner wants no more."""
+        """Run rounds of the one worker in this process, until the learner needs no more data."""
         ((worker, _),) = self.machines.items()
         while True:
             if begins is not None:
@@ -166,12 +166,12 @@ class Arrivals(Execution):
                 return
 
     def _publish(self, worker: int, number: int) -> None:
-        """Send a worker the current version, which includes `number` updates."""
+        """Send a worker the current version, the state after `number` updates."""
         self.machines[worker].update.number = number
         self.machines[worker].publish(self._given(worker))
 
     def _run_round(self, worker: int, number: int, rows: Rows) -> None:
-        """Run one round of a worker's program at the sites here."""
+        """Run one round of a worker's program at the sites of this process."""
         machine, read = self.machines[worker], number
         machine.update.number = number
         given = self._given(worker)
@@ -189,7 +189,7 @@ class Arrivals(Execution):
         self.rounds[worker] += 1
 
     def _given(self, worker: int) -> Mapping[Site, Mapping[int, Any]]:
-        """The inputs of a worker's program at the sites here."""
+        """The inputs of a worker's program at the sites of this process."""
         num_carry, given = self.programs.num_carry, {}
         for site in self.machines[worker].stores:
             own = self._site(site, worker)

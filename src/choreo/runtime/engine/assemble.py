@@ -1,4 +1,4 @@
-"""From a plan to its sites and back: the programs and keys that a process gets; splitting and joining the carry."""
+"""Makes the programs and keys that a process needs to run a plan. Splits the carry over the sites, and joins it again."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from choreo.types import Key, PyTree
 
 
 def programs_of(plan: Plan, init: Program, iterate: Program) -> Programs:
-    """What a process must know to run a plan. `init` and `iterate` are the plan's programs, or exported copies of them."""
+    """Everything that a process needs to run a plan. `init` and `iterate` are the plan's programs, or exported copies of them."""
     single = iterate.steps[0] if plan.single else None
     assert single is None or isinstance(single, Segment)
     return Programs(
@@ -26,13 +26,13 @@ def programs_of(plan: Plan, init: Program, iterate: Program) -> Programs:
 
 
 def split_key(key: Key) -> tuple[np.ndarray, np.ndarray]:
-    """The key of `init` and the key of the iterations, each as its key data."""
+    """Split a key into the key of `init` and the key of the iterations. Returns the key data of both."""
     init_key, run_key = jax.random.split(key)
     return np.asarray(jax.random.key_data(init_key)), np.asarray(jax.random.key_data(run_key))
 
 
 def join_carry(plan: Plan, parts_of: dict[Site, list[Any]]) -> list[Any]:
-    """The leaves of the whole carry, from the leaves that each site holds."""
+    """Join the parts of the carry that the sites hold. Returns the leaves of the whole carry."""
     whole = []
     for i, port in enumerate(plan.iterate.ins[: plan.num_carry]):
         group, (_, axis) = next(iter(port.held.items()))
@@ -43,7 +43,7 @@ def join_carry(plan: Plan, parts_of: dict[Site, list[Any]]) -> list[Any]:
 
 
 def split_carry(plan: Plan, carry: PyTree) -> dict[Site, list[Any]]:
-    """The leaves of a carry that each site holds; None in the place of a leaf that the site does not hold."""
+    """Split a carry: return for each site its part of every leaf, or None for a leaf that the site does not hold."""
     whole, ports = plan.leaves(carry), plan.iterate.ins[: plan.num_carry]
     return {
         (group, r): [

@@ -1,7 +1,7 @@
-"""`Backend`: every operation of a `Machine` on compiled functions and device arrays.
+"""`Backend`: the operations on compiled functions and device arrays that a `Machine` needs.
 
-Two classes implement it: `PythonOnly`, for processes that run only Python, and `JaxBackend` in `jax_backend.py`. Nothing
-here imports JAX.
+Two classes implement this protocol: `PythonOnly`, for processes that run only Python, and `JaxBackend` in `jax_backend.py`.
+This module does not import JAX.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from choreo.types import GroupName
 Site = tuple[GroupName, int]
 """A group, and the number of one of its replicas."""
 Timed = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
-"""(kind of work, name, function) -> the same function, timed; see `profile.py`."""
+"""A function `(kind of work, name, function) -> function`. The result does the same, and its calls are timed; see `profile.py`."""
 
 
 @runtime_checkable
@@ -23,7 +23,7 @@ class Loaded(Protocol):
     """A function that is compiled when it is first called."""
 
     call: Callable[..., Any]
-    """The function to call. The first call replaces this attribute, so read it anew for every call."""
+    """The function to call. The first call replaces this attribute, so read the attribute again for every call."""
 
 
 @runtime_checkable
@@ -35,39 +35,42 @@ class Backend(Protocol):
         ...
 
     def scalar(self, number: int) -> Any:
-        """A number in the form that a compiled function takes fastest."""
+        """An integer as an argument for compiled functions, in the form that is fastest to pass."""
         ...
 
     def to_host(self, value: Any) -> np.ndarray:
-        """A value as a numpy array; random keys as their key data."""
+        """A value as a numpy array. A random key becomes its key data."""
         ...
 
     def on_host(self, value: Any) -> bool:
-        """Is the value in host memory, so that `to_host` copies nothing?"""
+        """Return True if the value is in host memory. Then `to_host` makes no copy."""
         ...
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
-        """A function whose replicas combine values: `(step, inputs of each replica here) -> results of each of them`."""
+        """Load a segment whose replicas combine values. `here` are the replicas in this process, of `replicas` in all.
+
+        Returns the function `(step, inputs of each replica here) -> results of each replica here`.
+        """
         ...
 
     def from_host(self, array: np.ndarray, like: Any, site: Site) -> Any:
-        """A received array on the device of a site; `like` has the type of the value."""
+        """Put a received array on the device of a site. `like` has the shape and dtype of the value."""
         ...
 
     def host_type(self, like: Any) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of `to_host(value)`, for a value of the type of `like`."""
+        """The shape and dtype of `to_host(value)`, for a value with the shape and dtype of `like`."""
         ...
 
     def stack(self, slices: list[Any], like: Any) -> Any:
-        """The slices of all steps of a loop, stacked; `like` has the type of the stack."""
+        """Stack the slices of all rounds of a loop. `like` has the shape and dtype of the stack."""
         ...
 
     def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
-        """The value of one receiver, from the `parts` that the senders hold; all senders are in this process."""
+        """The piece of a value for one receiver, made from the `parts` of all senders. All senders are in this process."""
         ...
 
     def key(self, data: np.ndarray, site: Site) -> Any:
-        """A random key from its key data."""
+        """Make a random key from its key data, on the device of a site."""
         ...
 
     def fold_in(self, key: Any, number: int) -> Any:
@@ -79,16 +82,19 @@ class Backend(Protocol):
         ...
 
     def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
-        """The leaves of a new carry, such that no two share memory: a segment may donate each of them."""
+        """Return the leaves of a new carry, copied where necessary so that no two leaves share memory.
+
+        A segment may donate each leaf. `refs` says where each leaf comes from.
+        """
         ...
 
     def iteration_loop(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
-        """An `IterationLoop`, which runs several iterations in one compiled call; None if this segment cannot be looped."""
+        """An `IterationLoop`, which runs several iterations in one compiled call, or None if the segment cannot run in a loop."""
         ...
 
 
 def host_type(like: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of a value in host memory; random keys are their key data."""
+    """The shape and dtype of a value in host memory, where a random key is its key data."""
     if isinstance(like.dtype, KeyType):
         return (*like.shape, like.dtype.words), np.dtype(np.uint32)
     return tuple(like.shape), np.dtype(like.dtype)
@@ -122,7 +128,9 @@ class PythonOnly:
         return np.stack(slices) if slices else np.empty(*host_type(like))
 
     def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
-        raise AssertionError("a process that only runs Python holds sites of one group")
+        raise AssertionError(
+            "a process that runs only Python has sites of one group, so no value moves between its sites"
+        )
 
     def key(self, data: np.ndarray, site: Site) -> np.ndarray:
         return data
@@ -137,4 +145,4 @@ class PythonOnly:
         return values  # nothing here donates memory
 
     def iteration_loop(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
-        raise AssertionError("a process that only runs Python has no compiled segment")
+        raise AssertionError("a process that runs only Python has no compiled segment")

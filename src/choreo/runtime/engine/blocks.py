@@ -6,7 +6,7 @@ from choreo.partition.program import Axis
 
 
 def block(value: Any, axis: Axis, r: int, n: int) -> Any:
-    """Block r of n equal blocks along an axis; the whole value if it has no such axis."""
+    """Block `r` of `n` equal blocks of a value along an axis, or the whole value if `axis` is None."""
     if axis is None or n == 1:
         return value
     size = value.shape[axis] // n

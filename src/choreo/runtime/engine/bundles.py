@@ -1,12 +1,12 @@
 """Bundles: values that a reader may use although they are up to `max_lag` updates old.
 
-All such values of a pair of groups travel together, as one version; the sender sends one version with every update.
+For each pair of groups, all these values travel together, as one version. The sender sends one version with every update.
 
-    BundleHere       sender and reader in this process: keeps the last versions, and a schedule chooses the one to read
-    BundleSender     to another process: one message per version
-    BundleReceiver   from other processes: takes every version that has arrived; waits only if the newest is too old
+    BundleHere       sender and reader are in this process: keeps the last versions, and a schedule chooses one to read
+    BundleSender     sends to another process: one message per version
+    BundleReceiver   receives from other processes: takes all versions that have arrived; waits only if the newest is too old
 
-With merge="any" (`one_by_one`) each version goes to one worker, which reads it once; see `arrivals.py`.
+With merge="any" (`one_by_one`), each version is sent to one worker, and this worker reads it once; see `arrivals.py`.
 """
 
 import itertools
@@ -23,9 +23,9 @@ from choreo.runtime.engine.messages import Overlap, Topology, received_type, sen
 from choreo.runtime.engine.schedule import ChooseVersion, VersionRead
 
 BUNDLE = " (bundle)"
-"""Appended to the name of a peer, this gives the name of the link for bundles."""
+"""The name of the link for bundles is the name of the peer followed by this text."""
 Stores = Mapping[Site, dict[Ref, Any]]
-"""For each site here, the values that it holds."""
+"""For each site in this process, the values that the site holds."""
 
 
 class NoMoreWork(Exception):
@@ -34,12 +34,12 @@ class NoMoreWork(Exception):
 
 @dataclass(kw_only=True)
 class CurrentUpdate:
-    """The update that the program is being run for, and the versions that were read for it."""
+    """The update that the program currently computes, and the versions that were read for it."""
 
     one_by_one: bool = False
-    """Is merge="any"? Then each version goes to one worker, which reads it once."""
+    """True with merge="any". Then each version is sent to one worker, and this worker reads it once."""
     choose_version: ChooseVersion | None = None
-    """Chooses the version to read, where sender and reader are both here; None chooses the oldest version that is kept."""
+    """Chooses the version that `BundleHere` reads. None chooses the oldest version that is kept."""
     number: int = 0
     """The number of the update."""
     log: list[VersionRead] = field(default_factory=list)
@@ -47,7 +47,7 @@ class CurrentUpdate:
 
 
 class BundleHere:
-    """From all sites of one group to all sites of another, all in this process."""
+    """A bundle from all sites of one group to all sites of another group. All these sites are in this process."""
 
     def __init__(self, step: Transfer, stores: Stores, topology: Topology, backend: Backend, update: CurrentUpdate):
         assert step.lag is not None
@@ -76,7 +76,7 @@ class BundleHere:
 
 
 class BundleSender:
-    """From this process to one other process."""
+    """The sending end of a bundle from this process to one other process."""
 
     def __init__(
         self, step: Transfer, peer: str, message: list[Overlap], stores: Stores, topology: Topology, backend: Backend,
@@ -96,7 +96,7 @@ class BundleSender:
 
 
 class BundleReceiver:
-    """From other processes to this one."""
+    """The receiving end of a bundle from other processes to this process."""
 
     def __init__(
         self, step: Transfer, incoming: Mapping[str, list[Overlap]], stores: Stores, topology: Topology,
@@ -133,9 +133,8 @@ class BundleReceiver:
     def _take_next(self) -> None:
         buffers, head = [np.empty(shape, dtype) for shape, dtype in self.types], np.empty(2, np.int64)
         for receive, where in zip(self.receives, self.puts, strict=True):
-            receive(
-                [head, *(buffers[i][(*index, ...)] for i, index in where)]
-            )  # `...`: a view even if the index selects one number
+            # With `...`, the result is a view even if the index selects a single number.
+            receive([head, *(buffers[i][(*index, ...)] for i, index in where)])
         version, is_work = head.tolist()
         if not is_work:
             raise NoMoreWork

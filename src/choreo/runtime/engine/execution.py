@@ -1,6 +1,6 @@
-"""Executes a plan at the sites of this process, iteration by iteration; `Machine` runs each of its two programs.
+"""Executes a plan at the sites of this process, iteration by iteration. `Machine` runs each of the plan's two programs.
 
-The process holds all sites of the plan (`inprocess`), or those of one worker.
+The process has all sites of the plan (`inprocess`), or only the sites of one worker.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,34 +21,34 @@ from choreo.types import GroupName
 
 @dataclass(frozen=True, kw_only=True)
 class Programs:
-    """The programs of a plan, and what a process must know to run them."""
+    """The programs of a plan, and everything else that a process needs to run them."""
 
     init: Program
     """Computes the carry from a key."""
     iterate: Program
     """Computes the next carry and metrics from the carry, the key of the iterations and the number of the iteration."""
     num_carry: int
-    """How many of iterate's inputs and outputs are the carry."""
+    """The number of leaves of the carry. They are the first inputs and the first outputs of `iterate`."""
     carry_axes: tuple[Axis, ...] = ()
     """The env axis of each leaf of the carry."""
     shards: int = 1
     """The number of learner shards."""
     max_lag: int = 0
-    """How many updates old a version may be that a worker reads."""
+    """A worker may read a version that is up to this many updates old."""
     num_workers: int = 1
-    """With merge="any", the number of workers that are learned from one by one; else 1."""
+    """With merge="any", the number of workers; each update uses the data of one of them. Otherwise 1."""
     learner: GroupName = ""
     """With merge="any", the group that learns."""
     single: Segment | None = None
-    """The segment that is a whole iteration, if the plan has such a segment."""
+    """The segment that computes a whole iteration, if the plan has such a segment."""
 
 
 SiteValues = dict[Site, list[Any]]
-"""For each site here, a list of values; None in the place of a value that the site does not hold."""
+"""For each site in this process, a list of values. A value that the site does not hold is None."""
 
 
 class Execution:
-    """Runs iterations. Between calls every site is at a boundary, and `leaves` has the leaves of the carry that each site holds."""
+    """Runs iterations. Between calls every site is at a boundary, and `leaves` holds each site's leaves of the carry."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Execution:
         self._set_keys(run_key)
 
     def restore(self, leaves: SiteValues, run_key: np.ndarray) -> None:
-        """Take a carry in place of running `init`."""
+        """Use this carry instead of running `init`."""
         self.leaves = leaves
         self._set_keys(run_key)
 
@@ -97,11 +97,11 @@ class Execution:
 
     @property
     def has_all_sites(self) -> bool:
-        """Are all sites in this process? Then the versions to read are drawn at random, from the key of the run."""
+        """Whether all sites are in this process. If so, the versions to read are drawn at random from the key of the run."""
         return len(self.topology.sites) == len(self.topology.process_of_site)
 
     def replay(self, log: list[VersionRead]) -> None:
-        """From now on, read the versions that another run has read, as its log says."""
+        """From now on, read the same versions as another run. `log` is the log of that run."""
         self.choose_version = ReplayedVersions(log)
 
     def _version(self, reader: str, update: int, oldest: int) -> int:
@@ -110,9 +110,9 @@ class Execution:
     def run(
         self, first: int, stop: int, begins: Callable[[int], None] | None = None
     ) -> dict[Site, dict[str, np.ndarray]]:
-        """Run iterations first .. stop - 1; returns the metrics that each site holds, one entry per iteration.
+        """Run iterations first .. stop - 1. Returns the metrics of each site, with one entry per iteration.
 
-        Calls `begins` with the number of each iteration when it begins, unless the iterations are one compiled loop.
+        Calls `begins` with the number of each iteration when the iteration begins, but not if one compiled loop runs them all.
         """
         if self.loop is not None and stop > first:
             return self._run_loop(first, stop)
@@ -130,19 +130,19 @@ class Execution:
 
     @property
     def runs_python(self) -> bool:
-        """Does an iteration call Python here?"""
+        """Whether an iteration calls Python functions."""
         return any(isinstance(step, HostCall) for step, _ in walk(self.programs.iterate.steps))
 
     def host_calls(self) -> int:
-        """A number that grows by one at the beginning and at the end of every Python call: odd during a call."""
+        """A counter that grows by one at the beginning and at the end of every Python call. So it is odd during a call."""
         return sum(objects.calls for objects in self.host_objects())
 
     def current_env(self) -> int | None:
-        """The number of the Python environment that is being stepped; None if none is."""
+        """The number of the Python environment that is being stepped, or None."""
         return next((i for objects in self.host_objects() if (i := objects.current()) is not None), None)
 
     def host_objects(self) -> list[HostObjects]:
-        """The Python objects of all sites here."""
+        """The Python objects of all sites in this process."""
         return list(self.objects.values())
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Execution:
             site: {**dict(enumerate(leaves)), num_carry: self.key[site], num_carry + 1: np.asarray(i, np.int32)}
             for site, leaves in self.leaves.items()
         }
-        self.leaves = {}  # segments may donate their memory
+        self.leaves = {}  # segments may donate the memory of the leaves
         self.iterate.update.number = i
         results = self.iterate.run(given)
         del given
@@ -170,7 +170,7 @@ class Execution:
             carried = {id(leaf) for leaf in owned[site]}
             for port, value in zip(self.programs.iterate.outs[num_carry:], values[num_carry:], strict=True):
                 if next(iter(port.held)) == site[0]:
-                    # The next iteration may donate the memory of the carry.
+                    # Copy a metric that is also a leaf of the carry: the next iteration may donate the memory of the leaf.
                     metrics[site][port.name] = self.backend.copy(value) if id(value) in carried else value
         return metrics
 
@@ -192,7 +192,7 @@ class Execution:
         return owned
 
     def _divided(self, leaves: list[Any], site: Site) -> list[Any]:
-        """The carry from `init` in the shapes that `iterate` reads: the env axis divided into (shard, environment)."""
+        """Reshape the carry of `init` for `iterate`: the env axis is divided into two axes (shard, environment)."""
         if self.programs.shards == 1:
             return leaves
         divided = []

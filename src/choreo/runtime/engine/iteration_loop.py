@@ -1,7 +1,7 @@
-"""Several iterations in one compiled loop, for plans whose iteration is a single segment.
+"""Runs several iterations in one compiled loop, for plans whose iteration is a single segment.
 
-One call then runs many iterations without returning to Python. The number of iterations is an argument of the compiled
-function, so calls of different lengths share it.
+One call runs many iterations without returning to Python. The number of iterations is an argument of the compiled function,
+so calls with different numbers of iterations share one compiled function.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,21 +20,21 @@ from choreo.partition.reduce import REPLICA_AXIS
 
 
 class IterationLoop:
-    """Runs iterations of a program that is a single segment, at the replicas `here`."""
+    """Runs iterations of a program that consists of a single segment. `here` are the replicas of its group in this process."""
 
     def __init__(self, backend: Any, program: Program, segment: Segment, num_carry: int, here: Sequence[int]):
-        """`backend` is the `JaxBackend` that makes this object; typed `Any`, because its module imports this one."""
+        """`backend` is the `JaxBackend` that makes this object. Its type here is `Any`, because its module imports this module."""
         self.backend, self.program, self.segment, self.num_carry = backend, program, segment, num_carry
         self.group, self.here = segment.group, here
         self.capacity = 0
-        """The largest number of iterations that `call` can run: the number of rows in its arrays of metrics."""
+        """The largest number of iterations that `call` can run. Its arrays of metrics have this many rows."""
         self.call: Callable[..., list[Sequence[Any]]] | None = None
         """The compiled loop."""
 
     def run(
         self, carries: list[list[Any]], keys: list[Any], first: int, stop: int
     ) -> list[tuple[list[Any], list[Any]]]:
-        """Run iterations first .. stop - 1; returns for each replica the new carry, and the metrics of each iteration."""
+        """Run iterations first .. stop - 1. Returns for each replica the new carry, and the metrics of all iterations."""
         if self.call is None or stop - first > self.capacity:
             self.capacity = stop - first
             self.call = self._load(self._loop(self.capacity))
@@ -55,7 +55,7 @@ class IterationLoop:
         return lambda rows: [loaded.call(index, zero, *row) for (index, loaded), row in zip(each, rows, strict=True)]
 
     def _partitioned(self, loop: Segment) -> Callable[..., list[Sequence[Any]]]:
-        """The loop as one program on several devices: the env axes are divided over them, and XLA partitions the rest."""
+        """The loop as one program on several devices. The env axes are divided over the devices; XLA partitions everything else."""
         backend, count = self.backend, self.backend.partitioned[self.group]
         mesh = Mesh(np.array(backend.devices[self.group][:count]), (REPLICA_AXIS,))
         everywhere = NamedSharding(mesh, spec(None))
@@ -74,7 +74,7 @@ class IterationLoop:
         return call
 
     def _loop(self, capacity: int) -> Segment:
-        """The segment `(replica, _, key, first, stop, *carry) -> carry, metrics`, with room for `capacity` iterations."""
+        """The segment `(replica, _, key, first, stop, *carry) -> carry, metrics`, which can run up to `capacity` iterations."""
         segment, program, num_carry, group = self.segment, self.program, self.num_carry, self.group
         in_slots = [port.held.get(group, (None, None))[0] for port in program.ins]
         out_refs = [port.held[group][0] for port in program.outs]

@@ -23,11 +23,11 @@ from choreo.runtime.engine.iteration_loop import IterationLoop
 from choreo.types import GroupName
 
 JaxDevice: TypeAlias = Any
-"""One of `jax.devices()`; JAX gives its class no public name."""
+"""One of `jax.devices()`. JAX has no public name for the class of devices."""
 
 
 class LazyCompiled:
-    """A `Loaded` function: the first call compiles it, later calls go to the compiled function directly."""
+    """A `Loaded` function. The first call compiles it; later calls go directly to the compiled function."""
 
     def __init__(self, compile_now: Callable[[tuple[Any, ...]], Any]):
         self.compile_now = compile_now
@@ -52,9 +52,12 @@ class JaxBackend:
         partitioned: Mapping[GroupName, int] = MappingProxyType({}),
         carry_axes: Sequence[Axis] = (),
     ):
-        """`platforms`: the platform of each group here, None for JAX's default. `num_devices`: how many devices a group
-        wants, one for each of its replicas; if JAX sees fewer, its replicas share one. `partitioned`: the number of devices of
-        each group that runs as one program on several devices; its carry is divided along `carry_axes`."""
+        """A backend for the groups in `platforms`, which maps each group to its platform, or to None for JAX's default.
+
+        `num_devices` maps a group to the number of devices that it wants, one for each replica. If JAX sees fewer devices, all
+        replicas of the group share one device. `partitioned` holds the groups that run as one program on several devices, with
+        their numbers of devices. The carry of such a group is divided along `carry_axes`.
+        """
         self.timed: Timed = timed or (lambda kind, name, fn: fn)
         self.num_devices, self.partitioned, self.carry_axes = num_devices, partitioned, carry_axes
         self.devices = {group: _find_devices(group, platform) for group, platform in platforms.items()}
@@ -64,13 +67,13 @@ class JaxBackend:
         self.loaded: dict[Any, LazyCompiled] = {}
 
     def check_devices(self, group: GroupName, wanted: int) -> None:
-        """Refuse a group that wants more devices than JAX sees here."""
+        """Raise LayoutError if the group wants more devices than JAX sees here."""
         devices = self.devices[group]
         if wanted > len(devices):
             raise LayoutError(
-                f"The layout wants {wanted} devices for `{group}`, and JAX sees {len(devices)} ({devices[0].platform}) here.",
+                f"The layout wants {wanted} devices for `{group}`, but JAX sees {len(devices)} ({devices[0].platform}) here.",
                 fix=f"Use devices={len(devices)}; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={wanted} "
-                "makes more of them.",
+                "makes more devices.",
             )
 
     def device(self, site: Site) -> JaxDevice:
@@ -79,7 +82,7 @@ class JaxBackend:
         return self.devices[group][r if self._has_own_devices(group) else 0]
 
     def _has_own_devices(self, group: GroupName) -> bool:
-        """Does each replica of a group have a device for itself?"""
+        """Return True if each replica of a group has its own device."""
         return 1 < self.num_devices.get(group, 1) <= len(self.devices[group])
 
     def load(self, segment: Segment, replica: int = 0) -> "LazyCompiled":
@@ -92,14 +95,14 @@ class JaxBackend:
     def compiled(
         self, fn: Callable[..., Any], donated: list[int], group: GroupName, device: JaxDevice, **options: Any
     ) -> "LazyCompiled":
-        """A function that is compiled when it is first called; `compile_seconds` counts the time."""
+        """Wrap `fn` so that its first call compiles it. The time is added to `compile_seconds`."""
 
         def compile_now(args: tuple[Any, ...]) -> Any:
             began = time.perf_counter()
             with jax.default_device(device):
                 jitted = jax.jit(fn, donate_argnums=donated, **options)
-                # JAX wrongly reports that the memory layout of 4-bit arrays is not the one that it compiled for. Only
-                # functions that were compiled ahead of time compare layouts, so these are called through `jit`.
+                # JAX wrongly reports that the memory layout of 4-bit arrays differs from the compiled one. Only functions that
+                # were compiled ahead of time compare layouts. So functions of 4-bit arrays are called through `jit` instead.
                 made = _called_on(device, jitted) if any(map(_has_four_bits, args)) else jitted.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - began
             return made
@@ -108,7 +111,7 @@ class JaxBackend:
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
         group = segment.group
-        if len(here) < replicas:  # each replica has a process, and JAX sees the devices of all processes
+        if len(here) < replicas:  # each replica has its own process, and JAX sees the devices of all processes
             platform = self.devices[group][0].platform
             first = {d.process_index: d for d in reversed(jax.devices(platform))}
             return self._spmd(segment, [first[r] for r in range(replicas)], here)
@@ -116,13 +119,13 @@ class JaxBackend:
             return self._spmd(segment, [self.device((group, r)) for r in here], here)
         if isinstance(segment.fn, ExportedFn):
             raise LayoutError(
-                f"This plan of {replicas} replicas of `{group}` was made for {replicas} devices, but JAX sees "
+                f"This plan has {replicas} replicas of `{group}` and was made for {replicas} devices, but JAX sees "
                 f"{len(self.devices[group])} here.", fix="Make the plan in this process.")  # fmt: skip
         together = self.compiled(on_one_device(segment, replicas), [], group, self.devices[group][0])
         return lambda t, rows: together.call(t, rows)
 
     def _spmd(self, segment: Segment, devices: list[JaxDevice], here: Sequence[int]) -> Callable[..., Any]:
-        """One SPMD program on these devices, one per replica; the replicas `here` are in this process."""
+        """One SPMD program on these devices. Each replica has one device; the replicas `here` are in this process."""
         mesh, own = Mesh(np.array(devices), (REPLICA_AXIS,)), [devices[r] for r in here]
         fn = segment.fn if isinstance(segment.fn, ExportedFn) else over_devices(segment, mesh)
         program = self.compiled(fn, [2 + position for position in segment.donated], segment.group, own[0])
@@ -181,8 +184,11 @@ class JaxBackend:
         return jnp.copy(value)
 
     def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
-        """Copies device arrays that occur twice or are constants of the user's program, because a segment may donate each
-        leaf. Numpy arrays need no copy: JAX copies them to the device before a donating call."""
+        """Copy the device arrays that occur twice, or that are constants of the user's program.
+
+        The copies are necessary because a segment may donate each leaf. Numpy arrays need no copy here: JAX copies them to the
+        device before a call that donates memory.
+        """
         seen: set[int] = set()
         row: list[Any] = []
         for value, ref in zip(values, refs, strict=True):
@@ -223,7 +229,7 @@ def _find_devices(group: GroupName, platform: str | None) -> list[JaxDevice]:
 
 
 def _whole(parts: list[jax.Array], axis: Axis, mesh: Mesh) -> jax.Array:
-    """The global array whose blocks are on several devices; moves no data."""
+    """Make one global array of blocks on several devices, without moving data."""
     shape = list(parts[0].shape)
     if axis is not None:
         shape[axis] *= mesh.size
@@ -231,12 +237,15 @@ def _whole(parts: list[jax.Array], axis: Axis, mesh: Mesh) -> jax.Array:
 
 
 def join(parts: list[Any], axis: Axis) -> Any:
-    """The whole value from the blocks of all replicas; without an axis, every replica holds the whole value."""
+    """Join the blocks of all replicas along `axis`. Without an axis, every replica holds the whole value already."""
     return parts[0] if axis is None or len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
 def reshard(parts: list[Any], move: Move, r: int, n: int) -> Any:
-    """The block of receiver r of n, from the blocks of all senders; reads only sender blocks that overlap with it."""
+    """The block of receiver number `r` of `n` receivers, made from the blocks of all senders.
+
+    Reads only the sender blocks that overlap with this block.
+    """
     if move.src_axis is None or move.src_axis != move.dst_axis or len(parts) == 1:
         return block(join(parts, move.src_axis), move.dst_axis, r, n)
     axis, total = move.src_axis, move.aval.shape[move.src_axis]

@@ -1,14 +1,14 @@
-"""Executes a program at the sites of this process: at all sites (`inprocess`), or at those of one worker.
+"""Executes a program at the sites of this process: at all sites (`inprocess`), or at the sites of one worker.
 
-    step       what this process does for it
+    step       action of this process
     Segment    calls a compiled function at each of its sites
     HostCall   calls a Python function on numpy arrays at each of its sites
     Loop       repeats the steps of the body
-    Transfer   hands values over, if sender and receiver are both here; else sends or receives one message
+    Transfer   hands values over if all senders and receivers are in this process; otherwise sends or receives messages
 
-A program is one global order of steps, and every process runs a subsequence of it. `Machine` turns the steps into a list
-of Python functions once, so that a step costs little more than the call that it makes. Nothing here imports JAX: the
-`Backend` handles compiled functions and device arrays.
+A program is one global order of steps, and every process runs a subsequence of these steps. `Machine` translates the steps
+once into a list of Python functions. So a step costs little more than the call of its function. This module does not import
+JAX: the `Backend` handles compiled functions and device arrays.
 """
 
 import itertools
@@ -42,9 +42,9 @@ from choreo.runtime.engine.schedule import ChooseVersion
 Store = dict[Ref, Any]
 """The values that one site holds, by slot."""
 Action = Callable[[int], None]
-"""One step of a program at the sites here; its argument is the number of the round of the enclosing loop."""
+"""One step of a program at the sites of this process. The argument is the number of the round of the enclosing loop."""
 SMALL_BYTES = 4096
-"""Results of a loop's rounds up to this size are stacked when the loop ends; see `_stack`."""
+"""If the result of one round of a loop is not larger than this, the results are stacked when the loop ends; see `_stack`."""
 
 
 class Machine:
@@ -61,8 +61,9 @@ class Machine:
         choose_version: ChooseVersion | None = None,
         one_by_one: bool = False,
     ):
-        """`choose_version` chooses the version of a bundle to read, where sender and reader are both here. With `one_by_one`
-        (merge="any"), the caller sends bundles with `publish`, no step of the program does, and each is read once."""
+        """`choose_version` chooses the version to read, for bundles whose sender and reader are both in this process. With
+        `one_by_one` (merge="any"), the program itself sends no bundles: the caller sends them with `publish`, and each
+        version is read once."""
         self.program, self.topology, self.backend, self.objects = program, topology, backend, objects
         self.timed: Timed = timed or (lambda kind, name, fn: fn)
         self.update = CurrentUpdate(one_by_one=one_by_one, choose_version=None if one_by_one else choose_version)
@@ -72,7 +73,7 @@ class Machine:
         self.actions = self._lower(program.steps, self.stores, inside=False)
 
     def publish(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
-        """Send bundles of these inputs now; a later run of the program reads them. Only with `one_by_one`."""
+        """Send bundles with these inputs now. A later run of the program reads the bundles. Only with `one_by_one`."""
         self._load(given)
         for bundle in self.publishers:
             bundle.publish(0)
@@ -91,9 +92,9 @@ class Machine:
                     store[port.held[site[0]][0]] = given[site][position]
 
     def run(self, given: Mapping[Site, Mapping[int, Any]]) -> dict[Site, list[Any]]:
-        """Run the program once. `given` are the inputs of each site, by position.
+        """Run the program once. `given` holds the inputs of each site, by position.
 
-        Returns the outputs of each site; None in the place of an output that the site does not hold.
+        Returns the outputs of each site. An output that the site does not hold is None.
         """
         self._load(given)
         for action in self.actions:
@@ -159,14 +160,14 @@ class Machine:
 
             def run(_: int) -> None:
                 given = []
-                for ref, cut in ins:
+                for ref, is_sliced in ins:
                     value = store[ref] if ref.__class__ is int else ref.value  # pyright: ignore[reportAttributeAccessIssue]
                     if value.__class__ is not np.ndarray:
                         host = to_host(value)
                         if on_host(value) and not isinstance(ref, Constant):
-                            store[ref] = host  # a loop that stacks this value need not convert it again
+                            store[ref] = host  # so a loop that stacks this value need not convert it again
                         value = host
-                    given.append(block(value, 0, site[1], replicas) if cut else value)
+                    given.append(block(value, 0, site[1], replicas) if is_sliced else value)
                 results = call(*given)
                 for i, slot in wanted:
                     store[slot] = results[i]
@@ -228,7 +229,7 @@ class Machine:
         return [*self._publishing(senders), *reads]
 
     def _publishing(self, bundles: "Sequence[BundleHere | BundleSender]") -> list[Action]:
-        """The actions that send these bundles: none, if `publish` sends them."""
+        """The actions that send these bundles. There are no such actions if `publish` sends the bundles."""
         self.publishers += bundles
         return [] if self.update.one_by_one else [bundle.publish for bundle in bundles]
 
@@ -271,11 +272,10 @@ class Machine:
             for i, each in own:
                 buffers[i][each.put] = backend.to_host(stores[step.src, each.sender][each.move.src])[each.take]
             for receive, where in gets:
-                receive(
-                    [buffers[i][(*index, ...)] for i, index in where]
-                )  # `...`: a view even if the index selects one number
-            # A compiled function also accepts a numpy array, but copies it to the device in every call. A value that is read
-            # several times is therefore put on the device here, once.
+                # With `...`, the result is a view even if the index selects a single number.
+                receive([buffers[i][(*index, ...)] for i, index in where])
+            # A compiled function also accepts a numpy array, but copies the array to the device in every call. So a value that
+            # is read several times is put on the device here, once.
             for buffer, (site, slot, aval) in zip(buffers, moves, strict=True):
                 stays_numpy = _is_plain(aval) and (inside or slot in self.read_once)
                 stores[site][slot] = buffer if stays_numpy else backend.from_host(buffer, aval, site)
@@ -284,7 +284,7 @@ class Machine:
 
 
 class _LoopRun:
-    """A loop at one site: the loop's own store, and the stacks of its results."""
+    """A loop at one site. It holds the store of the loop, and the stacks of its results."""
 
     def __init__(self, part: LoopPart, loop: Loop, outer: Store, inner: Store, backend: Backend):
         self.part, self.loop, self.outer, self.inner, self.backend = part, loop, outer, inner, backend
@@ -307,7 +307,7 @@ class _LoopRun:
             self.inner[slot] = _read(self.outer, ref)[t]
 
     def keep(self, t: int) -> None:
-        """At the end of a round: add its results to the stacks, and move the carry on."""
+        """At the end of a round, add its results to the stacks, and make the new carry the carry of the next round."""
         inner = self.inner
         results = self.results(inner)
         if not self.stacks:
@@ -337,17 +337,17 @@ class _LoopRun:
 
 
 def _stack(value: Any, aval: Any) -> Any:
-    """The container for one result of every round: an array, or a list that is joined at the end.
+    """The container that collects one result from every round: an array, or a list that is joined when the loop ends.
 
-    Large numpy results are written into the array in each round. Small results are joined at the end, which takes a fifth of
-    the time of writing each of them.
+    Large numpy results are written into the array in each round. Small results are collected in the list. Joining them at
+    the end takes a fifth of the time of writing each of them into an array.
     """
     in_place = value.__class__ is np.ndarray and value.nbytes > SMALL_BYTES and _is_plain(aval)
     return np.empty(aval.shape, aval.dtype) if in_place else []
 
 
 def _read_once(program: Program) -> set[int]:
-    """Slots that exactly one segment reads, and no other step or output."""
+    """The slots that exactly one segment reads, and that no other step and no output of the program reads."""
     segments = [{given.slot for given in step.ins} for step in program.steps if isinstance(step, Segment)]
     others: list[Ref] = [ref for port in program.outs for ref, _ in port.held.values()]
     for step in program.steps:
@@ -363,12 +363,12 @@ def _read_once(program: Program) -> set[int]:
 
 
 def _getter(refs: Sequence[Ref]) -> Callable[[Store], Sequence[Any]]:
-    """A fast function from a store to its values at `refs`."""
+    """A fast function that returns the values of a store at `refs`."""
     return operator.itemgetter(*refs) if len(refs) > 1 else lambda store: [store[ref] for ref in refs]
 
 
 def _is_plain(aval: Any) -> bool:
-    """Is this a type of numbers, not of random keys?"""
+    """Return True for a type of numbers, False for a type of random keys."""
     return isinstance(aval.dtype, np.dtype)
 
 

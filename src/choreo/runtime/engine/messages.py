@@ -1,7 +1,7 @@
-"""Which process each site lives in, and the messages that a transfer needs between them.
+"""The process of each site, and the messages that a transfer sends between processes.
 
-A message is a list of overlaps: for each value, the part that a sender holds and a receiver needs. Sender and receiver compute
-the same list from the plan, so a message carries no description of itself.
+A message is a list of overlaps. An overlap is the part of a value that one sender holds and one receiver needs. Sender and
+receiver compute the same list from the plan, so a message carries no description of its contents.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from choreo.types import GroupName
 
 @runtime_checkable
 class TwoWayChannel(Protocol):
-    """The channels from this process to another and back; see `channels.base`."""
+    """The channels from this process to another process and back; see `channels.base`."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> None: ...
     def receive(self, into: Sequence[np.ndarray]) -> None: ...
@@ -32,16 +32,16 @@ class Topology:
     me: str
     """The name of this process."""
     process_of_site: Mapping[Site, str]
-    """The process in which each site lives."""
+    """The name of the process that runs each site."""
     links: Mapping[str, TwoWayChannel] = field(default_factory=dict)
-    """The channels to each other process, by the name of that process; bundles have channels of their own (`bundles.BUNDLE`)."""
+    """The channels to and from each other process, by its name. Bundles have separate channels; see `bundles.BUNDLE`."""
 
     def replicas(self, group: GroupName) -> int:
-        """How many replicas a group has in all processes."""
+        """How many replicas a group has, counted over all processes."""
         return sum(site[0] == group for site in self.process_of_site)
 
     def here(self, group: GroupName) -> list[int]:
-        """The replicas of a group that live in this process."""
+        """The replicas of a group in this process."""
         return [r for (g, r), process in self.process_of_site.items() if g == group and process == self.me]
 
     @property
@@ -51,7 +51,7 @@ class Topology:
 
 
 def messages(step: Transfer, topology: Topology) -> "dict[tuple[str, str], list[Overlap]]":
-    """For each pair (sending process, receiving process), the parts of the message that a transfer sends between them."""
+    """For each pair (sending process, receiving process), the message that a transfer sends between the two."""
     senders, receivers = topology.replicas(step.src), topology.replicas(step.dst)
     found: dict[tuple[str, str], list[Overlap]] = {}
     for move in step.moves:
@@ -73,24 +73,24 @@ class Overlap:
     receiver: int
     """The receiving replica."""
     take: tuple[slice, ...]
-    """The index of this part in the block that the sender holds."""
+    """The index that selects this part in the block of the sender."""
     put: tuple[slice, ...]
-    """The index of this part in the block that the receiver will hold."""
+    """The index that selects this part in the block of the receiver."""
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this part, if the value as a whole has the shape `whole`."""
+        """The shape of this part. `whole` is the shape of the whole value."""
         index = [a if b == slice(None) else b for a, b in zip(self.put, self.take, strict=True)]
         sizes = [n if c == slice(None) else c.stop - c.start for n, c in zip(whole, index, strict=False)]
         return (*sizes, *whole[len(index) :])
 
 
 def _overlap(move: Move, s: int, senders: int, d: int, receivers: int) -> "tuple[tuple[slice, ...], ...] | None":
-    """`Overlap.take` and `Overlap.put` for sender s and receiver d; None if s sends nothing to d."""
+    """Return `Overlap.take` and `Overlap.put` for sender `s` and receiver `d`, or None if `s` sends nothing to `d`."""
     rank = len(move.aval.shape)
     take, put = [slice(None)] * rank, [slice(None)] * rank
     have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
     if have is None and s != d * senders // receivers:
-        return None  # every sender holds the whole value: each receiver gets it from one of them
+        return None  # every sender holds the whole value, and each receiver gets the value from only one sender
     if have is not None and have == want:
         total = move.aval.shape[have]
         low = max(s * total // senders, d * total // receivers)
@@ -110,7 +110,7 @@ def _overlap(move: Move, s: int, senders: int, d: int, receivers: int) -> "tuple
 
 
 def sent_type(backend: Backend, overlap: "Overlap", senders: int) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of the array that is sent for an overlap."""
+    """The shape and dtype of the array that is sent for an overlap. `senders` is the number of sending replicas."""
     shape, dtype = backend.host_type(overlap.move.aval)
     if overlap.move.src_axis is not None:
         shape = tuple(n // senders if axis == overlap.move.src_axis else n for axis, n in enumerate(shape))
@@ -118,7 +118,7 @@ def sent_type(backend: Backend, overlap: "Overlap", senders: int) -> tuple[tuple
 
 
 def received_type(backend: Backend, move: Move, receivers: int) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of the block of a value that each of the `receivers` replicas gets."""
+    """The shape and dtype of the block that each receiving replica gets. `receivers` is the number of receiving replicas."""
     shape, dtype = backend.host_type(move.aval)
     if move.dst_axis is not None:
         shape = tuple(n // receivers if axis == move.dst_axis else n for axis, n in enumerate(shape))

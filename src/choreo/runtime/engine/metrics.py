@@ -1,6 +1,6 @@
 """The metrics of a run, joined from the metrics that each site returns.
 
-join_metrics      sites -> one array per metric, one entry per iteration; adds the lag of an asynchronous run
+join_metrics      metrics of all sites -> one array per metric, with one entry per iteration; adds the lag of a relaxed run
 combine_metrics   [iteration, shard] -> [iteration]; each metric declares how it is reduced (`choreo.metric`)
 """
 
@@ -20,7 +20,7 @@ SiteMetrics = dict[Site, dict[str, np.ndarray]]
 
 
 def join_metrics(plan: Plan, metrics: SiteMetrics, log: list[VersionRead], iterations: range) -> dict[str, np.ndarray]:
-    """Each metric of these iterations, one entry per iteration; `log` holds the versions that were read in them."""
+    """Return each metric as an array with one entry per iteration. `log` holds the versions read in these iterations."""
     if plan.num_workers > 1:
         updates = range(iterations.start * plan.num_workers, iterations.stop * plan.num_workers)
         return _join_updates(plan, metrics, log) | lag_metrics(log, updates, plan.num_workers)
@@ -29,9 +29,9 @@ def join_metrics(plan: Plan, metrics: SiteMetrics, log: list[VersionRead], itera
 
 
 def _join_updates(plan: Plan, metrics: SiteMetrics, log: list[VersionRead]) -> dict[str, np.ndarray]:
-    """With merge="any": an iteration is one update per worker, and these are combined like shards.
+    """Join the metrics with merge="any". An iteration has one update per worker; its updates are combined like shards.
 
-    Every site returns its metrics in the order in which it computed them; `log` says which worker each update came from.
+    Every site returns its metrics in the order in which it computed them. `log` says which worker each update came from.
     """
     joined = {}
     for port in plan.iterate.outs[plan.num_carry :] if metrics else ():
@@ -52,13 +52,13 @@ def _join_sites(plan: Plan, metrics: SiteMetrics) -> dict[str, np.ndarray]:
 
 
 def combine_metrics(metrics: dict[str, np.ndarray], reductions: Mapping[str, Reduction]) -> dict[str, np.ndarray]:
-    """One number for all shards, from arrays [iteration, shard], reduced as each metric declares."""
+    """Reduce arrays [iteration, shard] to arrays [iteration], as each metric declares."""
     metrics = {name: as_numbers(values) for name, values in metrics.items()}
 
     def combined(values: np.ndarray, reduction: Reduction) -> np.ndarray:
         if not reduction.weight:
             return _REDUCE[reduction.op](values, 1)
-        # Integers have no NaN for an iteration without episodes, and their products may overflow.
+        # Compute in floats: an iteration without episodes needs NaN, and products of integers may overflow.
         values = values if np.issubdtype(values.dtype, np.inexact) else values.astype(np.float64)
         weights = metrics[reduction.weight]
         total, weighted = weights.sum(1), np.where(weights > 0, values * weights, 0).sum(1)
@@ -71,7 +71,7 @@ _REDUCE = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 
 
 def as_numbers(values: Any) -> np.ndarray:
-    """These values as a type that numpy itself defines; numpy cannot add up bfloat16 or int4, and JSON cannot hold them."""
+    """Convert values to one of numpy's own dtypes. Other dtypes, such as bfloat16 and int4, cannot be summed or written as JSON."""
     values = np.asarray(values)
     if jnp.issubdtype(values.dtype, np.floating) and values.dtype.itemsize < 4:
         return values.astype(np.float32)

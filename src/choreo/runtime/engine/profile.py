@@ -1,15 +1,15 @@
-"""What each process spends its time on: computing, sending, and waiting for which other process.
+"""Measures how each process spends its time: computing, sending, or waiting for another process.
 
-A `Recorder` in every process times the steps of its sites. A `Profile` joins the records of all processes: to a table, to
-one sentence that names the bottleneck, and to a trace for Perfetto. Times are those of the system's monotonic clock, which
-all processes of one machine share.
+A `Recorder` in every process times the steps of its sites. A `Profile` joins the records of all processes into a table, one
+sentence that names the bottleneck, and a trace for Perfetto. Times come from the system's monotonic clock, which all
+processes of one machine share.
 
-    kind      what the time was spent on
-    env       stepping environments: in Python, or compiled without other roles
+    kind      meaning
+    env       stepping environments: in Python, or in a compiled program without other roles
     act       fragments of the actor; `env+act` if environments and actor are one compiled program
     learn     fragments of the learner
     send      copying a message into a channel, and waiting while the channel is full
-    wait      waiting for a message of the named process
+    wait      waiting for a message from another process; the name of the span is that process
     compile   compiling a program before its first run
     other     everything else: conversions, Choreo's own work, waiting for the coordinator
 """
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_SPANS = 20_000
-"""The trace shows at most this many spans of each process; totals count all of them."""
-WORDS = {"actor": "act", "learner": "learn"}
-"""The kind of work of a role, if it is not the role's name."""
+"""The trace shows at most this many spans of each process. The totals count all spans."""
+KIND_OF_ROLE = {"actor": "act", "learner": "learn"}
+"""Roles whose kind of work has a different name than the role."""
 
 Span = tuple[str, str, float, float]
-"""Kind, name, begin and end in seconds."""
+"""One timed call: kind, name, begin and end in seconds."""
 
 
 def kind_of(roles: Iterable[str]) -> str:
@@ -35,7 +35,7 @@ def kind_of(roles: Iterable[str]) -> str:
     >>> kind_of(["env", "actor"]), kind_of([])
     ('env+act', 'other')
     """
-    return "+".join(dict.fromkeys(WORDS.get(role, role) for role in roles)) or "other"
+    return "+".join(dict.fromkeys(KIND_OF_ROLE.get(role, role) for role in roles)) or "other"
 
 
 class Recorder:
@@ -44,7 +44,7 @@ class Recorder:
     def __init__(self):
         self.began = time.monotonic()
         self.totals: dict[tuple[str, str], float] = {}
-        """Seconds by kind and name; the time of a nested span counts for the inner span alone."""
+        """Seconds by kind and name. The time of a nested span counts only for the inner span."""
         self.spans: list[Span] = []
         """The first MAX_SPANS spans."""
         self._inner = 0.0
@@ -75,7 +75,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Profile:
-    """What all workers of a run have spent their time on."""
+    """How all workers of a run have spent their time."""
 
     workers: Mapping[str, dict[str, Any]]
     """For each worker, `Recorder.to_json()`."""
@@ -90,7 +90,7 @@ class Profile:
         return found
 
     def waits(self, worker: str) -> dict[str, float]:
-        """The share of its time that a worker waited for each other worker."""
+        """For each other worker, the share of time that `worker` spent waiting for it."""
         record = self.workers[worker]
         found: dict[str, float] = {}
         for kind, name, seconds in record["totals"]:
@@ -107,7 +107,7 @@ class Profile:
 
     @property
     def verdict(self) -> str:
-        """One sentence: the worker that waits longest, and the chain of workers that it waits for."""
+        """One sentence that names the worker with the longest wait, and the chain of workers that it waits for."""
         longest = max(
             ((share, who, whom) for who in self.workers for whom, share in self.waits(who).items()), default=None
         )
@@ -115,7 +115,7 @@ class Profile:
             return "Nobody waits for anybody."
         share, who, whom = longest
         said, seen = f"`{who}` waits {share:.0%} of its time for `{whom}`", {who}
-        while whom not in seen:  # the worker that is waited for may itself wait for another
+        while whom not in seen:  # the worker `whom` may itself wait for a third worker
             seen.add(whom)
             busy = {kind: s for kind, s in self.shares(whom).items() if kind not in ("wait", "other")}
             waits = self.waits(whom)

@@ -1,10 +1,11 @@
-"""Asynchronous runs: which version each worker reads, and which worker's data is learned from next.
+"""The schedule of relaxed runs: which version each worker reads, and which worker's data the learner uses next.
 
-With `max_lag` = k, a reader may use a version up to k updates old. Every read is logged, and replaying the log gives the
-same run bit for bit. In one process a seed draws the versions; among processes the order of arrival decides.
+With `max_lag` = k, a reader may use a version that is up to k updates old. Every read is logged, and replaying the log gives
+the same run bit for bit. If all sites are in one process, versions are drawn at random from a seed. With several processes,
+the order of arrival decides.
 
-    merge="all"   one update per iteration, from all workers         log: for update 7, env+actor-1 read version 5
-    merge="any"   one update per worker, as soon as its data is here log: update 7 is from worker 1, which read version 5
+    merge="all"   one update per iteration, from all workers              log: for update 7, env+actor-1 read version 5
+    merge="any"   one update per worker, as soon as its data has arrived  log: update 7 is from worker 1, which read version 5
 """
 
 from collections.abc import Callable, Iterable
@@ -19,11 +20,11 @@ class VersionRead(NamedTuple):
     """One entry of the log: a worker read a version."""
 
     reader: str
-    """The worker's group and number, `env+actor-1` for example."""
+    """The worker's group and number, for example `env+actor-1`."""
     update: int
-    """The number of the update that the worker's data goes into."""
+    """The number of the update that uses the worker's data."""
     version: int
-    """The version that was read: the number of updates before it."""
+    """The version that was read. Version n is the state after n updates."""
 
     @property
     def lag(self) -> int:
@@ -37,11 +38,11 @@ class VersionRead(NamedTuple):
 
 
 ChooseVersion = Callable[[str, int, int], int]
-"""(reader, number of the update, oldest version that is kept) -> the version to read."""
+"""A function `(reader, number of the update, oldest version that is kept) -> version to read`."""
 
 
 class SeededVersions:
-    """Draws lags at random: the same lags for the same seed. A reader never goes back to an older version."""
+    """Draws lags at random. The same seed gives the same lags. A reader never goes back to an older version."""
 
     def __init__(self, seed: Iterable[int], max_lag: int):
         self.rng, self.max_lag = np.random.default_rng(list(seed)), max_lag
@@ -53,12 +54,12 @@ class SeededVersions:
         return self.last[reader]
 
     def pick(self, eligible: list[int]) -> int:
-        """One of these workers."""
+        """Draw one of these workers at random."""
         return eligible[int(self.rng.integers(len(eligible)))]
 
 
 class ReplayedVersions:
-    """Chooses the versions that another run has read, from its log."""
+    """Chooses the same versions as another run, from the log of that run."""
 
     def __init__(self, log: Iterable[VersionRead]):
         self.versions = {(read.reader, read.update): read.version for read in log}
@@ -66,16 +67,21 @@ class ReplayedVersions:
     def __call__(self, reader: str, update: int, oldest: int) -> int:
         version = self.versions.get((reader, update))
         if version is None:
-            raise RunError(f"The log ends before update {update} of `{reader}`.", fix="Replay no more than was logged.")
+            raise RunError(
+                f"The log ends before update {update} of `{reader}`.",
+                fix="Replay only the iterations that were logged.",
+            )
         return version
 
 
 class LagSchedule:
-    """With merge="any": which workers may start, and which may be learned from next, so that no lag exceeds `max_lag`.
+    """With merge="any": decides which workers may start, and whose data may be used next, so that no lag exceeds `max_lag`.
 
-    Busy workers are kept in the order in which they started. Invariant: the version that the j-th of them has read is at
-    most max_lag - j updates old. Starting a worker keeps the invariant; learning from a worker keeps it if all workers that
-    started before that worker stay within their bound after one more update. The worker that started first is always eligible.
+    Busy workers are kept in the order in which they started, j = 0, 1, ... Invariant: the version of busy worker j is at most
+    max_lag - j updates old. Starting a worker keeps the invariant. An update from worker j makes the
+    versions of all other busy workers one update older. The workers after j also move up by one place, so they stay within
+    their bounds. So worker j is eligible for the next update only if the workers 0 .. j - 1 can wait for one more update.
+    Worker 0 is always eligible.
     """
 
     def __init__(self, workers: int, max_lag: int):
@@ -85,30 +91,33 @@ class LagSchedule:
         """The version that each busy worker has read."""
 
     def start(self, left: int) -> list[int]:
-        """Workers that start now, with the current version; `left` is the number of updates that are still wanted."""
+        """Start as many idle workers as possible, with the current version. Returns the workers that start.
+
+        `left` is the number of updates that the caller still wants.
+        """
         room = min(self.max_lag + 1, left) - len(self.busy)
         chosen, self.idle = self.idle[: max(room, 0)], self.idle[max(room, 0) :]
         self.busy.update(dict.fromkeys(chosen, self.version))
         return chosen
 
     def eligible(self) -> list[int]:
-        """Workers that may be learned from next."""
+        """The workers whose data may be used for the next update."""
         found = []
         for j, (worker, version) in enumerate(self.busy.items()):
             found.append(worker)
             if self.version + 1 - version > self.max_lag - j:
-                break  # this worker cannot wait for another update: later workers must not come first
+                break  # this worker cannot wait for one more update, so no later worker may come first
         return found
 
     def learned_from(self, worker: int) -> int:
-        """Count one update, from this worker's data; returns the version that the worker had read."""
+        """Count one update from this worker's data. Returns the version that the worker had read."""
         self.version += 1
         self.idle.append(worker)
         return self.busy.pop(worker)
 
 
 def lag_metrics(log: list[VersionRead], updates: range, per_iteration: int = 1) -> dict[str, np.ndarray]:
-    """Mean and largest lag of each iteration, which is `per_iteration` updates."""
+    """The mean and the largest lag of each iteration. `per_iteration` is the number of updates in one iteration."""
     lags: dict[int, list[int]] = {}
     for read in log:
         lags.setdefault((read.update - updates.start) // per_iteration, []).append(read.lag)

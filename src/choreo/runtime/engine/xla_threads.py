@@ -1,9 +1,9 @@
-"""How many threads XLA uses on a CPU: one, if every matrix product of the plan is small.
+"""Chooses how many threads XLA uses on a CPU: one thread, if every matrix product of the plan is small.
 
 XLA divides operations over a pool of threads. With the small networks of most RL algorithms, handing work to a thread costs
-more than it saves. On two cores, an iteration of DQN (batches of 64, two layers of 128) takes 1.24 times as long with two
-threads as with one. PPO (minibatches of 256) takes 1.25, 1.27 and 1.15 times as long with two layers of 64, 128 and 256, and
-the same time with two layers of 512.
+more time than it saves. We measured on two cores how much longer an iteration takes with two threads than with one. DQN
+(batches of 64, two layers of 128) takes 1.24 times as long. PPO (minibatches of 256) takes 1.25, 1.27 and 1.15 times as long
+with two layers of 64, 128 and 256. With two layers of 512, it takes the same time.
 """
 
 import os
@@ -14,20 +14,21 @@ from choreo import _compat
 from choreo.plans.plan import Plan
 
 SMALL_PRODUCT = 2**25
-"""Matrix products with fewer multiplications than this are small: one core computes 256 x 256 x 512 in about a millisecond."""
+"""Matrix products with fewer multiplications than this are small. One core computes a product of this
+size, such as 256 x 256 x 512, in about a millisecond."""
 XLA_THREADS = ("NPROC", "PJRT_NPROC")
-"""The variables from which XLA reads its number of threads when its client is made."""
+"""XLA reads its number of threads from these environment variables when JAX makes the client of a platform."""
 
 
 def useful_threads(plan: Plan, cores: int) -> int:
-    """The number of threads that makes this plan fastest on a machine with `cores` cores."""
+    """The number of threads with which this plan runs fastest. `cores` is the number of cores of the machine."""
     return cores if plan.largest_product >= SMALL_PRODUCT else 1
 
 
 def start_jax(plan: Plan) -> None:
-    """Make JAX's clients with as many threads as this plan can use.
+    """Make JAX's clients, with the number of threads that is best for this plan.
 
-    Does nothing if the clients exist already, or if the user has set the number of threads.
+    Does nothing if the clients already exist, or if the user has set the number of threads.
     """
     if _compat.clients_exist() or any(name in os.environ for name in XLA_THREADS):
         return
