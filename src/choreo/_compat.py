@@ -58,8 +58,8 @@ def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
 def bound_axis_names() -> tuple[str, ...]:
     """The names of the mapped axes in scope.
 
-    `all_reduce` finds out with them whether there are shards. The names are part of jit's cache key; a context variable of
-    Choreo would not be.
+    They tell `all_reduce` whether there are shards. The names are part of jit's cache key. A context variable of Choreo would
+    not be, so jit could reuse a program that was traced without shards.
     """
     return tuple(n for n in jec.unsafe_get_axis_names_DO_NOT_USE() if isinstance(n, str))
 

@@ -1,9 +1,10 @@
-"""A closed table of the array types that may leave a compiled program. Each type has a name.
+"""The table of all array types that can leave a compiled program. Each type has a name.
 
     "float32" -> a type of numpy        "bfloat16" -> a type of ml_dtypes, which is imported when it is first needed
 
-Checkpoints, and messages between processes, contain these names. They cannot contain `dtype.str`: for bfloat16, this is `<V2`.
-numpy and JAX store a number of 4 bits in one byte, and messages do the same. This module does not import JAX.
+Checkpoints, and messages between processes, contain these names. They cannot contain `dtype.str`: for bfloat16, this is `<V2`,
+which says only that an element has two bytes. numpy and JAX store a number of 4 bits in one byte, and messages do the same.
+This module does not import JAX.
 """
 
 import functools

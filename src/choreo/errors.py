@@ -23,7 +23,7 @@ class ChoreoError(Exception):
     def __str__(self) -> str:
         width = max((len(label) for label in self.places), default=0)
         lines = [f"  {label.replace('_', ' '):<{width}}  {place}" for label, place in self.places.items()]
-        # Names of files, tensors and entries may come from an untrusted folder and contain terminal control sequences.
+        # Names of files and arrays in a message may come from an untrusted folder and contain terminal control sequences.
         return printable("\n".join([self.what, *lines, *([self.fix] if self.fix else [])]))
 
     def __reduce__(self):
@@ -39,7 +39,7 @@ class PartitionError(ChoreoError):
 
 
 class LayoutError(ChoreoError):
-    """A layout contradicts itself, or its counts cannot be divided evenly."""
+    """A layout contradicts itself or does not fit, for example if the environments cannot be divided evenly among replicas."""
 
 
 class AlgorithmError(ChoreoError):

@@ -150,9 +150,9 @@ def minibatches(batch: PyTree, key: Key, size: int) -> PyTree:
 def permutation(key: Key, num: int) -> jax.Array:
     """The numbers 0 .. num - 1 in random order.
 
-    `jax.random.permutation` sorts pairs of a random number and an index; with 1,626 pairs or more, it sorts them twice. Here
-    the random number and the index share one integer, with at least 16 random bits. Sorting then takes a sixth of the time.
-    Two indices with equal random bits keep their order. This happens to at most one pair in 65,536.
+    `jax.random.permutation` sorts pairs of a random number and an index; with 1,626 pairs or more, it sorts them twice. Here,
+    up to 65,536 indices, the random number and the index share one integer, with at least 16 random bits. Sorting then takes a
+    sixth of the time. Two indices with equal random bits keep their order. This happens to at most one pair in 65,536.
     """
     bits = jax.random.bits(key, (num,), jnp.uint32)
     if num > 1 << 16:

@@ -224,7 +224,8 @@ def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, na
 
 @dataclass(frozen=True, eq=False)
 class HostFunction:
-    """Calls a function on pytrees of numpy arrays with the leaves of its arguments. It can be pickled and sent to a worker."""
+    """A user's function on pytrees of numpy arrays, which is called with flat lists of leaves. It can be pickled and sent to a
+    worker."""
 
     name: str
     """The name for messages."""

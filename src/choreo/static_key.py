@@ -5,7 +5,7 @@ Our keys are equal only for values of the same types and the same bits. A wrong 
 while a miss costs only one more trace. So plain data is compared by structure, and everything else by identity.
 
     1.0                     (float, b"...")
-    Cfg(rate=1, act=relu)   (Cfg, ("rate", (int, 1)), ("act", Same(relu)))
+    Cfg(rate=1, act=relu)   (Cfg, ("rate", (int, 1)), ("act", Same(relu)))      simplified
 """
 
 import collections
@@ -33,7 +33,8 @@ _HOLD_A_VALUE = (int, float, complex, str, bytes, tuple, list, dict, set, frozen
 
 
 class NoKey(TypeError):
-    """Raised for a mutable value that is not plain data. The value can change, so its identity is no key; its parts are unknown."""
+    """Raised for a mutable value that is not plain data. Its identity is no key, because the value can change, and its parts are
+    unknown."""
 
     def __init__(self, value: Any):
         super().__init__(f"a `{type(value).__name__}` is not hashable")

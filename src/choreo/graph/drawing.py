@@ -20,7 +20,7 @@ def draw_graph(graph: Graph) -> str:
     drawer = _Drawer(graph)
     items = [*drawer.body(graph.body), *drawer.ends()]
     fragments, envs = count(len(list(graph.fragments())), "fragment"), count(graph.num_envs, "environment")
-    subtitle = f"One iteration of {envs}: {fragments}. A dashed arrow is read in the next round of its loop."
+    subtitle = f"One iteration of {envs}: {fragments}. Values of dashed arrows are read in the next round of the loop."
     return draw_lanes(f"{graph.name}: the fragmented dataflow graph", subtitle, lanes, items)
 
 

@@ -2,7 +2,7 @@
 
     Graph  = a body, with names for its inputs and outputs (in `graph.py`)
     Body   = ins, ops, outs            the inputs of a scan are consts, carry, xs, as in `lax.scan`;
-                                       the inputs of a whole program are carry, key, iteration
+                                       the inputs of `iterate` are carry, key, iteration; of `init`, key
     Op     = one equation over values  a fragment (it has a call), a scan that contains fragments (it has a body), or glue
     Value  = one array
 
@@ -60,7 +60,7 @@ class Op:
     eqn: jec.JaxprEqn
     ins: tuple[Operand, ...]
     outs: tuple[Value | None, ...]
-    """The results; None for a result that nothing reads."""
+    """The results; None for a result that nothing reads, or that is an operand returned unchanged (readers read the operand)."""
     roles: frozenset[Role]
     """The role of a fragment, or the roles of all fragments inside of a scan; empty for glue."""
     call: Call | None = None
@@ -98,7 +98,7 @@ class Body:
     outs: tuple[Operand, ...]
     """Carry, then ys."""
     consts: Mapping[Value, Any]
-    """Constants of the program, with their arrays."""
+    """The constants of this body, with their arrays. The consts of a scan are not among them: these are inputs."""
     num_consts: int
     """How many of `ins` are consts."""
     num_carry: int

@@ -3,7 +3,8 @@
     Layout(Group("env", "actor", replicas=4), Group("learner"))
 
 A group without `replicas` becomes one site. With `replicas=4`, it becomes four sites, and each has an equal, contiguous block
-of the environments. A layout is a value. It decides where a program runs, and never what the program computes.
+of the environments. A layout is a value. Its groups decide only where a program runs. Three options also change the results:
+`shards`, `max_lag` and `merge` (`docs/law.md`).
 """
 
 import difflib
@@ -75,7 +76,8 @@ class Group:
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """Where an algorithm runs. Results do not depend on the layout; `docs/law.md` says what this means exactly."""
+    """Where an algorithm runs. Up to rounding, results do not depend on the groups. They do depend on `shards`, `max_lag` and
+    `merge`."""
 
     groups: tuple[Group, ...]
     exact: bool
@@ -123,13 +125,15 @@ class Layout:
         return f"Layout({', '.join([*map(repr, self.groups), *options])})"
 
     def group_of(self, role: Role) -> Group:
-        """The group of a role. A role that no group names belongs to the group of the learner."""
+        """The group of a role. A role that no group names belongs to the group of the learner; if no group names the learner
+        either, to the last group without replicas."""
         named = {r: group for group in self.groups for r in group.roles}
         undivided = [group for group in self.groups if group.replicas is None]
         return named.get(role) or named.get("learner") or (undivided or list(self.groups))[-1]
 
     def num_blocks(self, group: Group, num_envs: int) -> int | None:
-        """The number of blocks of a group's environments: one per replica, or more with `exact`.
+        """The number of blocks of a group's environments: one per replica (more with `exact`), or one per device if devices share
+        the learner shards.
 
         None for a group that is one site with all environments.
         """

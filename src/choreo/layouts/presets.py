@@ -19,7 +19,7 @@ def coarse(workers: int = 1, *, exact: bool = False, shards: int = 1, max_lag: i
 
 
 def fine(workers: int = 1, *, exact: bool = False, shards: int = 1) -> Layout:
-    """Workers step environments; one site acts and learns; every step crosses (SEED RL; MSRL SingleLearnerFine)."""
+    """Workers step environments; one site acts and learns; data crosses at every step (SEED RL; MSRL SingleLearnerFine)."""
     groups = Group("env", replicas=workers), Group("actor", "buffer", "learner")
     return Layout(*groups, exact=exact, shards=shards, name="fine")
 
@@ -74,7 +74,7 @@ def impala(workers: int = 2, learners: int = 1, *, shards: int | None = None, ma
 
 
 def a3c(workers: int = 2, *, max_lag: int | None = None) -> Layout:
-    """central --merge any; --max-lag is 2 per worker. Each worker's gradient is applied as soon as it arrives."""
+    """central --merge any, with --max-lag twice the number of workers. Each worker's gradient is applied when it arrives."""
     return central(workers, max_lag=2 * workers if max_lag is None else max_lag, merge="any")
 
 

@@ -83,7 +83,7 @@ def named(name: str) -> str:
 
 
 def may_change(form: PyTree) -> bool:
-    """Can tracing `iterate` change the form that `init` returns?"""
+    """Can the form that fits every iteration (see `settle`) differ from this form, which `init` returns?"""
     return any(leaf.weak_type if is_type(leaf) else type(leaf) in NUMBERS for leaf in jax.tree.leaves(form))
 
 
@@ -92,7 +92,7 @@ def is_type(leaf: Any) -> bool:
 
 
 def typed_as(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The same array, weakly typed exactly if `like` is. Sites and checkpoints do not keep weak types."""
+    """The same array, weakly typed if and only if `like` is. Needed because sites and checkpoints do not keep weak types."""
     if jax.typeof(leaf).weak_type == like.weak_type:
         return leaf
     return lax.convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=like.weak_type, sharding=None)
@@ -209,9 +209,9 @@ def _settle_weak(name: str, first: PyTree, form: PyTree, program: TracedT,
                  trace: Callable[[PyTree], TracedT]) -> tuple[PyTree, TracedT]:  # fmt: skip
     """The form in which a leaf has a weak type only if it is weak in every iteration, and the program traced for this form.
 
-    Weak types decide how JAX promotes dtypes. In `jax.jit(iterate)` a leaf may go in weak and come back strong, so that JAX
-    traces the second iteration again, with different types. We trace `iterate` for every combination that occurs, and for the
-    form that we keep. Raises if these programs differ.
+    Weak types decide how JAX promotes dtypes. In `jax.jit(iterate)` a leaf can go in weak and come back strong, so that JAX
+    traces the second iteration again, with different types. We trace `iterate` for every combination of weak and strong leaves
+    that occurs, and for the form that we return. Raises if these programs differ.
     """
     seen: dict[tuple[bool, ...], TracedT] = {_weak(form): program}
     weak = after = _returned_weak(form, program.after)
@@ -226,7 +226,7 @@ def _settle_weak(name: str, first: PyTree, form: PyTree, program: TracedT,
             always_weak = tuple(a and b for a, b in zip(always_weak, weak, strict=True))
         if always_weak not in seen:
             seen[always_weak] = trace(_with_weak(form, always_weak))
-    except (TypeError, ValueError) as error:  # JAX may promote a weak type where it refuses to promote a strong one
+    except (TypeError, ValueError) as error:  # JAX can refuse to promote a strong type where it promotes a weak one
         raise _depends_on_weak(name, path, _at(first, path), after) from error
     if len({describe(each.jaxpr) for each in seen.values()}) > 1:
         raise _depends_on_weak(name, path, _at(first, path), after)
@@ -258,7 +258,7 @@ def _with_weak(form: PyTree, weak: Sequence[bool]) -> PyTree:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Are two static leaves the same? Numbers and strings by type and bits, everything else by identity."""
+    """Are two static leaves the same? Compares numbers and strings by type and bits, everything else by identity."""
     if type(a) is not type(b):
         return False
     if type(a) is float:
@@ -269,7 +269,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_leaf(a: Any, b: Any) -> bool:
-    """Are two leaves of forms the same? Arrays by their types, others by `same`."""
+    """Are two leaves of forms the same? Compares arrays by their types, and other leaves with `same`."""
     if is_type(a) and is_type(b):
         return (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
     return same(a, b)

@@ -76,7 +76,7 @@ class CodeInput:
     axis: Axis
     """The axis along which the piece is a block of the value; None: the piece is the whole value."""
     stacked: bool
-    """The given array holds one slice per step of the loop around the code; the code reads the current slice."""
+    """Does the given array hold one slice per step of the loop around the code? Then the code reads the current slice."""
     aval: Any
     """The type of the given array."""
 
@@ -143,7 +143,7 @@ class JoinedCode(SegmentCode):
     """How many inputs `first` has; they stand before all others."""
     then: SegmentCode
     reads: tuple[int, ...]
-    """For each input of `then`: its position in the list that holds all inputs, and then the results of `first`."""
+    """For each input of `then`: its position in the list [all inputs of the `JoinedCode`, results of `first`]."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -224,7 +224,7 @@ class RestCode(SegmentCode):
 
 
 def as_segment(code: SegmentCode, group: GroupName, ins: Sequence[Input], outs: Sequence[Slot]) -> Segment:
-    """The step of a program that evaluates the code. It repeats facts about the code, because workers get no `SegmentCode`."""
+    """The step of a program that evaluates the code. This step repeats facts about the code: workers get no `SegmentCode`."""
     return Segment(
         group, code.name, tuple(ins), tuple(outs), code.out_avals, code,
         roles=code.roles, out_axes=code.out_axes, combines=code.combines,
@@ -258,7 +258,8 @@ def _evaluate_ops(code: OpsCode, index: Any, t: Any, values: Sequence[Any]) -> l
     size = code.size
     held: dict[Value, dict[Axis, Any]] = {value: {None: array} for value, array in code.consts.items()}
     for given, array in zip(code.ins, values, strict=True):
-        # This runs only while JAX traces. Without it, JAX would compile the segment again for an array of a different type.
+        # This check runs only while JAX traces. Without the check, JAX would silently compile the segment again for an array of
+        # a different type.
         assert (array.shape, array.dtype) == (given.aval.shape, given.aval.dtype), (
             f"`{given.value.label}` arrives at `{code.group}` as {array.dtype}{list(array.shape)}, but the plan says {given.aval}"
         )

@@ -7,8 +7,9 @@
     Cond           a branch that is the same at every replica
     Solve          `custom_linear_solve`: the program of its solver
 
-The forms of a loop's carry are a least fixed point: they start as the forms that go in, and rise until a round changes none.
-`inference.py` imports this file. Therefore the classes here get the function that infers a program (`Infer`) as an argument.
+The forms of a loop's carry are a least fixed point: they start as the forms of the initial values, and rise until a round
+changes none. `inference.py` imports this file. Therefore the classes here get the function that infers a program (`Infer`) as
+an argument.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -145,11 +146,12 @@ class While:
     def _predicate_axis(self) -> Axis:
         """The axis along which the predicate is a block; None if it is whole.
 
-        A predicate that has axes was made by `vmap`. Its axes are the first axes of every carried value, and it selects the
-        rows that continue. A row whose predicate is false keeps its value. If the predicate of a row reads only this row,
-        the predicate then stays false, and the row does not depend on how many rounds the rows of other blocks need. So if
-        one carried value is a block along an axis of the predicate, the predicate and all carried values must be blocks
-        along this axis. This includes values that every replica can compute whole, such as `arange`.
+        A predicate that has axes was made by `vmap`. Its axes are the first axes of every carried value. The loop runs until
+        the predicate of every row is false, and a row whose predicate is false keeps its values. If the predicate of a row
+        reads only this row, a false predicate stays false. So the row does not depend on how many rounds the rows of other
+        blocks need, and each replica can stop when its own rows are done. If one carried value is a block along an axis of
+        the predicate, the predicate and all carried values must therefore be blocks along this axis. This includes values
+        that every replica could compute whole, such as `arange`.
         """
         (predicate,) = self.cond.outs
         if predicate.mixed:
@@ -285,8 +287,8 @@ def _single(pieces: Mapping[Axis, Any]) -> Any:
 
 
 def _flatten(given: Sequence[Mapping[Axis, Any]]) -> tuple[list[Any], Callable[[Sequence[Any]], list[dict[Axis, Any]]]]:
-    """Return the pieces as a plain list, and the inverse function. As a pytree, they would fail: JAX sorts the keys of dicts,
-    and None cannot be compared with a number."""
+    """Return the pieces as a plain list, and the inverse function. JAX does not accept these dicts as pytrees: it sorts the keys
+    of a dict, and None cannot be compared with a number."""
     keys = [list(pieces) for pieces in given]
 
     def unflatten(values):
@@ -303,7 +305,7 @@ def _shift(pieces: Sequence[Mapping[Axis, Any]], by: int) -> list[dict[Axis, Any
 def _carry_forms(init: Sequence[Form], infer_body: Callable, outs_of: Callable) -> tuple[list[Form], Any]:
     """The forms of a loop's carry, as a least fixed point, and the result of `infer_body` for them.
 
-    A form that is whole may become a block, and a block never becomes whole again, so the iteration ends.
+    A form that is whole can become a block, and a block never becomes whole again, so the iteration ends.
     """
     carry = [Form(form.whole, None if form.whole else form.axis) for form in init]
     while True:

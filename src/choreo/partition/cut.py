@@ -3,8 +3,9 @@
     graph    act  env  act  env ... learn          homes from `place.py`, needed pieces from `demand.py`
     program  segment at workers | transfer | segment at the learner
 
-Greedy, in program order: take the group of the first remaining op, run every op of this group that can run, send the results
-that other groups need, and repeat. An op without a home is computed inside every segment that uses its result.
+The pass is greedy and goes in program order: take the first remaining op that can run, put every op of its group that can run
+into one segment, send the results that other groups need, and repeat. An op without a home is computed inside every segment
+that uses its result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -40,7 +41,8 @@ from choreo.types import GroupName
 
 
 def cut(graph: Graph, needs: Needs, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Program:
-    """The program of a graph. `outputs`: for each output, the piece that each group holds in the end; as given to `needs_of`."""
+    """The program of a graph. `outputs`: for each output that is not carried, the piece that each group holds in the end, as
+    in `needs_of`."""
     cutter, body = _Cutter(needs), graph.body
     ins = [cutter.port(name, value) for name, value in zip(graph.in_names, body.ins, strict=True)]
     # A carried value ends at the groups where it began, and in the same pieces, because the next iteration reads it there.
@@ -89,8 +91,8 @@ class _Cutter:
     ) -> list[Step]:
         """The steps of a body.
 
-        `exits`: the pieces that must exist at its end; `stacked`: its inputs that hold one slice per step of the loop
-        around it; `fixed`: the values that the loop carries unchanged.
+        `exits`: the pieces that must exist at the end of the body; `stacked`: the inputs of the body that hold one slice per
+        step of the loop around the body; `fixed`: the values that this loop carries unchanged.
         """
         self.consts.update(body.consts)
         steps: list[Step] = []
@@ -222,7 +224,8 @@ class _Cutter:
 
     def _ends(self, exits: Iterable[PieceAt], group: GroupName, made: set[PieceAt],
               ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
-        """The outputs of glue that the last segment of a group can return as well. So a counter needs no extra segment."""
+        """The pieces of outputs that no segment returns yet, and that the last segment of a group can return as well. Without this,
+        a counter in the carry would need a segment of its own."""
         here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
         return self._unmade(here, made, producers).get(group, [])
 

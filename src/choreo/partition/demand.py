@@ -29,7 +29,7 @@ class Needs:
         """The values that no segment makes: inputs, constants, and results of split loops."""
         self._find_inputs(top)
         self.grew = False
-        """Has something been added since this was last set to False?"""
+        """Has something been added since this flag was last set to False?"""
 
     def _find_inputs(self, body: Body) -> None:
         self.outside.update(v for v in [*body.ins, *body.consts])
@@ -103,8 +103,8 @@ class Needs:
 
 
 def needs_of(placement: Placement, body: Body, outputs: Mapping[int, Mapping[GroupName, Axis]]) -> Needs:
-    """The needs of a program. `outputs`: for each output, the piece that each group must hold in the end. Every carried value
-    is also held at its home."""
+    """The needs of a program. `outputs`: for each output that is not carried, the piece that each group must hold in the end. A
+    carried value is needed at its home."""
     needs = Needs(placement, body)
     while True:
         needs.grew = False

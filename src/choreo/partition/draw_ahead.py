@@ -1,6 +1,6 @@
 """The pass that draws random numbers for all steps of a loop at once, before the loop.
 
-A loop around Python environments calls a compiled function in every step. This function may spend half of its time on random
+A loop around Python environments calls a compiled function in every step. This function can spend half of its time on random
 numbers: DQN's `act` takes 155 us with them and 70 us without. So everything that depends only on the keys of the steps is
 computed for all steps at once, and the function in the loop reads the slice of the current step:
 

@@ -1,14 +1,16 @@
-"""Can a program mix the rows of a `vmap`? It cannot if every primitive in it treats each row separately.
+"""Find out whether a program mixes rows if it is called under `vmap`. A row is what one index of the mapped axis selects.
 
-`vmap` asks each primitive's batching rule what to do with a whole batch, and a rule may do anything: Equinox's
-`unvmap_any` reads all rows at once. So Choreo accepts a program only if every primitive in it is on the list below and has
-JAX's own batching rule. The list is written by hand. It names JAX's own primitive objects; a user's primitive of the same
-name is a different object. `tests/partition/test_independent.py` tests each primitive of the list: if all rows but one are
-replaced by NaN, infinity or noise, the bits of the one row do not change. The test also fails if the installed JAX has a
-primitive that is neither on the list nor known to be unsafe.
+A program mixes no rows if every primitive in it computes row i of its results from row i of its operands only. But `vmap` asks
+each primitive's batching rule what to do with a whole batch, and a rule can do anything: Equinox's `unvmap_any` reads all rows
+at once. So Choreo accepts a program only if every primitive in it is on the list below and has JAX's own batching rule. The
+list is written by hand. It names JAX's own primitive objects; a user's primitive of the same name is a different object.
+`tests/partition/test_independent.py` tests each primitive of the list: if all rows but one are replaced by NaN, infinity or
+noise, the bits of the one row do not change. The test also fails if the installed JAX has a primitive that is neither on the
+list nor known to be unsafe.
 
-Control flow and custom derivatives are judged by the programs inside. A `while` or `cond` whose predicate differs between
-rows runs for all rows until the last row is done, and selects for each row which values to keep. So it mixes no rows.
+Control flow and custom derivatives mix no rows if the programs inside them mix none. This also holds if a predicate differs
+between rows. Under `vmap`, a `while` then runs until the predicate of every row is false, and a row whose predicate is false
+keeps its values. A `cond` then computes every branch for all rows, and selects for each row the results of its branch.
 """
 
 from typing import Any
@@ -47,7 +49,7 @@ SAFE = _compat.primitives(" ".join((ELEMENTWISE, WITHIN_A_ROW, OF_A_MATRIX, RAND
 
 
 def obstacle(closed: jec.ClosedJaxpr) -> jec.JaxprEqn | None:
-    """The first equation that might mix rows of a `vmap`; None if there is none."""
+    """The first equation that might mix rows under `vmap`; None if there is none."""
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive not in SAFE or not _compat.has_own_batching_rule(eqn.primitive) or not _keys_are_threefry(eqn):
             return eqn

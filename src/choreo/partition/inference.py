@@ -35,7 +35,7 @@ def infer(
 ) -> Inference:
     """The form of every variable of a program at block size `size`, given the forms of its inputs.
 
-    `at`: the user's line, for equations without a line of the user's code; `facts`: what is known of the inputs (`row_numbers.py`).
+    `at`: the user's line, for equations that have no line of their own; `facts`: what is known of the inputs (`row_numbers.py`).
     """
     jaxpr, proved = closed.jaxpr, Facts(closed, facts)
     known: dict[Any, Form] = dict.fromkeys(jaxpr.constvars, WHOLE) | dict(zip(jaxpr.invars, forms, strict=True))
@@ -89,8 +89,9 @@ def infer_eqn(
 
 
 def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
-    """The form of an operand for blocks of this size. The operand may come from a group that divides an axis which blocks of
-    this size cannot divide."""
+    """The form of an operand for blocks of this size. The operand can come from a group with a different number of
+    blocks, which divides it along an axis whose length is not a multiple of `size.blocks`. Then this axis cannot be used: a
+    whole operand stays whole, any other operand is mixed."""
     if form.axis is None or var.aval.shape[form.axis] % size.blocks == 0:
         return form
     if form.whole:
@@ -107,7 +108,8 @@ def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
 
 
 def _find_way(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size, at: str, facts: Sequence[Fact]) -> Way | None:
-    """How an equation runs on blocks; None if all operands are whole. Raises `Mixes` if it cannot."""
+    """How an equation runs on blocks; None if all operands are whole and none has a proposed axis. Raises `Mixes` if the equation
+    cannot run on blocks."""
     call, inner = find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
     on_host, reduces = call is not None and isinstance(call.host, HostMethod), find_reduction(_compat.call_name(eqn))
     reads_all = inner is None or on_host or reduces  # in other calls, some results may not depend on a mixed operand

@@ -4,8 +4,8 @@
     emit(inference, pieces of inputs, pieces of outputs)   forward: computes just the pieces that are needed
 
 Random numbers are the same for any number of replicas, because a value that depends on no environment is computed whole
-and then sliced. The slice moves towards the producer, through every equation that can run on a block, so that only the
-first producer computes the whole.
+and then sliced. The slice is taken as early as possible: an equation that can run on blocks reads slices of its operands, and only
+the equations before it compute whole values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,7 +98,8 @@ class Inference:
     outs: list[Form]
     """The forms of its outputs."""
     demands: dict[Any, tuple[Demand, list[Demand]]] = field(default_factory=dict)
-    """The results of earlier calls of `demand`. Without this cache, d nested calls would be visited 2^d times."""
+    """The results of earlier calls of `demand`. Without this cache, the innermost of d nested calls would be
+    visited 2^d times."""
 
     def native(self) -> list[Axis | Mixed]:
         """The piece of each output that is computed directly, or why there is none."""

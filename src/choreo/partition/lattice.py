@@ -8,7 +8,8 @@ The proof that a program can be divided is an abstract interpretation (`inferenc
                  \\   |   /
                    whole                  bottom: every replica can compute the whole value
 
-Forms only rise. The forms of a loop's carry start as the forms that go in, and reach a fixed point after a few rounds.
+Forms only rise. In a loop, the forms of the carry start as the forms of its initial values, and reach a fixed point after a
+few rounds.
 
 A *transfer function*, from forms of operands to forms of results, is a `Way`: one object for one equation, which also
 computes the equation on blocks. A transfer function whose result is top raises `Mixes`.
@@ -31,7 +32,7 @@ class Mixed(NamedTuple):
 
     why: str
     at: str
-    """The user's line."""
+    """The line of the user's code where environments mix."""
     fragment: str = ""
     """The fragment in which environments mix, if it is known."""
     vouch: str = ""
@@ -87,7 +88,7 @@ class Size(NamedTuple):
     full: int
     block: int
     shards: bool = False
-    """Are shards divided? The shard axis is known by the call that numbers the shards, never by its length."""
+    """Are shards divided? Choreo recognises the shard axis by the call of `shard_numbers`, never by the length of an axis."""
 
     @property
     def blocks(self) -> int:

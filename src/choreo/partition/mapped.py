@@ -73,7 +73,7 @@ class Mapped:
 
 
 def trusted(eqn: jec.JaxprEqn) -> Iterator[Call]:
-    """The mapped fragments in an equation that the user vouches for, and for which there is no proof."""
+    """Find, inside an equation, the mapped fragments for which the user vouches and Choreo has no proof."""
     call = find_call(_compat.call_name(eqn))
     if call and call.independent and call.vmaps and call.jaxpr is not None and obstacle(call.jaxpr):
         yield call

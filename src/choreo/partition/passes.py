@@ -2,10 +2,11 @@
 
 trace       algorithm, environment -> graphs of `init` and `iterate`
 place       a home for every op and value: the group that computes it
-relax       only if the layout is relaxed: marks the messages that may be out of date; copies glue to the groups that read it
+relax       only if the layout is relaxed: before `demand`, copies glue to the groups that read its results;
+            after `cut`, marks the transfers whose values may be out of date
 demand      which group needs which piece of which value
 cut         one global order of segments, transfers and split loops
-draw_ahead  random numbers are drawn before the loops that use them
+draw_ahead  draws the random numbers of loops that call Python before these loops begin
 donate      which results may take over the memory of an input
 """
 
@@ -33,7 +34,7 @@ def partition(
     """The programs of `init` and `iterate`. Each result of `init` ends at the groups where `iterate` reads it.
 
     `init_sites`: the sites of `init`, if they divide the environments differently from `sites`; `relaxed`: marks the transfers
-    that may be out of date.
+    whose values may be out of date; None for a layout in lockstep.
     """
     graph = traced.iterate
     placement = place(graph, sites, traced.carry_axes)
@@ -47,7 +48,8 @@ def partition(
         outputs[position] = {home: placement.natural(body.outs[position], home)}
     iterate = cut(graph, needs_of(placement, body, outputs), outputs)
 
-    # `init` has no shards. Block r of the environments and block r of the shards hold the same environments.
+    # `init` is placed without shards. This fits: block r of the environments and block r of the shards hold the same
+    # environments.
     init_sites = init_sites or replace(sites, shards=1)
     held = {
         i: {group: traced.carry_axes[i] if init_sites.size(group) and not sites.size(group) else axis

@@ -26,7 +26,8 @@ from choreo.roles import SHARD_AXIS
 from choreo.types import GroupName, Role
 
 MOST_SWAPS = 8
-"""For how many more rounds glue may change its home, after the forms have reached their fixed point."""
+"""Glue can change its home in every round. Once the forms have reached their fixed point, placing stops after this many rounds
+more than there are carried values."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Sites:
     along_axis: int = 0
     """The length of the divided axis, if this is not the env axis but, for example, an axis of agents; else 0."""
     num_workers: int = 1
-    """With merge="any": how many workers run the program, each on its own environments, for one site that learns."""
+    """With merge="any": how many workers run the program, each on its own environments, for one site that learns; else 1."""
     python: frozenset[GroupName] = frozenset()
     """The groups that run only Python. Nothing is compiled for them, so that their workers need no JAX."""
 
@@ -137,7 +138,8 @@ class _Placer:
         self.result.values[value], self.result.forms[value] = home, form
 
     def _settle(self, body: Body, init: list[Operand] | None) -> None:
-        """Place the ops of a body again and again, until a fixed point. `init`: the first values of a loop's carry."""
+        """Place the ops of a body again and again, until a fixed point. `init`: the first values of a loop's carry; None for the
+        body of the whole program."""
         for value in [*body.consts, *body.xs]:
             if value not in self.result.forms:
                 self._set(value, None, WHOLE)
@@ -229,7 +231,7 @@ class _Placer:
         return None
 
     def _can_run_anywhere(self, op: Op) -> bool:
-        """May every site that needs the results of this glue compute them? Only if all sites get the same results."""
+        """Can every site that needs the results of this glue compute them itself? Only if all sites get the same results."""
         same = not op.eqn.effects and _compat.impure_primitive(op.eqn) is None
         return same and all(self.result.home(v) is None for v in op.ins)
 

@@ -70,7 +70,7 @@ class Input:
 
     slot: Slot
     stacked: bool
-    """The slot holds one slice per step of the loop around the segment; the segment reads the current slice."""
+    """Does the slot hold one slice per step of the loop around the segment? Then the segment reads the current slice."""
     aval: Any
     """The type of the array in the slot."""
     axis: Axis
@@ -120,28 +120,31 @@ class Move:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Values that are sent from one group to another together, as one message."""
+    """Values that are sent together from one group to another: one message for each pair of processes."""
 
     src: GroupName
     dst: GroupName
     moves: tuple[Move, ...]
     lag: int | None = None
-    """How many versions old the values may be when the receiver reads them. None: sender and receiver wait for each other."""
+    """How many updates old the values may be, at most, when the receiver reads them. None (lockstep): the receiver waits for
+    the current values."""
 
 
 @dataclass(frozen=True)
 class LoopPart:
-    """The part of one group in a split scan. Pairs are (slot inside the loop, slot outside)."""
+    """The part of one group in a split scan. Pairs are (slot inside the loop, slot or constant outside)."""
 
     consts: tuple[tuple[Slot, Ref], ...] = ()
     carry: tuple[tuple[Slot, Ref, Ref, Slot | None], ...] = ()
-    """(slot inside, first value outside, next value inside, slot outside for the last value)"""
+    """For each carried value: (its slot inside, the first value outside, the value for the next step inside, the slot outside for
+    the last value). The last slot is None if this group does not need the last value."""
     xs: tuple[tuple[Slot, Ref], ...] = ()
-    """Stacks of one slice per step that only segments read: the slot inside holds the stack."""
+    """Stacks (one slice per step of the loop) that only segments read: the slot inside holds the whole stack."""
     slices: tuple[tuple[Slot, Ref], ...] = ()
-    """Stacks that are also read by steps other than segments: at every step, the slot inside gets the current slice."""
+    """Stacks that something other than a segment also reads, such as a host call: in every step of the loop, the slot inside
+    gets the current slice."""
     ys: tuple[tuple[Ref, Slot, Any], ...] = ()
-    """Results that are stacked, one slice per step: (slot inside, slot outside, type of the stack)."""
+    """Results that are stacked, one slice per step: (slot or constant inside, slot outside, type of the stack)."""
 
 
 @dataclass(frozen=True, eq=False)

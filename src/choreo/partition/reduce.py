@@ -1,4 +1,4 @@
-"""`all_reduce` at a replica that holds some of the shards: combine its own shards, then combine over the replicas.
+"""`all_reduce` at one of N replicas, which holds S/N of the S shards: combine its own shards, then combine over the replicas.
 
     full program     h = psum(x[S, ...], axes=0);  mean = h / S
     at a replica     h = psum over replicas of psum(x[S/N, ...], axes=0);  mean = h / S

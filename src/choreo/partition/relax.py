@@ -1,6 +1,6 @@
-"""Which messages of a program may be out of date: values that one group carries, and another group only reads.
+"""Which transfers of a program may bring values that are out of date: values that one group carries, and another only reads.
 
-Lag belongs to a pair of groups. A pair may have lag if everything that one group sends to the other is carried from
+Lag belongs to a pair of groups. A pair can have lag only if everything that one group sends to the other is carried from
 iteration to iteration: parameters for workers, for example. These values travel as one bundle, so that a reader never sees
 half of an update. If data of the same iteration goes the same way, as actions do in the layout `fine`, the pair cannot have
 lag.
@@ -57,7 +57,7 @@ class _Copier:
             yield replace(op, ins=tuple(ins)) if tuple(ins) != op.ins else op
 
     def _reader(self, op: Op, position: int) -> GroupName | None:
-        """The group that reads an operand; None if there are several."""
+        """The group that reads an operand; None if no single group reads it."""
         if op in self.placement.ops:
             return self.placement.ops[op]
         body = op.body

@@ -1,7 +1,8 @@
-"""`q[jnp.arange(E), a]` and `x.at[jnp.arange(E), a].set(v)`: each environment reads and writes its own row.
+"""`q[jnp.arange(E), a]` and `x.at[jnp.arange(E), a].set(v)`: each of the E environments reads or writes its own row.
 
-Such a `gather` or `scatter` runs on blocks only if the indices into the env axis are known to be the row numbers. This is a
-second, small abstract interpretation: a *fact* about each value, derived equation by equation, beginning at `iota`:
+Such a `gather` or `scatter` runs on blocks only if the indices into the env axis are known to be the row numbers. A
+second, small abstract interpretation finds this out. It derives a *fact* about each value, equation by equation, beginning at
+`iota`:
 
     k           every element of the value is its own index along axis k
     (k, None)   the same for column 0 of the last axis (which is not k); nothing is known of column 1
@@ -26,7 +27,7 @@ from choreo.partition.program import Axis
 
 FALSE = "false"
 Fact = int | tuple[Axis, ...] | str | None
-"""What is known of a value."""
+"""What is known of a value: see the list above."""
 
 
 class Facts:
@@ -92,7 +93,7 @@ def _reshape(eqn, facts):
     (fact, *_), old, new = facts, _shape(eqn.invars[0]), eqn.params["new_sizes"]
     if not isinstance(fact, int) or eqn.params.get("dimensions") is not None:
         return None
-    # An axis is kept if its length and the number of elements before it stay the same.
+    # An axis is kept if its length and the product of the dimensions before it stay the same.
     before = int(np.prod(old[:fact]))
     return next((d for d in range(len(new)) if new[d] == old[fact] and int(np.prod(new[:d])) == before), None)
 

@@ -1,15 +1,16 @@
 """How one primitive runs on a block of the environments: one rule per primitive. A primitive without a rule is refused.
 
 Invariant. Replica r of N holds block r of a value: rows [r L/N, (r+1) L/N) of an axis of length L that stands for the E
-environments. L is E; or B, where a reshape divided the axis into B groups of E/B; or E x k, where a reshape merged the axis
-with k rows of each environment. A rule is given one equation of the full program, and for each operand the axis along which
-the operand is a block. It returns the axes along which operands and results are blocks, and the parameters at block size, such that
+environments. L is E; or B, after a reshape has divided the axis into B groups of E/B environments; or E x k, after a reshape
+has merged the axis with the next axis, of length k. A rule is given one equation of the full program, and for each operand the
+axis along which the operand is a block. It returns the axes along which operands and results are blocks, and the parameters at
+block size, such that
 
-    block r of equation(full operands)  ==  split equation(block r of each operand).
+    block r of equation(full operands)  ==  equation at block size(block r of each divided operand, and all other operands).
 
-A rule raises `Mixes` where data of different environments are mixed, and wherever the law above is not proved. The equation of
-the block is made from the equation of the full program: a literal or a parameter that depends on the number of environments
-keeps the value that it has in the full program.
+A rule raises `Mixes` where data of different environments are mixed, and wherever this invariant is not proved. The user's code
+is not traced again for a block. So a number that the user's code computed from the number of environments, such as 1 / E, is
+the same in the block as in the full program.
 """
 
 import math
@@ -89,7 +90,8 @@ def reshape(eqn, axes, size):
     old, new = _shape(eqn.invars[0]), eqn.params["new_sizes"]
     if eqn.params.get("dimensions") is not None:
         raise Mixes("`reshape` permutes dimensions")
-    # If as many elements stand before the new axis as before the old one, a block is the same range of memory.
+    # If the dimensions before the new axis have the same product as those before the old axis, block r along either axis has
+    # the same elements.
     kept = [d for d in range(len(new)) if new[d] % size.blocks == 0 and math.prod(new[:d]) == math.prod(old[:axis])]
     if not kept or not new[kept[0]]:
         raise Mixes("`reshape` merges or divides the env axis")
@@ -269,9 +271,9 @@ def scatter(eqn, axes, size):
 def leading(*trailing: int) -> Rule:
     """The rule of primitives that work on the last dimensions of each operand, for every index of the leading ones.
 
-    `trailing`: the number of last dimensions, for each operand. The leading dimensions are the same in all operands and
-    results, and `vmap` of these primitives only adds a leading dimension. So a block of the results along a leading dimension
-    needs only the same block of the operands.
+    `trailing`: for each operand, how many last dimensions the primitive works on. The leading dimensions are the same in all
+    operands and results, and `vmap` of these primitives only adds a leading dimension. So a block of the results along a
+    leading dimension needs only the same block of the operands.
     """
 
     def rule(eqn, axes, size):
@@ -315,12 +317,14 @@ def random_fold_in(eqn, axes, size):
 
 
 def draws_per_key(eqn: jec.JaxprEqn) -> bool:
-    """Are the numbers of a key independent of the other keys? Under `vmap`, rbg generators use the first key for all rows."""
+    """Do the numbers that are drawn from a key depend on this key only? Not for rbg: under `vmap`, it uses the first key for
+    all rows."""
     return _compat.is_threefry(_dtype(eqn.invars[0]))
 
 
 def random_gamma(eqn, axes, size):
-    """The keys have the first dimensions of the parameters. Each key is split among the remaining dimensions."""
+    """The shape of the keys is the first part of the shape of the parameters. Each key is split among the remaining
+    dimensions."""
     axis = _only(axes)
     if not draws_per_key(eqn):
         raise Mixes(f"`random_gamma` draws for all {_dtype(eqn.invars[0]).name} keys of a batch together")

@@ -1,8 +1,8 @@
 """From plain JAX functions to graphs.
 
-`iterate` is traced once, for the number of environments of the run. This program is the reference: everything that a site
-computes is derived from it. `init` is also evaluated abstractly for twice as many environments: comparing the shapes gives a
-proposal for the env axis of each leaf of the carry. The proof, equation by equation, is in `inference.py`.
+The traced program of `iterate` is the reference: everything that a site computes is derived from it. `init` is also evaluated
+abstractly for twice as many environments: the axis of a leaf that becomes twice as long is the proposed env axis of this leaf.
+The proof, equation by equation, is in `inference.py`.
 """
 
 import functools
@@ -61,12 +61,13 @@ class Traced:
     shards: int = 1
     """The number of shards. With several, the env axis of every array of `iterate` is divided: [shard, env]."""
     indivisible: AlgorithmError | None = None
-    """With merge="any": the error if a leaf of the carry cannot be divided among workers. Any other error is raised first."""
+    """With merge="any": the error if a leaf of the carry cannot be divided among workers. `plan_traced` raises
+    it only if neither `partition` nor `iterate_of_one_worker` has raised an error."""
 
 
 @traced_anew()
 def trace(algo: Any, env: Any, shards: int = 1) -> Traced:
-    """Trace `init` and `iterate`. Builds no environment and computes nothing."""
+    """Trace `init` and `iterate`. Runs no environment and computes no arrays."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise PartitionError(
             "jax.disable_jit() is on, and hides fragments from the tracer.",
@@ -185,7 +186,7 @@ def merge_shards(leaf: Any, axis: Axis) -> Any:
 
 
 def _check_equal(algo: Any, shards: int, carry_axes: tuple[Axis, ...], names: list[str], after: list[Any]) -> None:
-    """Refuse a leaf that has no env axis and differs between shards: all shards share one copy of such a leaf."""
+    """Refuse a leaf that has no env axis and differs between shards. All shards share one copy of a leaf without an env axis."""
     (vmap, *_) = _compat.enclosing_vmaps(after)
     for name, axis, mapped in zip(names, carry_axes, vmap.in_axes, strict=True):
         if axis is None and mapped is not None:
@@ -267,7 +268,8 @@ def _declared_reduction(closed: jec.ClosedJaxpr, position: int) -> Reduction:
 
 
 def _env_axes(algo: Any, env: Any, form: PyTree, key: Any, shards: int) -> list[Axis]:
-    """For each leaf of the carry: the axis whose length doubles with the number of environments; None if not exactly one does."""
+    """For each leaf of the carry: the axis of length `num_envs` that doubles if the number of environments doubles; None if there
+    is not exactly one such axis."""
     twice = carry.form_of(lambda key: algo.init(env.with_num_envs(2 * env.num_envs), key), key)
     pairs = list(zip(jax.tree.leaves(form), jax.tree.leaves(twice), strict=False))
     if jax.tree.structure(form) != jax.tree.structure(twice) or any(
@@ -355,7 +357,8 @@ class _Builder:
             operands = tuple(read(v) for v in eqn.invars)
             line = _compat.where(eqn) or at
             roles, call, inner = roles_in(eqn), find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
-            # The call that declares a metric returns its operand; `_reductions` has read the declaration.
+            # The call that declares a metric returns its operand. The graph leaves it out: `_reductions` reads the declaration
+            # from the jaxpr.
             if find_declaration(_compat.call_name(eqn)):
                 known[eqn.outvars[0]] = operands[0]
                 continue

@@ -8,7 +8,7 @@ Held = dict[GroupName, set[Slot]]
 
 
 def verify_program(program: Program) -> Program:
-    """Return the program, or raise an AssertionError that names the broken rule. It is a bug in Choreo, not in the user's code."""
+    """Return the program, or raise an AssertionError that names the broken rule: a bug in Choreo, not in the user's code."""
     held: Held = {}
     for port in program.ins:
         for group, (ref, _) in port.held.items():

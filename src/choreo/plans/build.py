@@ -26,7 +26,8 @@ from choreo.types import GroupName
 def plan(algo: Any, env: Any, layout: Layout) -> Plan:
     """How `algo` would run on `env` in `layout`: the sites, their fragments, and the values that cross, with their bytes.
 
-    Runs no iteration and starts no process. Raises PartitionError or LayoutError if the layout cannot keep its promise.
+    Runs no iteration and starts no process. Raises PartitionError or LayoutError if the algorithm cannot be divided as
+    the layout asks.
     """
     title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
     return plan_traced(trace_for(algo, env, layout), layout, title=title)
@@ -95,7 +96,7 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
 
 
 def _count_along(traced: Traced, axis: str) -> int:
-    """The size of a mapped axis, as recorded when a fragment was called under its vmap; 0 if no fragment was."""
+    """The size of a mapped axis, as recorded when a fragment was called under its vmap; 0 if no fragment was called under it."""
     calls = [op.call for op in traced.iterate.fragments() if op.call]
     return next((vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis), 0)
 

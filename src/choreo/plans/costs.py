@@ -1,4 +1,4 @@
-"""The costs of a plan, as data: messages and bytes between groups, and the size of the largest product of matrices.
+"""The costs of a plan, as data: messages and bytes between groups, and the size of the largest matrix product or convolution.
 
     Costs          communication of `init`, communication of `iterate`, largest product
     Communication  the crossings of one program, in the order of its steps
@@ -75,14 +75,14 @@ class Costs:
     init: Communication
     iterate: Communication
     largest_product: int
-    """Multiplications in the largest product of matrices or convolution of one iteration."""
+    """Multiplications in the largest matrix product or convolution of one iteration."""
 
 
 def communication(program: Program, processes: Mapping[GroupName, int], *, num_workers: int = 1) -> Communication:
     """The messages and bytes of a program. `processes`: how many processes each group has.
 
-    With merge="any", `num_workers` is more than 1, and `program` is the program of the learner and of one worker. Every worker
-    runs it.
+    With merge="any", `num_workers` is the number of workers, and `program` is the program of the learner and of one worker. It
+    runs once for each worker.
     """
     processes = processes if num_workers == 1 else dict.fromkeys(processes, 1)
     names = _slot_names(program)
@@ -148,7 +148,7 @@ def _slot_names(program: Program) -> dict[Slot, str]:
 
 
 def largest_product(graph: Graph) -> int:
-    """The number of multiplications in the largest product of matrices or convolution. If it is small, one core is enough."""
+    """The number of multiplications in the largest matrix product or convolution. If it is small, XLA needs only one thread."""
     return max(_products(op.eqn for op in graph.body.ops), default=0)
 
 

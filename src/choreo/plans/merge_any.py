@@ -12,8 +12,8 @@ from choreo.partition.trace import Traced
 
 
 def indivisible_leaf_error(name: str, whole: Traced, part: Traced) -> AlgorithmError | None:
-    """Return an error about the first leaf of a worker's carry that is neither a block of the leaf in `whole` nor
-    equal to it, or None.
+    """Return an error about the first leaf of a worker's carry that is neither a block of the same leaf in `whole` nor
+    equal to it; None if there is no such leaf.
 
     `name` is the algorithm's name. `whole` is the algorithm traced for all environments, `part` for those of one worker.
     """

@@ -44,7 +44,7 @@ class Plan:
     reductions: Mapping[str, Reduction]
     """How each metric is reduced over the learner shards, or over the workers' updates with merge="any"."""
     largest_product: int
-    """The number of multiplications in the largest product of matrices or convolution of one iteration."""
+    """The number of multiplications in the largest matrix product or convolution of one iteration."""
     trusted: tuple[str, ...] = ()
     """The names of replicated fragments for which the user vouches with `independent=True`, because Choreo has no proof."""
     warnings: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ class Plan:
 
     @functools.cached_property
     def costs(self) -> Costs:
-        """Messages and bytes between groups, and the size of the largest product of matrices."""
+        """Messages and bytes between groups, and the size of the largest matrix product or convolution."""
         processes = {group: self.processes(group) for group in self.sites.replicas}
         return Costs(
             init=communication(self.init, processes),

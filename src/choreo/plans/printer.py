@@ -122,7 +122,7 @@ def _messages(crossing: Crossing) -> str:
 
 
 def promise(plan: Plan) -> str:
-    """Which level of the law holds (`docs/law.md`)."""
+    """The text that says which level of the law holds for this plan (`docs/law.md`)."""
     words = _relaxed(plan) if plan.layout.is_relaxed else _lockstep(plan)
     host = any(isinstance(step, HostCall) for program in (plan.init, plan.iterate) for step, _ in walk(program.steps))
     python = " Host fragments (Python) must themselves be deterministic." if host else ""
