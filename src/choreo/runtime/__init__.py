@@ -1,1 +1,1 @@
-"""Runtimes: they execute a plan in this process or in worker processes. All runtimes compute the same bits."""
+"""Runtimes: they execute a plan in this process or in worker processes. In lockstep, all runtimes compute the same bits."""

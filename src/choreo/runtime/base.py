@@ -1,4 +1,4 @@
-"""`Runtime`: the interface of all runtimes. A runtime executes a plan. All runtimes give the same bits for the same plan."""
+"""`Runtime`: the interface of all runtimes. A runtime executes a plan. In lockstep, all runtimes give the same bits for a plan."""
 
 from typing import Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ class Runtime(Protocol):
 
     @property
     def differences(self) -> dict[str, dict[str, str]]:
-        """For each host that differs from this machine: the differing packages and settings, with their values on that host."""
+        """For each host that differs from this machine: the packages and settings that differ, with the host's values."""
         ...
 
     def start(self, key: Key) -> None:

@@ -1,7 +1,8 @@
-"""Keeps compiled programs on disk, so that the second run of a plan does not compile again.
+"""Keeps compiled programs on disk, so that the second run of a plan does not compile them again.
 
-The programs are in the user's cache folder. `CHOREO_CACHE=/some/folder` chooses a different folder, and `CHOREO_CACHE=off`
-turns the cache off. If the user has set a cache folder in JAX itself, that folder is used, and JAX's settings are not changed.
+Programs that compile in less than 0.3 s are not kept. The programs are in the user's cache folder.
+`CHOREO_CACHE=/some/folder` chooses a different folder, and `CHOREO_CACHE=off` turns the cache off. If the user has set a
+cache folder in JAX itself, JAX uses that folder, and Choreo changes no settings of JAX.
 """
 
 import os
@@ -11,8 +12,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 MAX_BYTES = 2 * 1024**3
-"""The largest size of the cache. Beyond it, JAX deletes the oldest programs. If the size is limited, JAX locks the folder during
-each access, so several processes can share the folder."""
+"""The largest size of the cache. If the cache would become larger, JAX deletes the least recently used programs. With a limit,
+JAX also locks the folder during each access, so several processes can share the folder."""
 
 
 def use_compilation_cache() -> Path | None:

@@ -1,7 +1,7 @@
 """The serial runtime: executes a plan in this process, one step after the other, without threads.
 
-This runtime defines the results of a plan; every other runtime must give the same bits. Breakpoints and `jax.debug.print` in
-the user's code work, because this process traces and runs all segments.
+This runtime defines the results of a plan in lockstep: every other runtime must give the same bits. Breakpoints and
+`jax.debug.print` in the user's code work, because this process traces and runs all segments.
 """
 
 from typing import Any
@@ -28,8 +28,8 @@ class InProcess:
     """Executes a plan serially."""
 
     def __init__(self, plan: Plan, *, profile: bool = False, replay: list[VersionRead] | None = None):
-        """With `profile`, the steps are timed. For a relaxed layout, `replay` may be the log of another run of this plan. This
-        run then reads the same versions as that run."""
+        """With `profile`, the steps are timed. `replay` is for relaxed layouts: the log of another run of this plan. This run
+        then reads the same versions as that run. If `replay` is None, versions are drawn at random from the key of the run."""
         self.plan, self.recorder = plan, Recorder() if profile else None
         self.replayed, self.log = replay, []
         timed = self.recorder and self.recorder.timed

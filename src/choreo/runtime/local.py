@@ -13,8 +13,9 @@ For a worker on another host, the control socket is an encrypted tunnel, and cha
     conversation.py   commands and replies                 pool.py          all workers: poll, read, end
     supervision.py    finds the worker that failed first, and makes the error for the user
 
-When a worker ends, the coordinator ends all other workers and raises one error, with the name and the traceback of the worker
-that failed first. Shared memory and sockets have no names in the file system, so nothing remains after the processes end.
+When a worker ends before it is told to stop, the coordinator ends all other workers and raises one error, with the name and
+the traceback of the worker that failed first. Shared memory and sockets have no names in the file system, so nothing remains
+after the processes end.
 """
 
 import sys
@@ -64,17 +65,17 @@ class Local:
         cluster           the hosts to use; None for only this machine
         env_timeout_s     an environment that does not return for this time counts as hanging; 0 turns the check off
         profile           time the steps of the workers
-        allow_versions    accept hosts with different versions
-        same_bits         refuse hosts that may round differently
+        allow_versions    accept hosts with different versions of Python or of packages
+        same_bits         refuse hosts whose results may differ in some bit: different versions, CPU or XLA_FLAGS
         trust_network     let workers on different machines use collectives, which are neither encrypted nor authenticated
         on_output         called as `on_output(worker, line)` for each line that a worker prints
-        on_states         called with the states of all workers when a worker begins an iteration
+        on_states         called with the state of every worker (for example "iteration 7") when a worker reports progress
         """
         cluster_of_run = cluster or Cluster.local()
         self.plan, self.deployment = plan, Deployment.of(plan, cluster_of_run, over_tcp=carrier == "tcp")
         check_collectives(plan, self.deployment.hosts, trust_network=trust_network)
         token = cluster_of_run.token()
-        # This comes before any worker is started, because it raises an error for environments that cannot be pickled.
+        # Pickle the programs before any worker is started: this raises an error if an environment cannot be pickled.
         programs = {worker: pickled_programs(self.deployment, worker) for worker in self.deployment.workers}
         self.log: list[VersionRead] = []
         """In a relaxed layout, the version that each worker read for each update."""

@@ -7,14 +7,14 @@ from typing import Any
 def make_runtime(name: str | None, plan: Any, **options: Any) -> Any:
     """Make the runtime of this name for a plan.
 
-    With None as name, this is `local` for a plan with several processes, or with a cluster, and otherwise `inprocess`.
+    If `name` is None, the runtime is `local` if a cluster is given or if the plan has several processes, otherwise `inprocess`.
     """
     if name is None and options.get("cluster") is not None:
         name = "local"
     return RUNTIMES[name or ("local" if plan.num_processes > 1 else "inprocess")](plan, **options)
 
 
-# Each runtime is imported only when it is made. A run configuration needs only their names, and a run needs only one of them.
+# Import the module of a runtime only when this runtime is made: a run configuration needs only the names of the runtimes.
 
 
 def _inprocess(plan: Any, **options: Any) -> Any:
@@ -31,4 +31,4 @@ def _local(plan: Any, **options: Any) -> Any:
 
 
 RUNTIMES: dict[str, Callable[..., Any]] = {"inprocess": _inprocess, "local": _local}
-"""The function that makes each runtime."""
+"""For each name of a runtime, the function that makes the runtime."""

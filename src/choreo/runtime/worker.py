@@ -1,14 +1,16 @@
 """A worker: a process that runs sites for a coordinator, until the coordinator sends `stop` or is gone.
 
-On its own machine, the coordinator starts a worker as `python -m choreo.runtime.worker FD`, where FD is a socket to the
-coordinator. On another host, the agent starts it as `python -m choreo.runtime.worker --remote HOST KEY FD`, where FD is a
-socket to the agent. Such a worker listens at the address HOST, and admits only the coordinator with the public key KEY. It
-writes its own port and public key to FD, and it ends when FD is closed.
+On its own machine, the coordinator starts a worker as `python -m choreo.runtime.worker FD`. FD is the file descriptor of a
+socket to the coordinator. On another host, the agent starts a worker as
+`python -m choreo.runtime.worker --remote HOST KEY FD`. Here FD is the file descriptor of a socket to the agent. Such a worker
+listens at the address HOST, and admits only the coordinator with the public key KEY. It writes its own port and public key to
+FD, and it ends when the agent closes the socket.
 
-A worker gets exported programs and pickled environments. It never traces, and never imports the user's main module.
+A worker gets exported programs and pickled environments. It never traces the user's functions, and never imports the user's
+main module.
 
     command    contents                                                          reply
-    versions   names of packages                                                 versions: of packages, CPU, XLA_FLAGS
+    versions   names of packages, folders of Python modules                      versions: of packages, CPU, XLA_FLAGS
     set_up     name, process of each site, channels, programs                    ready
     start      the keys of `init` and of the iterations                          done
     run        first and stop                                                    ran: metrics, log of versions read
@@ -45,9 +47,9 @@ from choreo.runtime.channels.links import Links
 from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, receive_frame, send_frame
 
 POLL_S = 0.5
-"""The pause between two checks of the watching thread for an environment that hangs."""
+"""The time between two checks whether an environment hangs."""
 CONNECT_S = 60.0
-"""How long a worker on another host waits for its coordinator."""
+"""How long a worker on another host waits for its coordinator to connect."""
 PROGRESS_S = 0.5
 """The shortest time between two progress reports of a worker."""
 
@@ -80,7 +82,7 @@ def main() -> int:
 def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socket.socket, threading.Thread, Any]:
     """Wait for the coordinator of a worker on another host.
 
-    Returns the control socket, the thread that relays its bytes, and the new key pair of the worker.
+    Returns the control socket, the thread that relays bytes between this socket and the tunnel, and the worker's new key pair.
     """
     from choreo.runtime.channels.keys import KeyPair
     from choreo.runtime.coordinator.tunnel import Tunnel, start_relay
@@ -236,9 +238,10 @@ class Worker:
         })  # fmt: skip
 
     def _blame(self, error: BaseException) -> BaseException:
-        """Return an EnvError that names the environment that raised `error`, or `error` itself.
+        """If an environment was running when `error` was raised, return an EnvError with its number; otherwise return `error`.
 
-        An error of Choreo is returned unchanged. Other errors, such as SystemExit from `sys.exit`, do not name the environment.
+        Errors of Choreo are returned unchanged: an EnvError already names the environment. Most errors of environments were
+        converted to EnvErrors before. This function is for the others, such as KeyboardInterrupt.
         """
         index = None if self.execution is None or isinstance(error, ChoreoError) else self.execution.current_env()
         if index is None:
@@ -267,8 +270,8 @@ class Worker:
     def _watch(self) -> None:
         """Report an environment that hangs, and end the process.
 
-        This thread counts its own polls instead of seconds. So the time in which the worker is stopped (SIGSTOP) does not
-        count. An environment that hangs may also hold the interpreter lock, so that this thread cannot run. Then the timer of
+        This thread counts its own polls instead of seconds, so that the time in which the process is stopped (SIGSTOP) does
+        not count. An environment that hangs may also hold the interpreter lock, so that this thread cannot run. Then the timer of
         `faulthandler`, which does not need the lock, ends the process.
         """
         last_calls, polls = 0, 0
@@ -315,7 +318,7 @@ def _load(programs: bytes) -> Any:
 
 
 def _free_address(host: str) -> str:
-    """An address of this host with a free port, where JAX's coordination service of a group will listen."""
+    """An address of this host with a free port. JAX's coordination service for a group will listen there."""
     with socket.socket() as free:
         free.bind((host, 0))
         return f"{host}:{free.getsockname()[1]}"
@@ -349,7 +352,7 @@ def _jax_backend(header: dict[str, Any], timed: Any) -> Any:
 
     jax.config.update("jax_enable_x64", header["x64"])
     jax.config.update("jax_default_prng_impl", header["prng"])
-    # Asynchronous dispatch would be useless: an actor waits for the action anyway.
+    # Asynchronous dispatch would save no time: an actor cannot do anything before it has the action.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if header["num_devices"]:  # sets the number of CPU devices; has no effect on accelerators
         jax.config.update("jax_num_cpu_devices", max(header["num_devices"].values()))

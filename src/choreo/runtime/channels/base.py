@@ -6,9 +6,16 @@ A message is a sequence of arrays. Both ends know the shapes and dtypes from the
 carries only its number and its size, and the receiver checks both. A channel has room for a fixed number of unread messages,
 its slots. When all slots are full, `send` waits (back-pressure). Only one thread at a time may use an end.
 
-A channel ends in one of three ways, and each way has its own error: this end was closed (`ChannelClosed`); the sender
-finished and all its messages were read (`EndOfChannel`); the peer was lost (`PeerLost`, which names the peer). If the
-receiver closes in good order, the sender gets `ReceiverClosed`. Every wait ends when the peer is lost.
+A channel can end in four ways. Each way has its own error, which `send` or `receive` raises:
+
+    ChannelClosed     this end was closed before
+    EndOfChannel      the sender was closed in good order, and all its messages were read
+    ReceiverClosed    the receiver was closed in good order
+    PeerLost          the peer failed, its process died, or the connection to it was cut
+
+`close` closes an end *in good order*. The end of a `with` block does so only if the block has finished its work; see
+`in_good_order`. If an error ends the block, the peer gets `PeerLost`. A `send` or `receive` that is already waiting raises these
+errors, too, so no end waits for a lost peer.
 
 This module and the carriers (`shm`, `tcp`) import numpy but not JAX, so that a process that runs only Python environments
 stays small.
@@ -41,27 +48,27 @@ class ChannelClosed(ChannelError):
 
 
 class EndOfChannel(ChannelError):
-    """The sender finished, and all its messages were read."""
+    """The sender was closed in good order, and all its messages were read."""
 
 
 class ReceiverClosed(ChannelError):
-    """The receiver closed its end in good order and will read no more messages."""
+    """The receiver was closed in good order, and will read no more messages."""
 
 
 class PeerLost(ChannelError):
-    """The peer died, or the connection to it was cut."""
+    """The peer died or failed, or the connection to it was cut."""
 
 
 class ChannelTimeout(ChannelError):
-    """The peer is alive, but sent or read nothing for `timeout_s`."""
+    """The peer is alive, but this end has waited `timeout_s` seconds for it."""
 
 
 class HelloRefused(ChannelError):
-    """The process at the other end is not the peer, or it expects a different channel."""
+    """A TCP channel could not be opened: the process at the other end is not the peer, or it expects a different channel."""
 
 
 class FrameForged(ChannelError):
-    """A frame arrived that the peer did not seal: somebody else changed the frame on the way, or sent it."""
+    """A received frame was not sealed (encrypted and authenticated) by the peer: somebody else has sent or changed the frame."""
 
 
 class MessageMismatch(ChannelError):
@@ -84,17 +91,17 @@ class ChannelStatistics:
 
 @runtime_checkable
 class Sender(Protocol):
-    """The sending end. Leaving its `with` block closes it. If the block ends with an error, the peer gets `PeerLost`."""
+    """The sending end. The end of its `with` block closes it: in good order, unless the block has failed; see `in_good_order`."""
 
     peer: str
     """The name of the receiving process."""
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """Send a message. Blocks while all slots are unread. After `send` has returned, the caller may change the arrays."""
+        """Send a message. Blocks while all slots hold unread messages. After the return, the caller may change the arrays."""
         ...
 
     def close(self) -> None:
-        """Send no more. The receiver can still read all messages, then gets EndOfChannel."""
+        """Send no more. The receiver can still read all messages that were sent, and then gets EndOfChannel."""
         ...
 
     def statistics(self) -> ChannelStatistics: ...
@@ -108,7 +115,7 @@ class Sender(Protocol):
 
 @runtime_checkable
 class Receiver(Protocol):
-    """The receiving end. Leaving its `with` block closes it. If the block ends with an error, the peer gets `PeerLost`."""
+    """The receiving end. The end of its `with` block closes it: in good order, unless the block has failed; see `in_good_order`."""
 
     peer: str
     """The name of the sending process."""
@@ -118,7 +125,10 @@ class Receiver(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Return True if `receive` would return or raise without waiting."""
+        """Return True if a message has arrived or the sender has finished, so that `receive` does not wait.
+
+        A sender that was lost is not always noticed here.
+        """
         ...
 
     def close(self) -> None:
@@ -157,7 +167,7 @@ class ChannelEnd(abc.ABC):
         self._close_once(in_good_order=in_good_order(error))
 
     def close(self) -> None:
-        """Close this end in good order. Returns at once. The peer can still read the messages that were sent."""
+        """Close this end in good order. Returns at once. A receiver can still read the messages that were sent before."""
         self._close_once(in_good_order=True)
 
     def _close_once(self, *, in_good_order: bool) -> None:
@@ -204,9 +214,10 @@ def message_bytes(arrays: Iterable[Any]) -> int:
 
 
 def in_good_order(error: BaseException | None) -> bool:
-    """Return True if a `with` block that ended with this error (None: no error) has finished its work.
+    """Return True if a `with` block has finished its work. `error` is the exception that left the block, or None.
 
-    The peer must be able to tell a failed process from a finished process.
+    EndOfChannel and ReceiverClosed also count as finished, because they say that the peer has closed its end in good order. Any
+    other exception counts as a failure: the peer then gets PeerLost, so that it can tell a failed process from a finished one.
     """
     return error is None or isinstance(error, EndOfChannel | ReceiverClosed)
 

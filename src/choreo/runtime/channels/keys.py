@@ -31,7 +31,8 @@ HANDSHAKE_S = 10.0
 """A client that needs more time than this for the handshake is disconnected."""
 
 Credentials = Callable[[bytes, list[bytes]], str | None]
-"""A function of the mechanism and the credentials of a client. It returns the client's name, or None to refuse the client."""
+"""A function `(mechanism, credentials of a client) -> name of the client, or None to refuse the client`. The mechanism is
+b"CURVE" or b"PLAIN"."""
 
 
 class KeyPair(NamedTuple):

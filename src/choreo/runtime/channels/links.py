@@ -27,7 +27,7 @@ class ChannelPair:
         self.receiver.receive(into)
 
     def ready(self) -> bool:
-        """Return True if `receive` would return without waiting."""
+        """Return True if a message has arrived or the sender has finished; see `channels.base.Receiver`."""
         return self.receiver.ready()
 
 
@@ -53,7 +53,7 @@ class Links:
 
     @property
     def contact(self) -> list[str] | None:
-        """The address and public key that the other workers need, if this worker has channels over TCP."""
+        """The address and public key that the other workers need to connect; None if this worker has no channels over TCP."""
         return self.listener and [self.listener.address, self.listener.keys.public.decode()]
 
     def admit(self, contacts: dict[str, list[str]]) -> None:

@@ -1,11 +1,11 @@
 """The channel within a machine: a ring buffer in shared memory, and a doorbell.
 
     memory     │ written │ read │ flags │ slot 0: number, bytes, arrays │ slot 1: ... │
-    doorbell   a socket pair: a byte wakes an end that sleeps; the end of the stream means that the peer is gone
+    doorbell   a socket pair: a byte wakes an end that sleeps; the end of the stream means that the peer has closed or died
 
 Neither the memory nor the doorbell has a name in the file system. So the system frees both when the last process that holds
 them ends, even if this process is killed. The coordinator makes both ends, passes their file descriptors to two workers, and
-closes its own copies. From then on, the stream of the doorbell ends exactly when the peer is gone.
+closes its own copies. From then on, the stream of the doorbell ends exactly when the peer closes its end or dies.
 
     sender_end, receiver_end = make_shm_channel(message_bytes([obs, reward]))
     subprocess.Popen([...], pass_fds=sender_end.fds)       # the worker: ShmSender.open(*fds, slot_bytes, slots, peer="learner-0")
@@ -16,10 +16,10 @@ a fence, and reads the peer's counter once more. An end that hands over a slot w
 the peer's flag. In every interleaving at least one of them sees the other's write: either the first end does not sleep, or
 the second end wakes it.
 
-**The fence** releases and acquires a private lock. Both are atomic read-modify-write operations. On x86 each is a full
-barrier. On other CPUs they are a release and then an acquire of the same word: no earlier store and no later load can move
-past the two. Another fence stands between the write of a slot and the write of the counter that publishes this slot. So a
-reader that sees the new counter also sees the arrays.
+**The fence** releases and acquires a private lock. Both are atomic read-modify-write operations. On x86 each of them is a
+full barrier. On other CPUs they are a release and then an acquire of the same word: no store before the fence and no load
+after the fence can move past it. Another fence stands between the write of a slot and the write of the counter that
+publishes this slot. So a reader that sees the new counter also sees the arrays.
 """
 
 import mmap
@@ -249,7 +249,7 @@ class _Ring(ChannelEnd):
         return True
 
     def _wait(self, counter: int, above: int, my_flag: int) -> bool:
-        """Wait until the peer's counter is larger than `above`. Returns False if the peer ended before."""
+        """Wait until the peer's counter is larger than `above`. Returns False if the peer ends before that."""
         words, start = self._words, perf_counter()
         self._waits += 1
         try:
@@ -286,7 +286,7 @@ class ShmSender(_Ring):
     _closed_word, _idle = SENDER_CLOSED, "read nothing"
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy a message into the next slot. Blocks while all slots are unread."""
+        """Copy a message into the next slot. Blocks while all slots hold unread messages."""
         payload, slots = self._views_for(arrays)
         words, number = self._words, self._number
         if words[RECEIVER_CLOSED]:
@@ -313,7 +313,7 @@ class ShmReceiver(_Ring):
     _closed_word, _idle = RECEIVER_CLOSED, "sent nothing"
 
     def ready(self) -> bool:
-        """Return True if there is an unread message, or if the sender has finished."""
+        """Return True if there is an unread message, or if the sender has finished. A lost sender is not noticed."""
         return self._words[WRITTEN] > self._number or bool(self._words[SENDER_CLOSED])
 
     def receive(self, into: Sequence[np.ndarray]) -> None:

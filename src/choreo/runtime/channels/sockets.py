@@ -34,8 +34,8 @@ class Connections:
     """Tracks the connections of a socket by the events of its monitor. Construct it before the socket is bound or connected.
 
     Any client may connect to a bound socket and leave, so a connection is identified by its file descriptor. `fd_of` returns
-    the descriptor of a message. The system reuses descriptors, and events may come late. So whether a connection is open is
-    known only after all events have been read.
+    the descriptor of the connection through which a message came. The system reuses descriptors, and events may come late.
+    So whether a connection is open is known only after all events have been read.
     """
 
     def __init__(self, sock: zmq.Socket):
@@ -44,7 +44,7 @@ class Connections:
         self.open: set[int] = set()
         """Descriptors of the open connections."""
         self.connected = self.handshake_done = self.refused = False
-        """For a socket that connects: it has reached a server; the server has admitted it; the server has refused it."""
+        """For a socket that connects to a server: whether it has reached the server, was admitted, was refused."""
         self._peer: int | None = None
         self._peer_ended = False
 

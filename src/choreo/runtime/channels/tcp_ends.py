@@ -4,8 +4,8 @@
       ── number + bytes + small arrays ─▶     one frame, and one more frame for each large array
       ◀──────── number of messages read ──    the credit: it tells the sender how many slots are free
 
-Every frame, in both directions, is sealed with AES-GCM, under the keys of the handshake. The handshake itself uses CURVE,
-ZeroMQ's own encryption. CURVE would take four times as long for large arrays.
+Every frame, in both directions, is sealed with AES-GCM, with the keys from the handshake. Only the handshake uses CURVE,
+ZeroMQ's own encryption. For large arrays, CURVE would take four times as long as AES-GCM.
 
 When `slots` messages are unread, the sender waits until the receiver says that it has read more. If the peer's process
 ends, its kernel closes the connection, and this end notices at once. If the peer becomes silent (a cut cable, a host without
@@ -99,9 +99,9 @@ class TcpConnection:
         self._poller.register(self._connections.monitor, zmq.POLLIN)
 
     def wait(self, milliseconds: int) -> bool:
-        """Wait for a message or for the end of the connection. Returns False if neither comes in time.
+        """Wait for a message, or for a connection that begins or ends. Returns False if neither comes in time.
 
-        If `milliseconds` is negative, there is no time limit.
+        Sets `lost` if the peer's connection has ended. If `milliseconds` is negative, there is no time limit.
         """
         for socket, _ in self._poller.poll(None if milliseconds < 0 else milliseconds):
             if socket is not self.socket:
@@ -239,7 +239,7 @@ class TcpSender(_TcpEnd):
         for i, view in framing.small:
             view[...] = arrays[i]
         if not self._connection.send_small(framing.buffer, more=bool(framing.large)):
-            # The receiver is gone. Read the frames that it sent before: its goodbye, or the end of the connection, raises.
+            # The receiver is gone. Read the frames that it sent before, until `_read_credit` raises.
             while True:
                 self._read_credit(self._await_frame())
         for i in framing.large:
@@ -247,7 +247,10 @@ class TcpSender(_TcpEnd):
         self._number, self._bytes = number + 1, self._bytes + framing.payload_bytes
 
     def _read_credit(self, frame: bytes | None) -> None:
-        """Use a frame of the receiver: the number of messages that it has read, or its goodbye, which raises."""
+        """Store the number of messages that the receiver has read, from a frame of the receiver.
+
+        Raises ReceiverClosed if the frame is the receiver's goodbye, and PeerLost if it is None.
+        """
         self._receiver_closed |= frame == _CLOSED
         if self._receiver_closed:
             raise receiver_closed(self.peer, self._number)
@@ -347,7 +350,7 @@ def _or_never(timeout_s: float | None) -> int:
 
 
 _finished: list[tuple[TcpConnection, int]] = []
-"""The connections of closed senders. The number is the count that the receiver sends when it has read everything."""
+"""For each closed sender, its connection, and the count that its receiver sends when it has read everything."""
 _finished_lock = threading.Lock()
 
 

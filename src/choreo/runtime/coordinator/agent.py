@@ -223,7 +223,7 @@ class SpawnRequest:
 
 @dataclass(eq=False)
 class SpawnedWorker:
-    """A worker that the agent has started, and its connection to the coordinator."""
+    """A worker that the agent has started, and the connection of the coordinator that asked for it."""
 
     title: str
     """The run, the coordinator and the worker, for the log."""

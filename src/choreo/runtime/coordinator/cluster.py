@@ -56,7 +56,7 @@ class Host:
     port: int = 0
     """The port of `choreo agent` on the host. The coordinator's own machine needs no agent and has port 0."""
     cpus: int = 1
-    """How many workers the host can run at the same time. Hosts with more cpus get more workers."""
+    """The number of CPU cores. Hosts get workers in proportion to their cores, and the workers of a host share its cores."""
     devices: tuple[str, ...] = ("cpu",)
     """The kinds of devices that the host has. A group with device="gpu" is placed only on hosts with a "gpu"."""
 
@@ -144,7 +144,10 @@ class Cluster:
         return cluster
 
     def token(self) -> bytes | None:
-        """The secret in `token_file`, or None without a `token_file`. Refuses a file that others can read, and a short secret."""
+        """The secret in `token_file`, or None without a `token_file`.
+
+        Raises ClusterError if other users can read the file, or if the secret is shorter than 16 bytes.
+        """
         if self.token_file is None:
             return None
         try:

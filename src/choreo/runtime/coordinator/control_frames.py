@@ -18,9 +18,10 @@ from choreo.errors import RunError
 Frame = tuple[dict[str, Any], list[np.ndarray]]
 """Header and arrays."""
 MAX_HEADER_BYTES = 2**26
-"""The size of the largest header. A longer header is refused before memory is allocated for it."""
+"""The size of the largest header that is accepted. A larger header is refused before memory is allocated for it."""
 PROGRESS = "progress"
-"""The kind of the frame with which a worker reports that it begins an iteration. All other frames of workers are replies."""
+"""The kind of the frame with which a worker reports that it begins an iteration. All other frames of a worker are replies to
+commands, or its error report."""
 
 
 class WireError(RunError):

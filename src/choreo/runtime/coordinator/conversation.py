@@ -1,4 +1,4 @@
-"""Commands to workers and their replies. A worker answers a command with one frame."""
+"""Commands to workers and their replies. A worker answers every command except `stop` with one frame."""
 
 import time
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from choreo.runtime.coordinator.supervision import WorkerError, end_run
 
 
 class Conversation:
-    """Talks with all workers of a run. If one worker ends, all other workers are ended, and the error of this worker is raised."""
+    """Talks with all workers of a run. If a worker ends, kills all others and raises the error of the worker that failed first."""
 
     def __init__(self, pool: WorkerPool, deployment: Deployment):
         self.pool, self.deployment = pool, deployment
         self.compile_seconds: dict[str, float] = {}
-        """How long each worker has compiled, as its last reply said."""
+        """How long each worker has compiled so far, according to its last reply."""
 
     def tell_all(self, header: dict[str, Any], arrays: Iterable[np.ndarray] = ()) -> None:
         """Send one command to all workers."""

@@ -87,7 +87,8 @@ class Deployment:
 
 
 def assign_processes(plan: Plan) -> dict[Site, str]:
-    """The worker process of each site. Each site has its own process, but with `exact` several blocks may share a process."""
+    """The worker process of each site. Each site has its own process, except that with `exact` several sites (blocks)
+    of a group may share a process."""
     processes = {}
     for group, r in plan.all_sites:
         blocks = plan.replicas(group)
@@ -112,7 +113,7 @@ def _num_workers(plan: Plan, group: str) -> int | None:
 def check_collectives(plan: Plan, hosts: Mapping[str, Host], *, trust_network: bool) -> None:
     """Raise RunError if workers on different machines combine values by collectives, and `trust_network` is False.
 
-    Collectives use JAX's coordination service, and Gloo or NCCL. None of these encrypts or authenticates.
+    Collectives use JAX's coordination service, and Gloo or NCCL. None of these encrypts or authenticates its connections.
     """
     processes = assign_processes(plan)
     for group in sorted(plan.combining):

@@ -34,7 +34,7 @@ class WorkerHandle:
     unfinished_line: bytes = b""
     """Output after the last line break."""
     output_closed: bool = False
-    """True when the worker has closed its output."""
+    """True after a worker on this machine has closed its output."""
     error: dict[str, Any] | None = None
     """The error report of the worker, if it sent one before it ended."""
     control_open: bool = True
@@ -92,7 +92,11 @@ class WorkerHandle:
         return self.control.pending or self.control.lost or self.control.socket in ready
 
     def read_output(self) -> tuple[list[str], bool]:
-        """Return the lines printed since the last call, and whether the next call may find more lines."""
+        """Read new output of the worker. Returns its complete lines, and True if there was any new output.
+
+        One call does not always read all new output: to read all of it, call this function until the second result is False.
+        When the output has ended, its last line counts as complete, even without a line break.
+        """
         if isinstance(self.process, RemoteProcess):
             data = self.process.read_messages()
             ended = not data and self.process.poll() is not None

@@ -1,4 +1,6 @@
-"""Start the workers of a deployment, on this machine and through agents, and prepare them to run. The steps, in order:
+"""Start the workers of a deployment, on this machine and through agents, and prepare them to run.
+
+The steps in order, and what is true after each step:
 
 start_workers      every worker has a process and a control connection
 compare_versions   every worker runs on versions that this run accepts
@@ -48,7 +50,7 @@ def launch(
     links, ends = make_channels(deployment)
     with contextlib.ExitStack() as stack:
         for end in (end for each in ends.values() for end in each):
-            # Only workers may hold the ends. Then the death of a worker closes its channels.
+            # After the start, only the worker holds its ends of channels, so that they are closed when the worker dies.
             stack.callback(end.close)
         fds = {worker: [fd for end in ends[worker] for fd in end.fds] for worker in deployment.workers}
         start_workers(conversation.pool, deployment, fds, token)

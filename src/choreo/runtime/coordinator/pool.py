@@ -16,7 +16,8 @@ from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, WireError
 from choreo.runtime.coordinator.handle import WorkerHandle
 
 GRACE_S = 2.0
-"""How long workers may take to end after the command to stop. Also: how long to search for the worker that failed first."""
+"""How long workers may take to end after the command `stop`. Also, after a failure, how long the coordinator searches for the
+worker that failed first."""
 NOISE = "[Gloo] Rank "
 """Output lines that begin with this text are not passed on. Gloo prints such a line at each connection."""
 
@@ -29,8 +30,8 @@ class WorkerPool:
         on_output: Callable[[str, str], None],
         on_states: Callable[[dict[str, str]], None] | None = None,
     ):
-        """`on_output(worker, line)` is called for every line that a worker prints. `on_states` is called with the states of all
-        workers when a worker begins an iteration."""
+        """`on_output(worker, line)` is called for every line that a worker prints. `on_states` is called with `states()`
+        when a worker reports progress."""
         self.on_output, self.on_states = on_output, on_states
         self.handles: dict[str, WorkerHandle] = {}
         self._poller = zmq.Poller()
@@ -69,7 +70,7 @@ class WorkerPool:
         return [handle for handle in talking if handle.has_frame(ready.intersection(handle.control_sources))]
 
     def receive(self, handle: WorkerHandle) -> Frame | None:
-        """A worker's next frame, or None if the worker ended. Then `handle.error` is its error report, or None without a report."""
+        """A worker's next frame, or None if the worker ended or reported an error. Then `handle.error` is the report, if any."""
         # If Ctrl-C interrupts the reading of a frame, this stays False, because the rest of the frame cannot be read any more.
         handle.control_open = False
         try:
@@ -90,7 +91,7 @@ class WorkerPool:
     def ended(self) -> list[WorkerHandle]:
         """Workers whose process has ended.
 
-        The end of a process usually closes its control connection. But a process that the worker started may hold it open.
+        The end of a process usually closes its control connection. But a process that the worker started can keep it open.
         """
         return [handle for handle in self.handles.values() if handle.process.poll() is not None]
 

@@ -118,7 +118,7 @@ class RemoteProcess:
         return bool(self._connections.open)
 
     def read_messages(self) -> bytes:
-        """Read all messages of the agent. Returns the new output of the worker, once the worker has started."""
+        """Read all messages of the agent. Returns the new output of the worker, or nothing before the worker has started."""
         self._connections.read_events()
         while self.agent.poll(0):
             text, data = self.agent.recv_multipart()
@@ -145,7 +145,10 @@ class RemoteProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the exit code while the agent is connected. Returns None if the exit code does not come in time."""
+        """Wait for the exit code while the agent is connected. Returns None if the exit code does not come in time.
+
+        With `timeout=None`, does not wait, unlike `subprocess.Popen`.
+        """
         deadline = time.monotonic() + (timeout or 0.0)
         while self.returncode is None and self.is_connected and self._wait(deadline):
             self._output += self.read_messages()

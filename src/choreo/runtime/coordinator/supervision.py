@@ -1,8 +1,8 @@
 """Handles the end of a worker: finds the worker that failed first, and makes the one error that the user gets.
 
 When a worker dies, its peers lose a channel and fail, too. `end_run` waits a moment and collects the workers that have ended.
-It then looks for the culprit: a worker that ended for another reason than a lost peer. It kills all workers, and describes
-how the culprit ended. Only `end_run` and `_gather` do I/O.
+It then looks for the culprit: the first worker that ended for another reason than a lost peer. It kills all workers, and
+describes how the culprit ended. Only `end_run` and `_gather` do I/O.
 """
 
 import contextlib
@@ -137,7 +137,7 @@ def _describe_remote(handle: WorkerHandle, process: RemoteProcess) -> ChoreoErro
 
 
 def _describe_report(handle: WorkerHandle, report: dict[str, Any]) -> ChoreoError:
-    """The error that a worker reported, with the worker's traceback. An error class of Choreo is kept."""
+    """The error that a worker reported, with the worker's traceback. An error of `choreo.errors` keeps its class."""
     name, process = handle.name, handle.process
     host = {"host": process.host.address} if isinstance(process, RemoteProcess) else {}
     cls = getattr(errors, report["type"], None) if report["known"] else None

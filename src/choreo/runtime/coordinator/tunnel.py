@@ -173,8 +173,9 @@ class Tunnel:
 def start_relay(tunnel: Tunnel, lifeline: int) -> tuple[socket.socket, threading.Thread]:
     """Return a plain socket to use instead of the tunnel, and the thread that relays bytes between the socket and the tunnel.
 
-    The socket and the thread end when the tunnel ends, or when the agent closes its end of the descriptor `lifeline`. To send
-    all bytes before the process exits, shut the socket down for writing, and join the thread.
+    The socket is closed and the thread ends when the tunnel ends, or when the agent closes its end of the socket whose file
+    descriptor is `lifeline`. To send all bytes before the process exits, shut the socket down for writing, and join the
+    thread.
     """
     ours, theirs = socket.socketpair()
     relay = threading.Thread(target=_relay, args=(tunnel, ours, lifeline), name="choreo-tunnel", daemon=True)

@@ -1,7 +1,7 @@
 """Compares the versions and the CPU of a worker's host with this machine, to tell whether the worker computes the same results.
 
-    versions     choreo, jax, jaxlib, numpy, Python, the packages of the environment     a difference is refused
-    bits         the CPU, XLA_FLAGS                                                      a difference is a warning
+    versions     choreo, jax, jaxlib, numpy, Python, packages of the environment     different: refused, unless allow_versions
+    bits         the CPU, XLA_FLAGS                                                  different: a warning; with same_bits, refused
 
 With different versions, the same program can give different results. For a different kind of CPU, XLA compiles the program
 to different instructions, which may round differently. Versions are read from the metadata of packages, so this module does
@@ -134,7 +134,7 @@ def _listed(different: Mapping[str, tuple[str, str]]) -> str:
 def cpu_of(cpuinfo: str) -> tuple[str, str]:
     """The name of the first CPU in the text of /proc/cpuinfo, and a hash of its features.
 
-    A text without these fields gives the name of the machine type and its hash.
+    If the text has no such field, the machine type (for example x86_64) takes its place.
     """
     lines = (line.partition(":") for line in cpuinfo.split("\n\n")[0].splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}

@@ -56,7 +56,7 @@ def _channel_bytes(deployment: Deployment) -> dict[tuple[str, str, str], int]:
 
 
 def _participants(deployment: Deployment, everybody: Topology) -> list[Topology]:
-    """Every set of processes that can take part in one call of `iterate`, as a topology.
+    """Every set of processes that can take part in one run of the program `iterate`, as a topology.
 
     With merge="any", there is one set for each worker: this worker and the learner. Otherwise, the only set is all processes.
     """
@@ -74,7 +74,8 @@ def _participants(deployment: Deployment, everybody: Topology) -> list[Topology]
 
 def _message_bytes(message: list[Overlap]) -> int:
     types = [host_type(array_type(overlap.move.aval)) for overlap in message]
-    head = jax.ShapeDtypeStruct((2,), np.uint64)  # the version of a bundle
+    # A bundle begins with two numbers. Other messages do not, so their slots are a little larger than necessary.
+    head = jax.ShapeDtypeStruct((2,), np.uint64)
     return message_bytes([head] + [
         jax.ShapeDtypeStruct(overlap.shape(shape), dtype) for overlap, (shape, dtype) in zip(message, types, strict=True)
     ])  # fmt: skip

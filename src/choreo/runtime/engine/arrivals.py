@@ -1,12 +1,13 @@
-"""merge="any": the learner makes one update from each worker's data, in the order in which the data arrives.
+"""merge="any": each update uses the data of one worker, and the learner uses the workers' data in the order of arrival.
 
     worker 0   reads version 0 ── acts ──▶ update 1 ── reads version 1 ── acts ──────▶ update 3
     worker 1   reads version 0 ── acts ──────────▶ update 2 ── reads version 2 ── acts ──▶ update 4
 
-Each worker has its own environments and runs the same program, one *round* per update. The learner holds the shared state.
-An iteration has as many updates as there are workers. The log of a run holds, for every update, the worker whose data was
-used and the version that this worker had read. The log determines the results of the run. If all sites are in one process,
-a seed or a given log decides the order of workers. With several processes, the order of arrival decides.
+Each worker has its own environments. In one *round*, a worker runs the program once, and the learner makes one update from
+its data. The learner holds the shared state. An iteration has as many updates as there are workers. The log of a run holds,
+for every update, the worker whose data was used and the version that this worker had read. The log determines the results of
+the run. If all sites are in one process, the order of the workers is drawn at random from a seed, or taken from a log that
+is replayed. With several processes, the order of arrival decides.
 """
 
 import time
@@ -39,7 +40,8 @@ class Arrivals(Execution):
     def __init__(self, programs: Programs, topology: Topology, backend: Backend, timed: Timed | None = None):
         super().__init__(programs, topology, backend, timed)
         self.workers = [worker for worker in range(programs.num_workers) if self._is_here(worker)]
-        """The workers whose programs have a site in this process: all workers in the process of the learner, otherwise one."""
+        """The workers whose programs have a site in this process. In the learner's process, these are all workers; in any other
+        process, it is one worker."""
         self.machines = {worker: self._machine(worker, timed) for worker in self.workers}
         self.rounds = dict.fromkeys(self.workers, 0)
         """The number of rounds that each worker has run."""
@@ -118,7 +120,10 @@ class Arrivals(Execution):
         return self.choose_version.pick(eligible)
 
     def _next_logged(self, number: int) -> int:
-        """Let the workers read this version that read it in the replayed log. Returns the worker whose data this update uses."""
+        """Publish version `number` to the workers that read this version in the replayed log.
+
+        Returns the worker whose data update `number` uses.
+        """
         assert self.replayed is not None
         if number >= len(self.replayed):
             raise RunError(f"The log ends before update {number}.", fix="Replay only the iterations that were logged.")
@@ -155,7 +160,7 @@ class Arrivals(Execution):
         return [process for (group, _), process in processes.items() if group != self.programs.learner]
 
     def _run_worker(self, rows: Rows, begins: Callable[[int], None] | None) -> None:
-        """Run rounds of the one worker in this process, until the learner needs no more data."""
+        """Run rounds of the one worker in this process, until the learner sends that it needs no more data."""
         ((worker, _),) = self.machines.items()
         while True:
             if begins is not None:

@@ -15,7 +15,7 @@ from choreo.types import GroupName
 Site = tuple[GroupName, int]
 """A group, and the number of one of its replicas."""
 Timed = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
-"""A function `(kind of work, name, function) -> function`. The result does the same, and its calls are timed; see `profile.py`."""
+"""A function `(kind of work, name, fn) -> timed fn`. The timed function does the same as `fn`; see `profile.py`."""
 
 
 @runtime_checkable
@@ -47,8 +47,9 @@ class Backend(Protocol):
         ...
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
-        """Load a segment whose replicas combine values. `here` are the replicas in this process, of `replicas` in all.
+        """Load a segment whose replicas combine values. `here` are the replicas in this process.
 
+        `replicas` is the number of replicas in all processes.
         Returns the function `(step, inputs of each replica here) -> results of each replica here`.
         """
         ...
@@ -62,7 +63,7 @@ class Backend(Protocol):
         ...
 
     def stack(self, slices: list[Any], like: Any) -> Any:
-        """Stack the slices of all rounds of a loop. `like` has the shape and dtype of the stack."""
+        """Stack the results of all rounds of a loop. `like` has the shape and dtype of the stack."""
         ...
 
     def reshard(self, parts: list[Any], move: Move, receiver: int, receivers: int, transfer: Transfer) -> Any:
@@ -84,7 +85,7 @@ class Backend(Protocol):
     def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
         """Return the leaves of a new carry, copied where necessary so that no two leaves share memory.
 
-        A segment may donate each leaf. `refs` says where each leaf comes from.
+        The next iteration may donate the memory of each leaf. `refs` says where each leaf comes from.
         """
         ...
 

@@ -1,6 +1,7 @@
 """Bundles: values that a reader may use although they are up to `max_lag` updates old.
 
-For each pair of groups, all these values travel together, as one version. The sender sends one version with every update.
+All these values from one group to another group are one bundle: they travel together. The sender sends a new version of the
+bundle with every update.
 
     BundleHere       sender and reader are in this process: keeps the last versions, and a schedule chooses one to read
     BundleSender     sends to another process: one message per version
@@ -39,7 +40,7 @@ class CurrentUpdate:
     one_by_one: bool = False
     """True with merge="any". Then each version is sent to one worker, and this worker reads it once."""
     choose_version: ChooseVersion | None = None
-    """Chooses the version that `BundleHere` reads. None chooses the oldest version that is kept."""
+    """Chooses the version that `BundleHere` reads. If this is None, `BundleHere` reads the oldest version that it keeps."""
     number: int = 0
     """The number of the update."""
     log: list[VersionRead] = field(default_factory=list)
@@ -133,7 +134,7 @@ class BundleReceiver:
     def _take_next(self) -> None:
         buffers, head = [np.empty(shape, dtype) for shape, dtype in self.types], np.empty(2, np.int64)
         for receive, where in zip(self.receives, self.puts, strict=True):
-            # With `...`, the result is a view even if the index selects a single number.
+            # With `...`, indexing returns a view even if the index selects a single number.
             receive([head, *(buffers[i][(*index, ...)] for i, index in where)])
         version, is_work = head.tolist()
         if not is_work:

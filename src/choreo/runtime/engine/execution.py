@@ -112,7 +112,7 @@ class Execution:
     ) -> dict[Site, dict[str, np.ndarray]]:
         """Run iterations first .. stop - 1. Returns the metrics of each site, with one entry per iteration.
 
-        Calls `begins` with the number of each iteration when the iteration begins, but not if one compiled loop runs them all.
+        Calls `begins` with the number of each iteration when it begins, but not if one compiled loop runs all iterations.
         """
         if self.loop is not None and stop > first:
             return self._run_loop(first, stop)

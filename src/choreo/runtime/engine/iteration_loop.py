@@ -1,7 +1,7 @@
 """Runs several iterations in one compiled loop, for plans whose iteration is a single segment.
 
 One call runs many iterations without returning to Python. The number of iterations is an argument of the compiled function,
-so calls with different numbers of iterations share one compiled function.
+so a later call with fewer iterations uses the same compiled function. A call with more iterations compiles a new function.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ class IterationLoop:
     """Runs iterations of a program that consists of a single segment. `here` are the replicas of its group in this process."""
 
     def __init__(self, backend: Any, program: Program, segment: Segment, num_carry: int, here: Sequence[int]):
-        """`backend` is the `JaxBackend` that makes this object. Its type here is `Any`, because its module imports this module."""
+        """`backend` is the `JaxBackend` that makes this object. Its type is `Any`, because `jax_backend.py` imports this module."""
         self.backend, self.program, self.segment, self.num_carry = backend, program, segment, num_carry
         self.group, self.here = segment.group, here
         self.capacity = 0
-        """The largest number of iterations that `call` can run. Its arrays of metrics have this many rows."""
+        """The largest number of iterations that `call` can run. The arrays of metrics that `call` returns have this many rows."""
         self.call: Callable[..., list[Sequence[Any]]] | None = None
         """The compiled loop."""
 

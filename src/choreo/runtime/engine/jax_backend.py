@@ -102,7 +102,7 @@ class JaxBackend:
             with jax.default_device(device):
                 jitted = jax.jit(fn, donate_argnums=donated, **options)
                 # JAX wrongly reports that the memory layout of 4-bit arrays differs from the compiled one. Only functions that
-                # were compiled ahead of time compare layouts. So functions of 4-bit arrays are called through `jit` instead.
+                # were compiled ahead of time compare layouts. So functions with 4-bit arguments are called through `jit`.
                 made = _called_on(device, jitted) if any(map(_has_four_bits, args)) else jitted.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - began
             return made
@@ -203,7 +203,7 @@ class JaxBackend:
         self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]
     ) -> "IterationLoop | None":
         if segment.combines and isinstance(segment.fn, ExportedFn):
-            return None  # an exported function that spans several devices cannot be called inside another compiled loop
+            return None  # an exported function that spans several devices cannot be called inside a compiled loop
         return IterationLoop(self, program, segment, num_carry, here)
 
 
@@ -229,7 +229,7 @@ def _find_devices(group: GroupName, platform: str | None) -> list[JaxDevice]:
 
 
 def _whole(parts: list[jax.Array], axis: Axis, mesh: Mesh) -> jax.Array:
-    """Make one global array of blocks on several devices, without moving data."""
+    """Make one global array from blocks on several devices, without moving data."""
     shape = list(parts[0].shape)
     if axis is not None:
         shape[axis] *= mesh.size

@@ -73,7 +73,10 @@ class Machine:
         self.actions = self._lower(program.steps, self.stores, inside=False)
 
     def publish(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
-        """Send bundles with these inputs now. A later run of the program reads the bundles. Only with `one_by_one`."""
+        """Send the bundles now, with values from the inputs `given`; see `run`. Only with `one_by_one`.
+
+        The next run of the program reads the bundles.
+        """
         self._load(given)
         for bundle in self.publishers:
             bundle.publish(0)
@@ -272,7 +275,7 @@ class Machine:
             for i, each in own:
                 buffers[i][each.put] = backend.to_host(stores[step.src, each.sender][each.move.src])[each.take]
             for receive, where in gets:
-                # With `...`, the result is a view even if the index selects a single number.
+                # With `...`, indexing returns a view even if the index selects a single number.
                 receive([buffers[i][(*index, ...)] for i, index in where])
             # A compiled function also accepts a numpy array, but copies the array to the device in every call. So a value that
             # is read several times is put on the device here, once.

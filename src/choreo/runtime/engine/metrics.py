@@ -29,7 +29,7 @@ def join_metrics(plan: Plan, metrics: SiteMetrics, log: list[VersionRead], itera
 
 
 def _join_updates(plan: Plan, metrics: SiteMetrics, log: list[VersionRead]) -> dict[str, np.ndarray]:
-    """Join the metrics with merge="any". An iteration has one update per worker; its updates are combined like shards.
+    """Join the metrics with merge="any". An iteration has as many updates as there are workers; they are combined like shards.
 
     Every site returns its metrics in the order in which it computed them. `log` says which worker each update came from.
     """
@@ -58,7 +58,7 @@ def combine_metrics(metrics: dict[str, np.ndarray], reductions: Mapping[str, Red
     def combined(values: np.ndarray, reduction: Reduction) -> np.ndarray:
         if not reduction.weight:
             return _REDUCE[reduction.op](values, 1)
-        # Compute in floats: an iteration without episodes needs NaN, and products of integers may overflow.
+        # Compute in floats: if all weights are 0 (no episode ended), the mean is NaN, and products of integers may overflow.
         values = values if np.issubdtype(values.dtype, np.inexact) else values.astype(np.float64)
         weights = metrics[reduction.weight]
         total, weighted = weights.sum(1), np.where(weights > 0, values * weights, 0).sum(1)

@@ -7,9 +7,9 @@ processes of one machine share.
     kind      meaning
     env       stepping environments: in Python, or in a compiled program without other roles
     act       fragments of the actor; `env+act` if environments and actor are one compiled program
-    learn     fragments of the learner
+    learn     fragments of the learner; for any other role, the kind has the name of the role
     send      copying a message into a channel, and waiting while the channel is full
-    wait      waiting for a message from another process; the name of the span is that process
+    wait      waiting for a message from another process; the span has the name of that process
     compile   compiling a program before its first run
     other     everything else: conversions, Choreo's own work, waiting for the coordinator
 """

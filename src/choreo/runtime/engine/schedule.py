@@ -1,11 +1,11 @@
 """The schedule of relaxed runs: which version each worker reads, and which worker's data the learner uses next.
 
 With `max_lag` = k, a reader may use a version that is up to k updates old. Every read is logged, and replaying the log gives
-the same run bit for bit. If all sites are in one process, versions are drawn at random from a seed. With several processes,
-the order of arrival decides.
+the same run bit for bit. If all sites are in one process, these choices are drawn at random from a seed. With several
+processes, the order of arrival decides.
 
     merge="all"   one update per iteration, from all workers              log: for update 7, env+actor-1 read version 5
-    merge="any"   one update per worker, as soon as its data has arrived  log: update 7 is from worker 1, which read version 5
+    merge="any"   one update whenever the data of one worker has arrived  log: update 7 is from worker 1, which read version 5
 """
 
 from collections.abc import Callable, Iterable
@@ -77,11 +77,12 @@ class ReplayedVersions:
 class LagSchedule:
     """With merge="any": decides which workers may start, and whose data may be used next, so that no lag exceeds `max_lag`.
 
-    Busy workers are kept in the order in which they started, j = 0, 1, ... Invariant: the version of busy worker j is at most
-    max_lag - j updates old. Starting a worker keeps the invariant. An update from worker j makes the
-    versions of all other busy workers one update older. The workers after j also move up by one place, so they stay within
-    their bounds. So worker j is eligible for the next update only if the workers 0 .. j - 1 can wait for one more update.
-    Worker 0 is always eligible.
+    A worker is busy from its start until an update has used its data. Busy workers are kept in the order in which they started,
+    j = 0, 1, ... Invariant: the version of busy worker j is at most max_lag - j updates old. Starting a worker keeps the
+    invariant: the new worker has the current version, and at most max_lag + 1 workers are busy. An update from worker j makes
+    the versions of all other busy workers one update older. The workers after j also move up by one place, so they keep the
+    invariant. The workers before j do not move up. So worker j is eligible for the next update only if the versions of the
+    workers 0 .. j - 1 can become one update older without breaking the invariant. Worker 0 is always eligible.
     """
 
     def __init__(self, workers: int, max_lag: int):
@@ -106,7 +107,7 @@ class LagSchedule:
         for j, (worker, version) in enumerate(self.busy.items()):
             found.append(worker)
             if self.version + 1 - version > self.max_lag - j:
-                break  # this worker cannot wait for one more update, so no later worker may come first
+                break  # the version of this worker must not become older, so no later worker may come first
         return found
 
     def learned_from(self, worker: int) -> int:

@@ -2,8 +2,8 @@
 
 XLA divides operations over a pool of threads. With the small networks of most RL algorithms, handing work to a thread costs
 more time than it saves. We measured on two cores how much longer an iteration takes with two threads than with one. DQN
-(batches of 64, two layers of 128) takes 1.24 times as long. PPO (minibatches of 256) takes 1.25, 1.27 and 1.15 times as long
-with two layers of 64, 128 and 256. With two layers of 512, it takes the same time.
+(batches of 64, two layers of 128 units) takes 1.24 times as long. PPO (minibatches of 256) takes 1.25, 1.27 and 1.15 times as
+long with two layers of 64, 128 and 256 units. With two layers of 512 units, PPO takes the same time.
 """
 
 import os
@@ -17,7 +17,7 @@ SMALL_PRODUCT = 2**25
 """Matrix products with fewer multiplications than this are small. One core computes a product of this
 size, such as 256 x 256 x 512, in about a millisecond."""
 XLA_THREADS = ("NPROC", "PJRT_NPROC")
-"""XLA reads its number of threads from these environment variables when JAX makes the client of a platform."""
+"""XLA reads its number of threads from these environment variables when JAX initialises a backend (PJRT client)."""
 
 
 def useful_threads(plan: Plan, cores: int) -> int:
@@ -26,9 +26,9 @@ def useful_threads(plan: Plan, cores: int) -> int:
 
 
 def start_jax(plan: Plan) -> None:
-    """Make JAX's clients, with the number of threads that is best for this plan.
+    """Initialise JAX's backends (PJRT clients), with the number of threads that is best for this plan.
 
-    Does nothing if the clients already exist, or if the user has set the number of threads.
+    Does nothing if the backends are already initialised, or if the user has set the number of threads.
     """
     if _compat.clients_exist() or any(name in os.environ for name in XLA_THREADS):
         return
