@@ -1,4 +1,4 @@
-"""Advantage actor-critic (Mnih et al. 2016), for any space of numbers, with or without memory.
+"""Advantage actor-critic (Mnih et al. 2016), for discrete and continuous actions, for networks with or without memory.
 
     policy:   log pi(a | s) * A         A: the generalised advantage of action a, from the critic's values
     critic:   (V(s) + A) - V(s)         the error; no gradient flows through the target V(s) + A
@@ -34,5 +34,5 @@ class A2C(OneGradient):
         return Targets(value_tm1 + advantage, advantage)
 
     def usual_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
-        # RMSProp, as in the paper. With Adam, some seeds learned much less at most settings that we tried (docs/algorithms/a2c.md).
+        # RMSProp, as in the paper. With Adam, five of the six settings that we tried failed on some seeds (docs/algorithms/a2c.md).
         return optax.rmsprop(learning_rate, decay=0.99, eps=1e-5)

@@ -2,7 +2,8 @@
 
 Deviations from the paper: the exploration noise of each step is independent of other steps. The paper uses an
 Ornstein-Uhlenbeck process, which brings no advantage (Fujimoto et al. 2018, section 6.1). There is no weight decay and no
-batch normalisation. The gradient of the policy uses the critic from before the update.
+batch normalisation. The gradient of the policy uses the critic from before the
+update, because one optimiser step changes both.
 """
 
 import functools

@@ -82,7 +82,7 @@ class Values(NamedTuple):
     q: jax.Array
     """The value of each action, FORBIDDEN where the mask forbids the action: [action]"""
     atoms: jax.Array
-    """The distribution of each action's return, as logits of fixed values or as quantiles; or the value itself: [action, atom]"""
+    """For each action, depending on `head`: its value, logits of fixed returns, or quantiles of the return: [action, atom]"""
 
 
 class Item(NamedTuple):
@@ -96,7 +96,7 @@ class Item(NamedTuple):
 
 
 class Played(NamedTuple):
-    """The actor's values of a step, for the first priority of an item."""
+    """The actor's values at one step, from which `first_priority` computes the priority of a new item."""
 
     chosen: jax.Array
     """The value of the action taken."""
@@ -137,7 +137,7 @@ class DQN:
     min_size: int = 1_000
     """Steps that are stored before learning begins."""
     prioritized: bool = False
-    """Draw items by priority: the temporal-difference error of the item, when it was last drawn or when it was stored."""
+    """Draw items by priority: the absolute temporal-difference error, computed when an item is stored and whenever it is drawn."""
     priority_exponent: float = 0.6
     """An item is drawn in proportion to its priority to this power; with 0, all items are equally likely."""
     importance_exponent: float = 0.4
@@ -307,12 +307,13 @@ class DQN:
             return -jnp.sum(wanted * jax.nn.log_softmax(atoms))
         if self.head == "qr":  # Dabney et al. 2018, algorithm 1
             return ops.quantile_huber(atoms, ret.reward + ret.discount * beyond)
-        # The squared error, not Huber's loss. Far from the target, Huber's loss fits the median and so neglects the few items at
-        # which episodes end; the values then grow without bound (docs/algorithms/dqn.md).
+        # The squared error, not Huber's loss. Where errors are large, Huber's loss is linear, so it fits the median of the targets
+        # and not their mean. The low targets of the few items at which episodes end do not move the median, and without them
+        # the values grow without bound (docs/algorithms/dqn.md).
         return 0.5 * error**2
 
     def values(self, network: PyTree, obs: PyTree) -> Values:
-        """The network on one observation."""
+        """The output of the network for one observation."""
         atoms = networks.thaw(network)(obs)
         if self.head == "c51":
             q = jax.nn.softmax(atoms) @ jnp.linspace(*self.value_range, self.atoms, dtype=atoms.dtype)

@@ -1,11 +1,11 @@
-"""IMPALA (Espeholt et al. 2018), for any space of numbers, with or without memory.
+"""IMPALA (Espeholt et al. 2018), for discrete and continuous actions, for networks with or without memory.
 
     policy:   log pi(a | s) * rho * (r + gamma v' - V(s))       rho: the clipped importance weight of action a
     critic:   v - V(s)                                          v, v': the V-trace targets of state s and its successor
 
-Actors may use parameters that are some iterations old. `act` returns the distribution from which it drew the action, and
-V-trace corrects for the difference between that distribution and the learner's policy. If actors use the newest parameters,
-there is no difference, and IMPALA is an n-step actor-critic.
+In a relaxed layout, actors use parameters that are some iterations old. `act` returns the distribution from which it drew the
+action, and V-trace corrects for the difference between that distribution and the learner's policy. In lockstep there is no
+difference, and IMPALA is an n-step actor-critic.
 """
 
 from dataclasses import dataclass
@@ -64,5 +64,6 @@ class IMPALA(OneGradient):
         return Targets(value, advantage, metrics)
 
     def usual_optimizer(self, learning_rate: Any) -> optax.GradientTransformation:
-        # RMSProp, as in the paper. With Adam and actors four iterations behind, some seeds collapsed (docs/algorithms/impala.md).
+        # RMSProp, as in the paper. With Adam, some seeds failed if actors used parameters that were four iterations old
+        # (docs/algorithms/impala.md).
         return optax.rmsprop(learning_rate, decay=0.99, eps=1e-5)

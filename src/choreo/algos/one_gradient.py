@@ -81,12 +81,12 @@ class Gradient(NamedTuple):
     network: PyTree
     """The gradient of the loss."""
     seen: PyTree
-    """`ops.look` of the observations; None if observations are not normalised."""
+    """The result of `ops.look` for the observations; None if observations are not normalised."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneGradient(abc.ABC):
-    """The family: its common fields, and its loop."""
+    """The common fields and the loop of A2C, IMPALA and REINFORCE."""
 
     learning_rate: float = 1e-3
     """Step size of the optimiser; falls to 0 over `total_steps`."""

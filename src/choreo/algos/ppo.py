@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al. 2017), for any space of numbers, with or without memory.
+"""Proximal policy optimisation (Schulman et al. 2017), for discrete and continuous actions, for networks with or without memory.
 
     iterate:   act, step, act, step, ...  ->  trajectory [time, env]  ->  learn: advantages, then epochs of minibatches
 
@@ -81,7 +81,7 @@ class PPO:
     gae_lambda: float = 0.98
     """Between one-step (0) and Monte Carlo (1) advantages."""
     clip: float = 0.2
-    """How far the probability ratio of an action may move from 1 in one iteration."""
+    """The probability ratio of an action, new to old policy, is clipped to [1 - clip, 1 + clip]."""
     entropy_coef: float = 0.01
     """Weight of the entropy bonus."""
     value_coef: float = 0.5

@@ -1,4 +1,4 @@
-"""REINFORCE (Williams 1992) with a learned baseline, for any space of numbers, with or without memory.
+"""REINFORCE (Williams 1992) with a learned baseline, for discrete and continuous actions, for networks with or without memory.
 
     policy:   log pi(a | s) * (G - V(s))        G: the discounted sum of all rewards from this step on
     critic:   G - V(s)                          the error

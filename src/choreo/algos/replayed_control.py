@@ -89,7 +89,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedControl(abc.ABC):
-    """The family: its common fields, and its loop."""
+    """The common fields and the loop of DDPG, TD3 and SAC."""
 
     learning_rate: float = 1e-3
     """Step size of the optimiser."""
@@ -159,7 +159,7 @@ class ReplayedControl(abc.ABC):
 
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, *, greedy: bool = False):
-        """The action for one environment, and None: the replay stores nothing else with the step."""
+        """The action for one environment, and None: these algorithms have no extras to store in the replay."""
         policy = networks.thaw(params.policy)
         if greedy:
             return self.choose(policy, obs, None), None

@@ -50,7 +50,8 @@ class TD3(ReplayedControl):
         gradient, metrics = jax.grad(self.critic_loss, has_aux=True)(network.critics, train.target, steps, key)
         critics, critics_state = self.descend(gradient, network.critics, critics_state)
         due = (train.updates + 1) % self.policy_delay == 0
-        # `cond` contains only the gradient, which takes most of the time. `descend` calls `all_reduce`, which must run every time.
+        # Only the gradient, which takes most of the time, is inside of `cond`. `descend` is outside, because it calls `all_reduce`,
+        # in which all learner shards must take part.
         gradient = jax.lax.cond(
             due, jax.grad(self.policy_loss), lambda policy, *_: optax.tree.zeros_like(policy),
             network.policy, critics, steps.obs,

@@ -10,7 +10,8 @@
 
 An n-step return needs n + 1 observations, so its item is a window of n + 1 steps. Each observation is stored once, not a second
 time as a successor. The whole replay consists of arrays in an algorithm's carry. Every large array has the env axis first, so that
-a layout can divide it among sites like the environments. A table reads only the environments of its own replay.
+a layout can divide it among sites like the environments. With several buffer shards, each shard is a replay of its own, whose
+tables read only its own environments.
 
 We do not use flashbax for four reasons. Its buffers keep one sum tree over all environments, which cannot be divided among
 sites. They draw one kind of item. They do not store frame stacks as single frames. And if an iteration draws before it adds, XLA
@@ -102,8 +103,8 @@ class Replay:
     def ring(self, num_envs: int) -> int:
         """The length of the ring buffer of one environment: a multiple of `unroll`, so that each `add` writes one contiguous slice.
 
-        The ring buffer has room for at least one item, however large `num_envs` is. A plan also traces the algorithm with twice as
-        many environments as the run has.
+        The ring buffer always has room for `unroll` steps and one item, even if `capacity` is too small for that. This must
+        also hold for more environments than the run has: a plan traces the algorithm with twice as many.
         """
         longest = max(table.length for table in self.tables) + self.stack - 1
         steps = max(-(-self.capacity // num_envs), self.unroll + longest)
@@ -195,7 +196,7 @@ class Replay:
     ) -> ReplayState:
         """Set the priorities of items that were drawn from a table. Call it before the next `add`.
 
-        If a priority is NaN, all probabilities that are drawn later are NaN, and so is the loss; then the run ends.
+        If a priority is NaN, the probabilities of all items drawn later are NaN. Then the loss is NaN too, and the run ends.
         """
         changed = self.table(table)
         return state._replace(

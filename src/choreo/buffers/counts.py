@@ -32,7 +32,7 @@ class Count(NamedTuple):
         return Count(jnp.where(is_round, rest - round_, rest), self.rounds + is_round.astype(jnp.int32))
 
     def total(self, round_: int = LARGEST_ROUND) -> jax.Array:
-        """The whole count as a float, which is rounded; it may be too large for an int32."""
+        """The whole count as a rounded float, because it can be too large for an int32."""
         return self.rounds.astype(jnp.float32) * round_ + self.rest.astype(jnp.float32)
 
 

@@ -7,7 +7,7 @@ Within an iteration, learning does not depend on acting: a step can be drawn onl
 collected it. So a site that acts and a site that learns work at the same time, also in lockstep.
 
     1 shard     [env]                     one replay over all environments
-    B shards    B x [env / B]             a replay for each shard's environments; a batch has the same number of items of each
+    B shards    B x [env / B]             a replay for each shard's environments; a batch has the same number of items of each shard
 """
 
 import math

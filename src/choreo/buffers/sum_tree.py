@@ -18,17 +18,18 @@ from choreo.types import Key
 
 def empty(num_envs: int, num_items: int, batch: int) -> jax.Array:
     """Sum trees with all weights 0, for `num_items` items of each environment; `batch` is the number of items in one draw."""
-    # The time of a small batch depends on the number of levels, that of a large batch on `fan_out` (benchmarks/replay.py).
+    # The time to draw depends mostly on the number of levels for a small batch, and on `fan_out` for a large one
+    # (benchmarks/replay.py).
     fan_out = 16 if batch <= 64 else 8
     return jnp.zeros((num_envs, sum(_nodes_per_level(-(-num_items // fan_out), fan_out)), fan_out), jnp.float32)
 
 
 def set_consecutive(tree: jax.Array, item: jax.Array, weight: jax.Array) -> jax.Array:
-    """Set the weights [env, item] of consecutive items; `item` [item] is the same for all environments and may wrap around to 0."""
+    """Set the weights [env, item] of consecutive items; `item` [item] is the same for all environments and can wrap around to 0."""
     fan_out = tree.shape[-1]
     for first, num_nodes in _levels(tree):
         tree = tree.at[:, first + item // fan_out, item % fan_out].set(weight)
-        # The items lie in at most this many consecutive nodes, and in one more if they wrap around.
+        # n consecutive items lie in at most n // fan_out + 2 nodes, or in one more if they wrap around.
         most = min(len(item) // fan_out + 3, num_nodes)
         item = (item[0] // fan_out + jnp.arange(most, dtype=item.dtype)) % num_nodes
         weight = jnp.sum(tree[:, first + item], axis=-1)

@@ -38,7 +38,8 @@ class TableState(NamedTuple):
     """An opaque False that makes the write of the next `Replay.add` depend on the reads of the last `Replay.sample`, so
     that XLA updates the buffer in place. [env]"""
     next: tuple[jax.Array, jax.Array] | None = None
-    """Only for FIFO: the next item, as (number of its first step, environment). `ReplayState.inserted.rest` numbers the steps."""
+    """Only for FIFO: the next item, as (number of its first step, environment). The next step to be inserted has the number
+    `ReplayState.inserted.rest`."""
     tree: jax.Array | None = None
     """Sum trees over the weights of the items: [env, node, child]"""
     times_drawn: jax.Array | None = None
@@ -70,9 +71,9 @@ class Table:
     min_size: int = 1
     """Steps that must be stored, in all environments together, before anything is drawn."""
     samples_per_insert: float | None = None
-    """Upper bound on the ratio of drawn items to stored steps; None: no bound."""
+    """Upper bound on the ratio of drawn items to inserted steps; None: no bound."""
     max_times_sampled: int | None = None
-    """Number of draws after which an item is removed. With priorities, an item may be drawn a few times more in its last batch."""
+    """Number of draws after which an item is removed. With priorities, an item can be drawn a few times more in its last batch."""
 
     def __post_init__(self):
         if self.sampler not in ("uniform", "prioritized", "fifo"):
@@ -158,7 +159,7 @@ class Table:
         return state._replace(tree=sum_tree.set_weights(state.tree, env, time, new))
 
     def drawn_per_insert(self, state: TableState, inserted: Count, ring: int, num_envs: int) -> jax.Array:
-        """The ratio of drawn items to stored steps, so far."""
+        """The ratio of drawn items to inserted steps, so far."""
         # The result is computed in floats, because both counts may exceed 2^31.
         return state.draws.total() * self.batch / (jnp.maximum(inserted.total(round_of_steps(ring)), 1) * num_envs)
 

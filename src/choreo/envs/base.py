@@ -1,6 +1,6 @@
 """The interface of environments: a batch of `num_envs` independent copies, stepped together.
 
-    reset(keys[E]) -> state, obs[E, ...]         step(state, action[E, ...]) -> state, TimeStep
+    reset(keys[E]) -> state, obs[E, ...]         step(state, action[E, ...]) -> state, TimeStep         E: `num_envs`
 
 An environment resets itself within the step that ends an episode. So a step gives two observations: `obs`, on which the
 actor acts next, and `next_obs`, the true successor. They differ only where `last` is True.

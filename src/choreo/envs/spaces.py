@@ -175,12 +175,12 @@ class Bounds:
         return len(self.low)
 
     def scale(self, unit: Float[Array, "n"]) -> Float[Array, "*action"]:
-        """The action of a unit action."""
+        """From a unit action to an action."""
         middle, half = self._affine(unit.dtype)
         return (middle + half * unit).reshape(self.shape)
 
     def unscale(self, action: Float[Array, "*action"]) -> Float[Array, "n"]:
-        """The unit action of an action."""
+        """From an action to a unit action."""
         middle, half = self._affine(action.dtype)
         return (action.ravel() - middle) / half
 

@@ -105,7 +105,8 @@ class Batch:
         if math.isnan(reward.dot(reward)):
             self.wrong(int(np.isnan(reward).argmax()), "step", "NaN as its reward")
         returns = self.returns = self.returns + reward
-        token = self.token = token + 1  # overflows after 2**31 steps, which is harmless
+        # The token overflows after 2**31 steps. This is harmless, because tokens are only compared and subtracted.
+        token = self.token = token + 1
         totals = [returns, token - self.began, *(values.copy() for values in self.infos)]
         obs, discount, last = next_obs, self.all_ones, self.all_false
         if ended:

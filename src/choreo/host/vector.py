@@ -180,7 +180,7 @@ def _mode(env: VectorEnv, name: str) -> AutoresetMode:
 
 
 def _row(final: Any, i: int) -> Any:
-    """One environment's part of `final_obs`: an array of observations, or a tree of arrays."""
+    """The part of environment `i` in `final_obs`, which is an array of observations or a tree of such arrays."""
     if isinstance(final, dict):
         return {key: _row(part, i) for key, part in final.items()}
     if isinstance(final, tuple):

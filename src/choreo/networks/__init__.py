@@ -5,7 +5,7 @@ these interfaces, each for one environment:
 
     module(obs) -> (pi, value)                       an actor-critic: mlp, atari_cnn; pi is an `ops.Distribution`
     module(obs, memory) -> (pi, value, memory)       an actor-critic with memory: lstm; derives from `Recurrent`
-    module(obs) -> [action, atom]                    values of Discrete actions: q_mlp, q_cnn
+    module(obs) -> [action, atom]                    values of Discrete actions: q_mlp, q_cnn; see q.py for atoms
     module.policy(obs), module.critics               control of continuous actions: deterministic, squashed
 
 Change the options of a factory with `functools.partial(mlp, hidden=(256, 256))`.

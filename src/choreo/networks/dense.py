@@ -73,7 +73,7 @@ def squashed(
     hidden: Sequence[int] = (256, 256),
     critics: int = 2,
 ) -> "Control":
-    """The usual network of SAC, of ReLU layers: a policy that returns a `Squashed` distribution, and critics of actions."""
+    """The usual network of SAC, of ReLU layers: a policy that returns a `Squashed` distribution, and critics as for TD3."""
     key_policy, key_critics = jax.random.split(key)
     return Control(
         policy=Stochastic(*_policy_parts(observation_space, action_space, key_policy, hidden, outputs=2)),
@@ -149,7 +149,7 @@ class Switches(PolicyHead):
 
 def policy_head(action_space: gymnasium.Space, width: int, key: Key) -> PolicyHead:
     """The head for an action space, on features of length `width`."""
-    # With small first weights, every action is about equally likely (Andrychowicz et al. 2021, section 3.2).
+    # With small initial weights, every action is about equally likely (Andrychowicz et al. 2021, section 3.2).
     output = functools.partial(linear, key, width, scale=0.01)
     if isinstance(action_space, spaces.Discrete):
         return Choice(output(int(action_space.n)), int(action_space.start))
@@ -170,7 +170,7 @@ def policy_head(action_space: gymnasium.Space, width: int, key: Key) -> PolicyHe
 
 
 class Control(eqx.Module):
-    """The network of `deterministic` and `squashed`: a policy, which is all that acting needs, and critics of actions."""
+    """The network of `deterministic` and `squashed`: a policy, which is all that acting needs, and critics."""
 
     policy: "Deterministic | Stochastic"
     critics: tuple["ActionCritic", ...]
@@ -218,7 +218,7 @@ class Squashed(NamedTuple):
         return self.sample_and_log_prob(key)[0]
 
     def mode(self) -> Float[Array, "*action"]:
-        """The median of each dimension. It is not the maximum of the density, which may be at the bounds."""
+        """The median of each dimension. It is not the maximum of the density, which can be at the bounds."""
         return self.bounds.scale(jnp.tanh(self.mean))
 
     def sample_and_log_prob(self, key: Key) -> tuple[Float[Array, "*action"], Float[Array, ""]]:
@@ -261,7 +261,7 @@ def _policy_parts(
     encode, bounds = encoder(observation_space), bounds_of(action_space)
     key_torso, key_output = jax.random.split(key)
     widths = (encode.size, *hidden)
-    # With small first weights, actions are in the middle of the space, where the gradient of tanh is large.
+    # With small initial weights, actions begin in the middle of the space, where the gradient of tanh is large.
     return encode, layers(key_torso, widths), linear(key_output, widths[-1], outputs * bounds.size, scale=0.01), bounds
 
 

@@ -1,4 +1,4 @@
-"""Pure functions and small distributions; each one implements an equation of a paper.
+"""Pure functions and small distributions. Where a function is an equation of a paper, its docstring names the equation.
 
 policy_gradient.py    distributions of actions, advantages
 values.py             n-step returns, distributions of a return

@@ -28,18 +28,19 @@ class Moments(NamedTuple):
 
     @classmethod
     def of_nothing(cls, shape: tuple[int, ...]) -> "Moments":
-        """Statistics before the first observation: normalising with them changes nothing."""
+        """Mean 0 and variance 1, before the first observation: `normalise` then only clips."""
         return cls(jnp.zeros(()), jnp.zeros(shape), jnp.ones(shape))
 
 
 class Seen(NamedTuple):
-    """Means over a batch of observations. Means can be averaged over shards, while variances cannot."""
+    """Means over a batch of observations, which can be averaged over shards. Variances cannot: the shards have different means."""
 
     mean: Float[Array, "*obs"]
     square: Float[Array, "*obs"]
     """Mean squared distance from `around`."""
     around: Float[Array, "*obs"]
-    """A point near the mean, equal on all shards. With 0 instead, rounding errors of large squares would spoil the variance."""
+    """A point near the mean, equal on all shards. The variance is `square - (mean - around)**2`. If `around` were 0, this could be
+    a small difference of two large numbers, which loses precision."""
 
 
 def initial_moments(space: gymnasium.Space) -> PyTree:
@@ -95,7 +96,7 @@ def look(moments: PyTree, obs: PyTree) -> PyTree:
 
 
 def merge_moments(moments: PyTree, seen: PyTree, count: Float[Array, ""]) -> PyTree:
-    """The statistics after `count` more observations of all shards; `seen` is the average of `look` over these shards."""
+    """The statistics after `count` more observations, counted over all shards; `seen` is the mean of their results of `look`."""
 
     def merge(moments: Moments, seen: Seen) -> Moments:
         var = jnp.maximum(seen.square - (seen.mean - seen.around) ** 2, 0)

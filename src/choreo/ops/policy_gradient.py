@@ -4,9 +4,15 @@
                                                      advantage: gae, lambda_return, vtrace
 
 A distribution is a small pytree for one environment or, under `vmap`, for many. Advantages and returns are computed from
-trajectories [time, env]. `discount_t` is the discount factor, and 0 where the episode terminated. `last_t` is True where the
-episode terminated or reached a time limit. At a time limit the discount is not 0, so the return bootstraps from the value of the
-true successor; rewards of the next episode never count.
+trajectories [time, env]. The suffix `_tm1` ("t minus 1") means before a step, `_t` during or after the step:
+
+    value_tm1                  the value of the observation before the step (`obs` of a `Transition`)
+    reward_t                   the reward of the step
+    discount_t                 the discount factor, but 0 where the episode terminated
+    last_t                     True where the episode terminated or reached a time limit
+    value_t                    the value of the observation after the step (`next_obs` of a `Transition`)
+
+At a time limit the discount is not 0, so the return bootstraps from `value_t`. Rewards of the next episode never count.
 """
 
 from collections.abc import Sequence
@@ -24,7 +30,7 @@ PerStep = Float[Array, "time env"]
 Flags = Bool[Array, "time env"]
 
 MASKED = -1e9
-"""The logit of a forbidden action, which is then never sampled. It is finite, so that entropy and gradients are finite."""
+"""The logit of a forbidden action: too low to be ever sampled, but finite, so that entropy and gradients are finite."""
 
 
 @runtime_checkable
@@ -103,10 +109,10 @@ class Bernoulli(NamedTuple):
 
 
 class Independent(NamedTuple):
-    """Several independent actions at once; log-probabilities are summed over the last axis."""
+    """A vector of n independent actions; log-probabilities and entropies are summed over the n actions."""
 
     each: Distribution
-    """The distributions of all dimensions, as one distribution whose last batch axis counts the dimensions."""
+    """One distribution with the shape [*batch, n]: entry i along the last axis is the distribution of action i."""
 
     def sample(self, key: Key) -> Int[Array, "*batch n"]:
         return self.each.sample(key)
@@ -168,14 +174,14 @@ def multi_categorical(
 def gae(
     reward_t: PerStep, discount_t: PerStep, last_t: Flags, value_tm1: PerStep, value_t: PerStep, lambda_: float
 ) -> PerStep:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16); `value_t` is the value of `next_obs`."""
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16)."""
     delta_t = reward_t + discount_t * value_t - value_tm1
     return accumulate(delta_t, jnp.where(last_t, 0.0, lambda_ * discount_t), jnp.zeros_like(delta_t[0]))
 
 
 def lambda_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, value_t: PerStep, lambda_: float) -> PerStep:
     """The lambda-return (Sutton & Barto 2018, eq. 12.18); lambda_=1 is the Monte Carlo return, lambda_=0 the one-step return."""
-    # As in `gae`, the trace ends with the episode; the last step bootstraps from `value_t`.
+    # As in `gae`, the trace ends with the episode; the last step of an episode bootstraps from `value_t`.
     trace_t = jnp.where(last_t, 0.0, jnp.full_like(discount_t, lambda_))
     bootstrap_t = reward_t + discount_t * (1 - trace_t) * value_t
     return accumulate(bootstrap_t, discount_t * trace_t, value_t[-1])
@@ -187,12 +193,12 @@ def discounted_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, val
 
 
 class VTrace(NamedTuple):
-    """Targets and advantages of a policy, from trajectories of an older policy."""
+    """Targets and advantages for a policy, from trajectories that an older policy collected."""
 
     target_tm1: PerStep
     """v_s of equation 1: the critic's target."""
     advantage_t: PerStep
-    """rho_s (r_s + gamma v_{s+1} - V(x_s)): the factor of the log-probability's gradient."""
+    """rho_s (r_s + gamma v_{s+1} - V(x_s)), if `lambda_` is 1: the factor of the log-probability's gradient."""
 
 
 def vtrace(
@@ -243,7 +249,7 @@ def clipped_surrogate(
 def clipped(optimizer: optax.GradientTransformation, max_norm: float) -> optax.GradientTransformation:
     """Scale gradients down to `max_norm`, then apply `optimizer` to all parameters as one vector.
 
-    With many small arrays, the overhead of each call takes longer than the computation. With one vector, PPO with two networks
-    of 2 x 64 units learns in 7% less time.
+    An optimiser runs a few small operations on each parameter array. For small arrays, starting these operations takes longer than
+    computing them; as one vector, all parameters need them only once. PPO with two networks of 2 x 64 units learns in 7% less time.
     """
     return optax.chain(optax.clip_by_global_norm(max_norm), optax.flatten(optimizer))

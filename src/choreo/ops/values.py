@@ -19,7 +19,7 @@ class NStep(NamedTuple):
     steps: jax.Array
     """Number of steps that count; also the index, in the window, of the observation to bootstrap from."""
     weight: jax.Array
-    """1, or 0 if no step counts: a time limit ended the episode at the first step, so its true successor is not stored."""
+    """1, or 0 if no step counts: a time limit ended the episode at the first step, and the observation after it is not stored."""
 
 
 def n_step(

@@ -2,7 +2,7 @@
 
     Carry(train=Train(params=...), key=...)   ->   ".train.params.weight"  float32[64, 4]
                                                    ".key"                  uint32[2], and its generator in the header
-                                                   ".train.half"           uint8[64, 8], and "bfloat16" in the header
+                                                   ".train.half"           uint8[64, 4, 2], and "bfloat16" in the header
 
 The file is replaced atomically, so after a crash the old file or the new one is there. Leaves that are not arrays (an
 activation function) are not stored; `load` takes them from the structure that it is given.

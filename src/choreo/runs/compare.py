@@ -23,7 +23,7 @@ from choreo.runs.episode_returns import EPISODES_PER_RETURN
 from choreo.runs.folder import Row, RunFolder
 
 POINTS = (0.25, 0.5, 0.75, 1.0)
-"""Points at which returns are compared, as fractions of the shortest run."""
+"""Points at which returns are compared, as fractions of the steps, or of the seconds, that every run has reached."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +86,7 @@ class Record:
     def seconds(self) -> np.ndarray:
         """Seconds since the start, at each row.
 
-        Where the stored number decreases, the count had started again from 0; the time before is added.
+        If the stored number decreases at a row, its clock had started again from 0; then the time of the rows before is added.
         """
         seconds = self._column("seconds")
         before = np.where(np.diff(seconds) < 0, seconds[:-1], 0.0)
@@ -94,7 +94,7 @@ class Record:
 
     @cached_property
     def boundaries(self) -> np.ndarray:
-        """The indices of the rows at boundaries. Only their times are known."""
+        """The indices of the rows at boundaries. All other rows have the time of the next boundary."""
         return np.flatnonzero(np.append(np.diff(self.seconds) != 0, True))
 
     @property
@@ -161,7 +161,9 @@ class Record:
 
     @property
     def _reliable_returns(self) -> np.ndarray:
-        """The returns, with NaN while fewer than 100 episodes have ended: a mean over few episodes may be high by luck."""
+        """The returns, with NaN at the beginning, until 100 episodes (or all episodes of the run, if fewer) have ended.
+
+        The mean of fewer episodes can be high by luck."""
         seen = np.cumsum(np.nan_to_num(self._column("episodes")))
         return np.where(seen >= min(EPISODES_PER_RETURN, seen[-1]), self.returns, np.nan)
 

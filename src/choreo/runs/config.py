@@ -26,7 +26,8 @@ from choreo.runtime.make import RUNTIMES
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
-"""The largest number of environment steps between two boundaries, so that the progress line moves a few times per second."""
+"""The largest number of environment steps between two boundaries, if one iteration has fewer. At this number, the progress line
+moves a few times per second."""
 CHECKPOINTS_PER_RUN = 10
 """About how often the checkpoint is written during a run if `checkpoint_every` is not given."""
 
@@ -56,7 +57,7 @@ class RunConfig:
     seed: int
     """The run's only source of randomness."""
     runtime: str | None
-    """Name of the runtime that executes the plan; None: the number of sites decides."""
+    """Name of the runtime that executes the plan; None: `local` for several processes or a cluster, else `inprocess`."""
     eval_every: int | None
     """Iterations between evaluations."""
     eval_episodes: int

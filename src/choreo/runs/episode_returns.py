@@ -1,4 +1,4 @@
-"""`train_return`: the mean return of the last 100 training episodes, iteration by iteration."""
+"""`train_return`, computed after each iteration: the mean return of the last training episodes, at least 100."""
 
 import collections
 import math
@@ -11,7 +11,7 @@ EPISODES_PER_RETURN = 100
 
 
 class EpisodeReturns:
-    """A moving window over the newest iterations that together have at least 100 episodes."""
+    """A moving window: the newest iterations, as few as have at least 100 episodes together."""
 
     def __init__(self, rows: Sequence[Row]):
         """`rows`: the metrics of earlier iterations, in order."""

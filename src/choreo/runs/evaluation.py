@@ -22,7 +22,7 @@ from choreo.types import Key, PyTree
 MAX_ENVS = 128
 """The largest number of environments that play in parallel. With more episodes, an environment plays several of them."""
 MAX_HOST_ENVS = 16
-"""The same for environments in Python. Each of them may need a second to be made, and a gigabyte of memory."""
+"""The same for environments in Python. Making one of them can take a second and a gigabyte of memory."""
 STEPS_PER_CALL = 1024
 """Steps per compiled call. Ctrl-C takes effect between two calls."""
 
@@ -95,7 +95,7 @@ def _too_long(env: Any, max_episode_steps: int) -> RunError:
 
 
 def check_act(algo: Any) -> None:
-    """Refuse an algorithm that cannot be evaluated. Called before training: an error after it would lose the result."""
+    """Refuse an algorithm that cannot be evaluated. Called before training: an error after training would lose the result."""
     if "greedy" not in inspect.signature(type(algo).act).parameters:
         raise AlgorithmError(
             f"`{type(algo).__name__}.act` takes no `greedy`, so it cannot be evaluated.",

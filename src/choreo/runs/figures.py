@@ -18,7 +18,8 @@ from choreo.runs.progress import short
 from choreo.runs.safe_files import write_atomic
 from choreo.runtime.engine.profile import Profile
 
-# When it is imported, Matplotlib reads `matplotlibrc` in the current folder, which may be a stranger's run folder.
+# When Matplotlib is imported, it reads `matplotlibrc` in the current folder, which may be a stranger's run folder. So it is
+# imported in a different folder.
 with contextlib.chdir(sys.prefix):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

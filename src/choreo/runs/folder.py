@@ -2,7 +2,7 @@
 
     runs/x/  run.toml                 everything needed to run it again
              metrics.jsonl            one line per iteration
-             checkpoint.safetensors   the whole state at the last boundary
+             checkpoint.safetensors   the whole state at the last checkpoint
              reads.jsonl              which versions of the parameters were read, if that depended on timing
              graph.svg  curve.png     the fragmented dataflow graph; the learning curve
              summary.json             the numbers of the final table
@@ -51,7 +51,7 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """The log of reads that may have been out of date: one [reader, update, version] per line."""
+        """The log of a relaxed run, one [reader, update, version] per line: for this update, the reader used this version."""
         return self.path / "reads.jsonl"
 
     @property

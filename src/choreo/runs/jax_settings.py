@@ -3,8 +3,8 @@
     jax_compilation_cache_dir, ..._max_size, jax_persistent_cache_min_compile_time_secs     see compilation_cache.py
     jax_cpu_enable_async_dispatch, jax_num_cpu_devices                                      JAX reads them when it starts
 
-A setting that the user has made is never changed. The number of devices is not restored if JAX has started meanwhile:
-JAX refuses to change it then.
+If the user has chosen the value of a setting, Choreo does not change it. The number of devices is not restored if JAX has
+started meanwhile: JAX refuses to change it then.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def put_back() -> Iterator[None]:
 
 
 def prepare(layout: Layout, env: Env | None = None) -> None:
-    """Change the settings that JAX reads when it starts, except for those that the user has made.
+    """Change the settings that JAX reads when it starts, except for those whose values the user has chosen.
 
     Does nothing if JAX has started already.
     """

@@ -107,7 +107,7 @@ def _specs(name: str) -> list[Any]:
 
 
 NAMES_A_FILE = re.compile("file|path|folder|dir|url|module|entry_point|env_id")
-"""Matches arguments whose value an environment opens or imports: MuJoCo's `xml_file`, EnvPool's `base_path`."""
+"""Matches names of arguments whose value an environment opens or imports: MuJoCo's `xml_file`, EnvPool's `base_path`."""
 PLAIN_TEXT = re.compile(r"[A-Za-z0-9_,+ -]*")
 """Matches text without `/`, `\\`, `.`, `~` and `:`, which cannot be a path outside of a package's own data."""
 
@@ -127,7 +127,7 @@ def is_plain(described: Any, name: str) -> bool:
 
 
 NOT_OPTIONS = re.compile("learning_rate|dtype")
-"""Matches arguments of optimisers that a run.toml cannot give: the algorithm passes them, or they are not numbers."""
+"""Matches names of optimisers' arguments that a run.toml cannot give: the algorithm passes them, or they are not numbers."""
 
 
 def misfit(make: Any, arguments: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ from choreo.runs.folder import Row
 from choreo.runtime.engine.metrics import as_numbers
 
 EPISODE_METRICS = ("episode", "train_return")
-"""Metrics whose names begin with one of these may be NaN, because an iteration may have no episode that ended."""
+"""Metrics whose names begin with one of these words can be NaN, because an iteration may have no episode that ended."""
 
 
 def make_rows(

@@ -1,8 +1,9 @@
-"""Read and write files in a folder that may come from a stranger: atomically, and never through a link or a pipe.
+"""Read and write files in a folder that may come from a stranger.
 
 If `metrics.jsonl` were a symbolic link, or had a second hard link, writing to it would change a file elsewhere; opening a
-pipe (FIFO) would block for ever. All three are refused, and the error names the file. Only the last part of a path is
-checked: the user chose the folder, and the path of the folder may contain links.
+pipe (FIFO) would block for ever. So `open_to_write` and `open_to_read` refuse all three, with an error that names the file.
+`write_atomic` replaces a link by a new file. `read_bytes` refuses pipes but follows links, because reading changes nothing. Only
+the last part of a path is checked: the user chose the folder, and the path of the folder may contain links.
 """
 
 import errno
@@ -44,7 +45,7 @@ def open_to_read(path: Path) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file; raises OSError if it does not exist. Links are followed: reading changes nothing."""
+    """The content of a file; raises OSError if it does not exist. Links are followed."""
     with os.fdopen(_open(path, os.O_RDONLY, 0), "rb") as file:
         data: bytes | None = file.read()
     if data is None:  # a file of the kernel, for which read() would block

@@ -130,7 +130,7 @@ def _mapping(items: dict[str, Any], at: str, code: Code) -> Make:
 
 
 def finder(target: str, at: str, code: Code) -> Make:
-    """Return a function that looks up `target`, a public name. If `target` is code, the returned function imports it."""
+    """Return a function that finds `target`: it looks up a public name, and imports code."""
     if target in public_names.table():
         return lambda: public_names.table()[target]
     if ":" not in target:
@@ -188,7 +188,7 @@ def _check_arguments_of(make: Any, arguments: dict[str, Any], at: str) -> None:
 
 
 def describe_environment(env: Any) -> dict[str, Any]:
-    """An environment as TOML data: its name, number and arguments, if these determine it; else the result of `describe`."""
+    """An environment as TOML data: its name, `num_envs` and arguments, if these determine it; else the result of `describe`."""
     if isinstance(env, envs.HostEnv):
         target, kwargs = env.name if env.is_envpool else env.source.factory_call.target, env.arguments
     else:

@@ -124,9 +124,9 @@ def _from_checkpoint(folder: RunFolder, train: Mapping[str, Any], wanted: set[st
 
 
 def _check_names(folder: RunFolder, train: Mapping[str, Any], wanted: set[str], stored: set[str]) -> None:
-    """Refuse a checkpoint that lacks a wanted leaf, or that has too many leaves in a field whose leaves are all wanted.
+    """Refuse a checkpoint that lacks a wanted leaf. If all leaves of a field are wanted, refuse further leaves in this field.
 
-    `stored`: the names in the checkpoint.
+    `stored`: the names in the checkpoint. `_field` gives the field of a leaf.
     """
     for name in sorted(wanted - stored):
         raise _does_not_fit(folder, f"`{name}` ({_type_of(train[name])}) of this run is not in the folder")

@@ -34,7 +34,7 @@ PARTS = {
     "act": "act(params, obs, key, *, greedy=False) -> (action, extras)",
 }
 METRICS = ("episode_return", "episode_length", "episodes")
-"""The metrics that `choreo.rollout` returns, and that every report shows."""
+"""The metrics of episodes that every algorithm must return; `choreo.rollout` returns them."""
 
 
 def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:

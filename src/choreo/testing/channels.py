@@ -150,7 +150,7 @@ def check_finish(make: MakeChannel) -> None:
 
 
 def check_receiver_closed(make: MakeChannel) -> None:
-    """Check that `send` raises ReceiverClosed after the receiver closed, at the latest after `slots` messages, or while waiting."""
+    """Check that `send` raises ReceiverClosed after the receiver closed: after at most `slots` messages, or while it waits."""
     sender, receiver = _pair(make, slots=2)
     with sender:
         receiver.close()
@@ -299,7 +299,7 @@ def _raw(array: np.ndarray) -> np.dtype:
 
 
 def _inside(batches: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The views into which a message is received: of each batch the middle row, and of this row every second element."""
+    """The views into which a message is received: every second element in the middle row of each batch."""
     return [
         batch[1, ..., 0].view(a.dtype) if a.ndim else batch[1, 0:1].view(a.dtype)[0, ...]
         for batch, a in zip(batches, arrays, strict=True)

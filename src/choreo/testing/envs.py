@@ -160,7 +160,7 @@ def check_episodes(env: Env, ts: TimeStep) -> None:
 def check_determinism(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> None:
     """Check that equal keys and actions give equal episodes, and that environments with different keys begin differently."""
     _require(_equal(ts, play(env, keys, actions)[1]), env, "the same keys and actions give different results.")
-    # So many environments do not all begin equally by chance, even if there are only two possible first observations.
+    # It is very unlikely that 16 or 64 environments all begin equally by chance, even with only two possible first observations.
     many = env.with_num_envs(16 if isinstance(env, HostEnv) else 64)
     one, two = (first_obs(many, many.keys(jax.random.key(seed))) for seed in (1, 2))
     alike = all(len(np.unique(np.asarray(x).reshape(len(x), -1), axis=0)) == 1 for x in jax.tree.leaves(one))
