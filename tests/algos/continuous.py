@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from algos.one_gradient import iterate_often
 from algos.one_step import OneStep
-from algos.toys import batch, box, number, one_of
+from algos.toys import as_float, batch, box, one_of
 from choreo.algos import replayed_control
 from choreo.algos.replayed_control import Network
 from choreo.buffers import StoredStep
@@ -32,7 +32,7 @@ def within_one(action):
 
 @dataclass(frozen=True)
 class Shoot:
-    """One step. The best action is the observation plus 1; the reward is minus the squared distance from the best action."""
+    """Episodes of one step. The best action is the observation plus 1; the reward is minus the squared distance from it."""
 
     name: str = "toy:Shoot"
     time_limit: int | None = None
@@ -53,10 +53,11 @@ class Shoot:
 
 @dataclass(frozen=True)
 class Walk:
-    """Two steps. The first action chooses a place, and 0.5 is the best place. The second action must name this place.
+    """Episodes of two steps. The first action chooses a place; the best place is 0.5. The best second action equals the place.
 
-    With actions mapped by `within_one`, the value of a second action is 1 - (action - place)^2 - (place - 0.5)^2. If the
-    second action is the best one, the value of a first action is GAMMA * (1 - (action - 0.5)^2).
+    Places are actions mapped by `within_one`. For actions mapped in this way, the value of a second action is 
+    1 - (action - place)^2 - (place - 0.5)^2. If the second action is the best one, the value of a first action is
+    GAMMA * (1 - (action - 0.5)^2).
     """
 
     name: str = "toy:Walk"
@@ -89,13 +90,13 @@ class Rest:
 
     def step(self, state, action, key):
         return state, EnvStep(
-            jnp.ones(1, jnp.result_type(float)), 1 - number(within_one(action[0])) ** 2, jnp.zeros((), bool)
+            jnp.ones(1, jnp.result_type(float)), 1 - as_float(within_one(action[0])) ** 2, jnp.zeros((), bool)
         )
 
 
 @dataclass(frozen=True)
 class Parts:
-    """One step. Observations are dicts. Actions are matrices, and each of their elements has different bounds."""
+    """Episodes of one step. Observations are dicts. Actions are matrices, and each element has different bounds."""
 
     observation_space = property(
         lambda self: spaces.Dict(sign=spaces.Discrete(2), level=spaces.Box(0, 255, (2,), np.uint8))
@@ -108,7 +109,7 @@ class Parts:
         return {"sign": jax.random.randint(key, (), 0, 2), "level": jnp.array([0, 255], jnp.uint8)}
 
     def pay(self, obs, action):
-        return -jnp.sum((action - jnp.stack([jnp.ones(1), 2 * number(obs["sign"])[None]])) ** 2)
+        return -jnp.sum((action - jnp.stack([jnp.ones(1), 2 * as_float(obs["sign"])[None]])) ** 2)
 
 
 def toy(algo, **options):
@@ -127,7 +128,7 @@ def parts(num_envs: int = 8):
 
 
 def values(network, obs, action) -> np.ndarray:
-    """For each of n pairs, the smallest value that a critic gives. `obs` is [n, ...], `action` and the result are [n]."""
+    """The smallest of the critics' values, for n observations with one action each. `obs`: [n, ...]; `action` and result: [n]."""
     smallest = jax.vmap(lambda obs, action: jnp.min(replayed_control.values(network.critics, obs, action[None])))
     return np.asarray(smallest(jnp.asarray(obs), jnp.asarray(action)))
 

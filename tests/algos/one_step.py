@@ -1,6 +1,6 @@
 """Tasks with episodes of one step, over spaces of every kind. The best return of every task is 1.
 
-A `Task` is for one environment, and may have any observation space. `OneStep` makes a batch of environments from a task.
+A `Task` is one environment, with any observation space. `OneStep` makes a batch of environments from a task.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from algos.toys import number
+from algos.toys import as_float
 from choreo.envs import TimeStep
 from choreo.roles import fragment
 
@@ -73,7 +73,7 @@ def act_once(task, state, action):
 
 @dataclass(frozen=True)
 class Name:
-    """The best action names the observation. Neither observations nor actions begin at 0."""
+    """The best action has the same index in its space as the observation. Neither space begins at 0."""
 
     observation_space = property(lambda self: spaces.Discrete(3, start=2))
     action_space = property(lambda self: spaces.Discrete(3, start=-1))
@@ -82,12 +82,12 @@ class Name:
         return jax.random.randint(key, (), 2, 5)
 
     def pay(self, obs, action):
-        return number(action == obs - 3)
+        return as_float(action == obs - 3)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The observation is nested and has three pieces, each with two values. The best action repeats them as three bits."""
+    """The observation is nested and has three pieces with two possible values each. The best action repeats the pieces as three bits."""
 
     observation_space = property(
         lambda self: spaces.Dict(
@@ -99,12 +99,12 @@ class Pieces:
 
     def see(self, key):
         sign, level, flag = jax.random.randint(key, (3,), 0, 2)
-        return {"sign": 3 + sign, "rest": (number(level)[None], {"flag": flag[None].astype(jnp.int8)})}
+        return {"sign": 3 + sign, "rest": (as_float(level)[None], {"flag": flag[None].astype(jnp.int8)})}
 
     def pay(self, obs, action):
         level, inner = obs["rest"]
         pieces = (obs["sign"] - 3, level[0], inner["flag"][0])
-        return jnp.mean(number(action == jnp.stack([x.astype(jnp.int8) for x in pieces])))
+        return jnp.mean(as_float(action == jnp.stack([x.astype(jnp.int8) for x in pieces])))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Copy:
         return jax.random.randint(key, (2,), jnp.array([5, -1]), jnp.array([7, 2]))
 
     def pay(self, obs, action):
-        return jnp.mean(number(action == obs + jnp.array([-4, 1])))
+        return jnp.mean(as_float(action == obs + jnp.array([-4, 1])))
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Side:
         return jnp.broadcast_to(columns[None, :, None], (4, 4, 1))
 
     def pay(self, obs, action):
-        return number(action == (obs[0, 3, 0] > 0).astype(jnp.int32))
+        return as_float(action == (obs[0, 3, 0] > 0).astype(jnp.int32))
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Highest:
     def pay(self, obs, action):
         mask = obs["action_mask"].astype(bool)
         best = jnp.max(jnp.where(mask, jnp.arange(1, 5), 0))
-        return jnp.where(mask[action - 1], number(action == best), FORBIDDEN)
+        return jnp.where(mask[action - 1], as_float(action == best), FORBIDDEN)
 
 
 @dataclass(frozen=True)
@@ -169,10 +169,10 @@ class HighestOfTwo:
 
     def see(self, key):
         one, other = jax.random.bernoulli(key, shape=(2,))
-        allowed = number(jnp.stack([jnp.bool(True), one, jnp.bool(True), other, other]))
+        allowed = as_float(jnp.stack([jnp.bool(True), one, jnp.bool(True), other, other]))
         return {"action_mask": allowed, "nothing": jnp.ones(1, jnp.result_type(float))}
 
     def pay(self, obs, action):
         one, other = obs["action_mask"][:2] > 0, obs["action_mask"][2:] > 0
-        paid = number(action == jnp.stack([one[1].astype(jnp.int32), 2 * other[2].astype(jnp.int32)]))
+        paid = as_float(action == jnp.stack([one[1].astype(jnp.int32), 2 * other[2].astype(jnp.int32)]))
         return jnp.where(one[action[0]] & other[action[1]], jnp.mean(paid), FORBIDDEN)

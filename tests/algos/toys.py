@@ -25,7 +25,10 @@ def as_float(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Match:
-    """One step. The observation is one of three signs, and the action must name it. Best return: 1; at random: 1/3."""
+    """Episodes of one step. The observation is one of three signs, and the best action is the number of this sign.
+
+    The best return is 1. The mean return of random actions is 1/3.
+    """
 
     name: str = "toy:Match"
     time_limit: int | None = None
@@ -42,7 +45,7 @@ class Match:
 
 @dataclass(frozen=True)
 class TwoStep:
-    """Two steps. The first action leads to the left (0) or to the right (1).
+    """Episodes of two steps. The first action leads to the left (0) or to the right (1).
 
     On the left, any second action pays 0.5. On the right, action 0 pays 1, and action 1 pays 0. The best return is 1.
     """
@@ -65,7 +68,7 @@ class TwoStep:
 
 @dataclass(frozen=True)
 class Aim:
-    """One step. The action is a number, and the best action is the observation divided by 2. The best return is 0."""
+    """Episodes of one step. The action is a number, and the best action is the observation divided by 2. The best return is 0."""
 
     name: str = "toy:Aim"
     time_limit: int | None = None
@@ -82,9 +85,9 @@ class Aim:
 
 @dataclass(frozen=True)
 class Recall:
-    """Two steps. Only the first observation shows a sign, and the second action must name it. The best return is 1.
+    """Episodes of two steps. Only the first observation shows a sign, and the best second action is the number of this sign.
 
-    The mean return of a policy without memory is 1/2.
+    The best return is 1. Without memory, the mean return is 1/2.
     """
 
     name: str = "toy:Recall"
@@ -99,7 +102,7 @@ class Recall:
     def step(self, state, action, key):
         sign, t = state
         over = t == 1
-        return (sign, t + 1), EnvStep(jnp.zeros(2, jnp.result_type(float)), number(over & (action == sign)), over)
+        return (sign, t + 1), EnvStep(jnp.zeros(2, jnp.result_type(float)), as_float(over & (action == sign)), over)
 
 
 @dataclass(frozen=True)

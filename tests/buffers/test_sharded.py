@@ -49,4 +49,4 @@ def test_the_number_of_updates_must_be_whole(algo, message, suggested):
     with pytest.raises(AlgorithmError) as error:
         algo.init(env, jax.random.key(0))
     assert message in str(error.value)
-    assert f"Use updates_per_step={ratio}, which gives {round(ratio * 8 * algo.unroll)};" in str(error.value)
+    assert f"Use updates_per_step={suggested}, which gives {round(suggested * 8 * algo.unroll)};" in str(error.value)

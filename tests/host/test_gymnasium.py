@@ -48,7 +48,7 @@ def test_results_of_a_call_are_never_changed_later():
 
 def test_episodes_of_different_environments_end_at_different_times():
     lengths = iter([2, 3])
-    block = batch(lambda: Count(length=next(lengths, 2)), range(2))  # `probe` makes one more first, which takes the 2
+    block = batch(lambda: Count(length=next(lengths, 2)), range(2))  # `probe` first makes another environment, which takes the 2
     rows = play(block, 6)
     assert [row[3].tolist() for row in rows] == [[t % 3 == 0, t % 2 == 0] for t in range(1, 7)]
     assert [row[6].tolist() for row in rows][2:4] == [[3, 1], [1, 2]]
@@ -156,7 +156,7 @@ def test_observations_and_actions_may_be_trees():
     assert (more[0] == 1).all() and (more[2] == 4).all()  # next_obs belongs to the old episode
 
 
-def test_a_wide_batch_has_types_of_64_bits():
+def test_a_wide_batch_keeps_types_of_64_bits():
     token, *obs = batch(Nested, wide=True).reset(seeds(0, 1))
     assert [x.dtype.name for x in obs] == ["int64", "int8", "uint8", "int64", "float64"]
 
@@ -195,7 +195,7 @@ def test_a_missing_action_mask_is_refused():
             return obs, *rest, {}
 
     with pytest.raises(
-        EnvError, match=r"Environment 0 of `Forgets` returned from `step`: .*without info\['action_mask'\]"
+        EnvError, match=r"`step` of environment 0 of `Forgets` returned .*without info\['action_mask'\]"
     ):
         play(batch(Forgets), 1)
 
@@ -214,7 +214,7 @@ def test_an_info_that_is_not_a_number_is_refused():
             return obs, *rest, {"word": "yes"}
 
     with pytest.raises(
-        EnvError, match=r"Environment 0 of `Wordy` returned from `step`: a str as info\['word'\], not a number"
+        EnvError, match=r"`step` of environment 0 of `Wordy` returned a str as info\['word'\], not a number"
     ):
         play(batch(Wordy, info_keys=("word",)), 1)
 
@@ -222,15 +222,15 @@ def test_an_info_that_is_not_a_number_is_refused():
 FAULTS = {
     "raise": "Environment 5 of `Faulty` raised ValueError in step: the motor is on fire",
     "raise in reset": "Environment 5 of `Faulty` raised ZeroDivisionError in reset: no more episodes",
-    "shape": r"Environment 5 of `Faulty` returned from `step`: an observation float32\[1\] where its space says float32\[2\]",
-    "dtype": r"Environment 5 of `Faulty` returned from `step`: an observation float64\[2\] where its space says float32\[2\]",
-    "list": r"Environment 5 of `Faulty` returned from `step`: an observation a list where its space says float32\[2\]",
-    "nan": "Environment 5 of `Faulty` returned from `step`: NaN in its observation",
-    "nan reward": "Environment 5 of `Faulty` returned from `step`: NaN as reward",
-    "array reward": r"Environment 5 of `Faulty` returned from `step`: an array float64\[1\] as reward, not a number",
-    "no reward": "Environment 5 of `Faulty` returned from `step`: NaN as reward",
-    "four": r"Environment 5 of `Faulty` returned from `step`: 4 values, not \(obs, reward, terminated, truncated, info\)",
-    "none": "Environment 5 of `Faulty` returned from `step`: a NoneType, not",
+    "shape": r"`step` of environment 5 of `Faulty` returned an observation float32\[1\] where its space says float32\[2\]",
+    "dtype": r"`step` of environment 5 of `Faulty` returned an observation float64\[2\] where its space says float32\[2\]",
+    "list": r"`step` of environment 5 of `Faulty` returned an observation a list where its space says float32\[2\]",
+    "nan": "`step` of environment 5 of `Faulty` returned NaN in its observation",
+    "nan reward": "`step` of environment 5 of `Faulty` returned NaN as its reward",
+    "array reward": r"`step` of environment 5 of `Faulty` returned an array float64\[1\] as reward, not a number",
+    "no reward": "`step` of environment 5 of `Faulty` returned NaN as its reward",
+    "four": r"`step` of environment 5 of `Faulty` returned 4 values, not \(obs, reward, terminated, truncated, info\)",
+    "none": "`step` of environment 5 of `Faulty` returned a NoneType, not",
 }
 
 
@@ -264,11 +264,11 @@ def test_current_is_the_number_of_the_running_environment():
 def test_a_stale_token_is_refused():
     """A token holds the number of steps so far. `reset` and `step` return it, and the next `step` needs it."""
     block = batch(Count)
-    with pytest.raises(EnvError, match="should continue from step 0, but its environments have not been reset"):
+    with pytest.raises(EnvError, match="asked to continue from step 0, but its environments have not been reset"):
         block.step(np.zeros(2, np.int32), np.zeros(2, np.int32))
     token, _ = block.reset(seeds(0, 1))
     later, *_ = block.step(token, np.zeros(2, np.int32))
-    with pytest.raises(EnvError, match="from step 0, but its environments have taken 1 steps: .* cannot go back"):
+    with pytest.raises(EnvError, match=r"from step 0, but its environments have taken 1 steps\. .* cannot go back"):
         block.step(token, np.zeros(2, np.int32))
     block.step(later, np.zeros(2, np.int32))
     again, _ = block.reset(seeds(0, 1))

@@ -126,7 +126,7 @@ def test_wrong_vector_environments_are_refused():
         def step(self, actions):
             return super().step(actions)[:4]
 
-    with pytest.raises(EnvError, match="`Short` returned from `step`: 4 values, not"):
+    with pytest.raises(EnvError, match="`step` of environment 0 of `Short` returned 4 values, not"):
         play(batch(Short, range(3)), 1)
 
     class Raises(Native):
@@ -143,7 +143,7 @@ def test_wrong_vector_environments_are_refused():
             return super().observe().astype(np.float64)
 
     with pytest.raises(
-        EnvError, match=r"returned from `reset`: observations float64\[3, 2\] where its space says float32\[3, 2\]"
+        EnvError, match=r"`Wide` returned observations float64\[3, 2\] where its space says float32\[3, 2\]"
     ):
         play(batch(Wide, range(3)), 1)
 
@@ -164,5 +164,5 @@ def test_envpool_gives_complete_episodes_that_depend_only_on_seeds():
     token, obs = part.reset(seeds(2))
     for row in rows:
         token, obs, *_ = part.step(token, ONES[:1])
-        np.testing.assert_array_equal(obs[0], row[0][1])  # depends on the seed, not on the block
+        np.testing.assert_array_equal(obs[0], row[0][1])  # results depend on the seed, not on the block
     part.close()
