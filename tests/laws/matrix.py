@@ -20,7 +20,8 @@ SMALL = {
     "unroll": 4, "epochs": 2, "minibatch_size": 4,
     "updates_per_step": 2 / 32, "batch_size": 8, "capacity": 128, "min_size": 32, "buffer_shards": 2, "prioritized": True, "policy_delay": 2,
 }  # fmt: skip
-"""Fields that make an algorithm small, and that switch on its optional parts. Fields that an algorithm lacks are left out."""
+"""Values of fields that make an algorithm small, and switch on its optional parts. Each algorithm gets only the
+fields that it has."""
 CONTINUOUS = ("ddpg", "td3", "sac")
 """Algorithms for continuous actions, which run on Pendulum."""
 USUAL = {"workers": 2, "learners": 2, "buffers": 2}
@@ -29,7 +30,7 @@ RELAXED = {"max_lag": {"max_lag": 2}, "merge": {"max_lag": 3, "merge": "any"}}
 """Arguments for relaxed layouts, by option. A preset that takes the option also runs with these arguments."""
 NO_AGENTS = "The layout divides an axis 'agent', but no fragment is called under a vmap of that axis_name."
 ONE_BY_ONE = 'With merge="any" the learner takes the results of one worker at a time, but `carry.replay.'
-"""The beginnings of the two messages with which a cell may be refused."""
+"""`NO_AGENTS` and `ONE_BY_ONE` are the beginnings of the only two messages that refuse a cell."""
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 
 

@@ -1,9 +1,9 @@
 """A program with features that PPO does not have, for law levels 2 and 3 (`test_layouts.py`).
 
-A compiler that was made for PPO alone would compute each of these features wrongly:
+A compiler that was tested with PPO alone could compute each of these features wrongly:
 
-- nested scans, and keys made by `fold_in` of the step and the number of the environment, as well as by `split`;
-- glue that takes a mean over all environments, inside both scans and outside;
+- nested scans, and keys made by `fold_in` of the step and the index of the environment, as well as by `split`;
+- glue that mixes environments: a mean inside both scans, and a standard deviation outside of them;
 - a role that is not a standard one ("critic"), and a gradient that flows through fragments of two roles;
 - a Flax network, whose parameters are a dict and not a module;
 - a carry with a counter, a value that never changes, and two values that swap places.
@@ -47,7 +47,7 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Other:
-    """The program that this file describes."""
+    """The program with the features listed above."""
 
     learning_rate: float = 0.05
     """Step size of the optimiser."""

@@ -1,7 +1,7 @@
-"""The references of the law, planned runs to compare with them, and the comparisons.
+"""The reference results of the law (docs/law.md), runs of plans, and functions that compare the two.
 
 level 2, 3   `reference_run`       `jax.jit(iterate)` of the algorithm without marks
-             `sharded_reference`   the same for S learner shards: `vmap` of `iterate` on E/S environments
+             `sharded_reference`   the same for S learner shards: `vmap` of `iterate`; each shard has E/S of the E environments
              `merged_reference`    the same for merge="any": `iterate` on the environments of one worker at a time
 level 2      `assert_same_bits`    types and bits of every leaf and every metric
 level 3      `assert_close`        types, and numbers up to a tolerance
@@ -34,7 +34,7 @@ STRUCTURE = "the carry's structure"
 
 
 def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> Run:
-    """The result of `jax.jit` of the algorithm's own functions, without marks. Nothing of Choreo is used but `unmarked`."""
+    """The result of `jax.jit` of the algorithm's own functions, without marks. Of Choreo, this uses only `unmarked`."""
     init_key, run_key = jax.random.split(key)
     iterate = eqx.filter_jit(lambda carry, key: algo.iterate(env, carry, key))
     with unmarked():
@@ -152,7 +152,7 @@ _inits: collections.OrderedDict[tuple[int, ...], tuple[Any, ...]] = collections.
 def init_of(algo: Any, env: Any, jit: Callable[..., Any] = eqx.filter_jit) -> Callable[[jax.Array], Any]:
     """The compiled `init` of `algo`, from a cache that holds eight of them.
 
-    The cache compares algorithms by identity: A(1) == A(1.0), but the two may compute different results.
+    The cache compares algorithms by identity: A(1) == A(1.0), but the two can compute different results.
     """
     identity = id(algo), id(env), id(jit)
     if identity not in _inits:
@@ -165,7 +165,7 @@ def init_of(algo: Any, env: Any, jit: Callable[..., Any] = eqx.filter_jit) -> Ca
 
 
 def planned_run(algo: Any, env: Any, layout: Layout | Plan, key: jax.Array, iterations: int = 3) -> Run:
-    """The result of `algo` under a layout, or of a plan, in one process."""
+    """The result of a run in one process. `layout` is a layout for `algo` and `env`, or a plan."""
     planned = layout if isinstance(layout, Plan) else plan(algo, env, layout)
     return run_of(InProcess(planned), key, iterations)
 
@@ -206,7 +206,7 @@ def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None
         _assert_same_static(name, found, wanted, tolerance)
         return
     assert found.shape == wanted.shape, f"{name}: {found.shape}, not {wanted.shape}"
-    if name.startswith("metrics/"):  # a run may store a float32 metric as float64
+    if name.startswith("metrics/"):  # a run can store a float32 metric as float64
         assert kind(found) == kind(wanted), f"{name}: {found.dtype}, not {wanted.dtype}"
     else:
         assert found.dtype == wanted.dtype, f"{name}: {found.dtype}, not {wanted.dtype}"
@@ -226,8 +226,8 @@ def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None
 def _assert_same_static(name: str, found: Any, wanted: Any, tolerance: float | None) -> None:
     """Assert that two leaves have the same type and bits. At least one of them is not an array.
 
-    If the reference has a Python number, the run may have an array of the type that JAX gives to this number, because numbers
-    that change become arrays.
+    If the reference has a Python number, the run is allowed to have an array of the type that JAX gives to this number: Choreo
+    carries a number that changes as an array.
     """
     if isinstance(found, np.ndarray) and isinstance(wanted, (bool, int, float, complex)):
         assert_same_leaf(name, found, np.asarray(jnp.asarray(wanted)), tolerance)

@@ -1,4 +1,4 @@
-"""`refuse_or_equal` checks that a program is either refused with the user's line, or gives the reference result.
+"""`refuse_or_equal` checks that Choreo either refuses a program and names the user's line, or computes the reference result.
 
 This is law level 3 for programs of any kind: an accepted program is never silently wrong. The reference is the
 program without marks. The tolerance is 1e-5 unless a test passes a different one.
@@ -94,8 +94,9 @@ def refuse_or_equal(
 ) -> dict[str, ChoreoError | None]:
     """Run `algo` for three iterations under each layout; return, for each layout's name, the refusal or None.
 
-    Fails if a refusal names no line of `source` (the user's file, or folder of files), or if a result differs from the
-    reference. `reference` is a function that returns the reference result; pass it if several programs share the result.
+    Fails if a result differs from the reference, or if a refusal does not say what it refuses. An `AlgorithmError` must name a
+    leaf or a metric. Any other refusal must name a line of `source` (the user's file, or folder of files), unless it is about
+    merge="any". `reference` is a function that returns the reference result; pass it if several programs share the result.
     """
     traced = functools.cache(lambda: trace(algo, env))
     reference = reference or functools.cache(
@@ -150,7 +151,7 @@ def as_jax(tree: Any) -> Any:
 
 
 def planned_run(planned: Plan, runtime: type[InProcess], replay: list[VersionRead] | None = None) -> Run:
-    """The result of three iterations of a plan, without the metrics of lag."""
+    """The result of three iterations of a plan, without the metrics `lag_mean` and `lag_max`."""
     return run_and_log(planned, runtime, replay)[0]
 
 
@@ -168,7 +169,7 @@ def run_and_log(
 def run_without_lag(planned: Plan, runtime: type[InProcess]) -> Run:
     """Replay a relaxed plan with a log in which every worker reads the newest version.
 
-    Without any lag, a relaxed layout must give the result of a layout that is not relaxed.
+    Without any lag, a relaxed layout must give the reference result.
     """
     _, log = run_and_log(planned, runtime)
     return planned_run(planned, runtime, [read._replace(version=read.update) for read in log])

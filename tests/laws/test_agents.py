@@ -86,7 +86,7 @@ class Bandits:
 
     @choreo.fragment("learner")
     def learn(self, table, obs, action, reward):
-        """Learn for one agent from all environments. The arrays are [time, env]."""
+        """Learn for one agent from all environments. The first two axes of `obs`, `action` and `reward` are [time, env]."""
 
         def loss(table):
             log_prob = jax.nn.log_softmax(jnp.einsum("tea,ab->teb", obs, table))

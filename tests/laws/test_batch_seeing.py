@@ -1,6 +1,6 @@
 """Law level 3 for fragments under `vmap` whose primitives see the whole batch, such as a callback or `unvmap_any`.
 
-On a block of environments such a fragment would give a different result than on all environments, without any error. Choreo
+On a block of environments such a fragment could give a different result than on all environments, without any error. Choreo
 must either refuse the fragment, with the user's line and a remedy (`independent=True`), or prove that it is harmless. A harmless
 fragment gives the result of the program without marks, up to 1e-5.
 """
@@ -88,7 +88,7 @@ NAMED_MIXES = mixing_primitive("mixes")
 
 
 def by_unvmap(fold):
-    """An actor in which `fold` sees all environments: if one state is large, all actions change their sign."""
+    """An actor in which `fold` sees the states of all environments. The result of `fold` decides the sign of all actions."""
 
     def act(w, s, key):
         return jnp.where(fold(s > 0.3), w * s, -w * s)
@@ -114,7 +114,7 @@ def by_error_if(w, s, key):
 
 
 def by_diffrax(w, s, key):
-    """A solver of diffrax, which sees the whole batch inside."""
+    """A solver of diffrax for differential equations. It uses primitives that see the whole batch."""
     import diffrax
 
     return diffrax.diffeqsolve(

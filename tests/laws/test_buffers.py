@@ -31,7 +31,7 @@ SMALL = functools.partial(
     min_size=32,
     network=functools.partial(q_mlp, hidden=(8,)),
 )
-"""A small DQN. Its buffer holds eight steps of each environment, so that the third iteration overwrites the first."""
+"""A small DQN. Its buffer holds eight steps of each environment, so that the third iteration overwrites the steps of the first."""
 OWN_SITE = Layout(Group("env", "actor", replicas=2), Group("buffer"), Group("learner"))
 
 

@@ -103,7 +103,7 @@ CHANGING = {
     "a flag that flips": program(lambda: False, flip),
     "a flag that is set": program(lambda: False, set_once),
     "a rate that decays": program(lambda: 0.5, decay),
-    "a leaf that changes because another did": program(lambda: {"a": 0, "b": 5}, change_one_by_the_other),
+    "a leaf that changes because another leaf changed": program(lambda: {"a": 0, "b": 5}, change_one_by_the_other),
     "a number that becomes an array": program(lambda: 0.0, become_an_array),
     "a zero that changes its sign": program(lambda: 0.0, change_sign),
     "numpy's numbers and arrays": program(
@@ -121,7 +121,8 @@ def test_changing_leaves_are_not_frozen(name, layout):
 
 
 def test_learner_shards_share_a_counter():
-    """The mean of the gradient over shards is the mean over all environments, so the loop with one shard is the reference."""
+    """The mean of the gradient over shards is the mean over all environments, so the reference is the
+    Python loop, which has one shard."""
 
     def learn(w, updates, grad):
         return w - 0.1 * jnp.float32(updates) * choreo.all_reduce(grad), updates + 1, jnp.sum(w)

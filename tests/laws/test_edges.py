@@ -1,7 +1,7 @@
 """Law level 3 for the edge cases of `edge_cases/`: odd leaves, containers, statics, configurations and sizes.
 
 The reference is the program without marks. The tests compare all that a user can see: the structure and the types of the
-carry, every metric of every row under its own name, the summary and the evaluation. Floats agree up to 1e-5, everything else
+carry, every metric of every iteration under its own name, the summary and the evaluation. Floats agree up to 1e-5, everything else
 agrees bit for bit. E is the number of environments.
 
 `runs` asserts that a program runs under the given layouts and gives the reference result. Most edge cases must pass it.
@@ -83,7 +83,7 @@ def cases(*names: Collection[Any], ci: Callable[..., bool]) -> list[Any]:
 
 
 def never(*_: Any) -> bool:
-    """As `ci` of `cases`: `make test` runs no combination."""
+    """An argument `ci` for `cases`: `make test` runs no combination."""
     return False
 
 
@@ -91,7 +91,7 @@ def never(*_: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_an_array_of_every_kind_is_carried_swapped_aliased_and_sent(name):
+def test_an_array_of_every_kind_is_carried_swapped_aliased_and_returned_by_the_actor(name):
     runs(with_leaf(*ARRAYS[name]), COARSE)
 
 
@@ -118,14 +118,14 @@ def test_a_python_number_is_carried_swapped_and_changed(name):
     cases(
         COUNTERS,
         ["fused", "coarse x2"],
-        ci=lambda name, layout: layout == "fused" or name in ("int", "bool that flips", "in an actor"),
+        ci=lambda name, layout: layout == "fused" or name in ("int", "bool that flips", "changed by an actor"),
     ),
 )
 def test_the_learner_reads_the_current_value_of_a_python_number(name, layout):
     runs(COUNTERS[name], {layout: EVERY_LAYOUT[layout]})
 
 
-@pytest.mark.parametrize("name", ["int", "bool that flips", "a chain"])
+@pytest.mark.parametrize("name", ["int", "bool that flips", "a chain of changes"])
 def test_the_learner_reads_the_current_value_in_compiled_iterations(name):
     runs(COUNTERS[name], FUSED, compiled=True)
 
@@ -198,7 +198,7 @@ def types_and_bits(result: Any) -> list[Any]:
     cases(HOLDERS, EQUALS, ci=lambda holder, values: values in ("one", "zero") or holder in MOST_USED),
 )
 def test_statics_that_compare_equal_are_told_apart(holder, values):
-    """The values are used one after the other, in both orders. No value may get the program of an earlier value."""
+    """The values are used one after the other, in both orders. A value must never get the program of an earlier value."""
     call, x = HOLDERS[holder], jnp.float32([0.5, -2.0])
     for value in (*EQUALS[values], *reversed(EQUALS[values])):
         with unmarked():
@@ -336,7 +336,8 @@ def test_shapes_are_refused_or_equal_in_every_layout(name, layout):
 
 
 SIZES = [(3, 3), (2, 2), (2, 3), (1, 1), (1, 3), (4, 2), (6, 6)]
-"""Number of environments and width of the state. They equal each other, the number of replicas, or 1."""
+"""Pairs of the number of environments and the width of a state. In each pair, some numbers equal each other, the number of
+replicas, or 1."""
 
 
 @pytest.mark.parametrize(
@@ -365,7 +366,7 @@ def test_sizes_are_refused_or_equal_in_every_layout(name, sizes, layout):
     "layout", [fused(), pytest.param(coarse(2), marks=pytest.mark.long)], ids=["fused", "coarse x2"]
 )
 def test_a_run_shows_the_results_of_the_reference(layout):
-    """Checks rows, train state, summary and evaluation of `choreo.train`. E, the steps and the size of an observation are all 4."""
+    """Checks rows, train state, summary and evaluation of `choreo.train`. E, `unroll` and the size of an observation are all 4."""
     algo, env = Learner(), choreo.envs.make("jax:CartPole-v1", 4)
     run = choreo.train(algo, env, steps=48, layout=layout, runtime="inprocess", eval_every=3, eval_episodes=2)
     wanted = reference_run(algo, env, run.config.key)
@@ -390,7 +391,8 @@ def test_a_run_shows_the_results_of_the_reference(layout):
 
 
 MARKS = pytest.mark.parametrize("marks", [contextlib.nullcontext, unmarked], ids=["marked", "unmarked"])
-"""Without marks there is no cache of fragments, and other caches must tell the algorithms apart."""
+"""With marks, the cache of fragments must tell the algorithms apart. Without marks, this cache is not used: then other caches
+must tell them apart."""
 
 
 @MARKS

@@ -5,7 +5,7 @@ shape of an array. Their results agree to 1e-10 in float64 with plain SGD (Adam 
 float32 with the real optimiser.
 
 Level 2 has a limit: XLA on CPU rounds `a * b + c` once or twice, depending on the other ops of the compiled program. So the
-last bit may differ if a program is cut between a fragment and the arithmetic next to it. In this file that happens in one leaf
+last bit can differ if a program is cut between a fragment and the arithmetic next to it. In this file that happens in one leaf
 of one program only: `Other` with Adam, whose gradient crosses sites. `test_a_sum_that_xla_may_round_twice_agrees_to_1e_6` tests
 this program.
 """
@@ -60,7 +60,8 @@ MANY_SITES = Layout(Group("env", replicas=3), Group("actor", replicas=2), Group(
 
 
 OPTIMISED = {("ppo", "fused"), ("ppo", "three sites")}
-"""Cells that run with XLA's optimisations: one site, and three sites. `test_runtimes.py` has such a cell with workers."""
+"""Cells that run with XLA's optimisations (`pytest -m optimised`): one site, and three sites. `test_runtimes.py` has such a
+cell with workers."""
 CI = {
     "other-fused", "ppo-gymnasium-three sites",
     "ppo-lstm-coarse x2", "ppo-continuous-coarse x4", "other-fine x2", "ppo-gymnasium-env x2, actor x3",
@@ -107,7 +108,7 @@ def run_in(layout, algorithm, x64=False):
 
 
 def without_repeats(cells):
-    """Leave out some cells with Python environments: the host steps these environments alike in all layouts of one kind."""
+    """Leave out some cells with Python environments. They would repeat what the cells that remain already test."""
     return [c for c in cells if c.values[0] != "ppo-gymnasium" or c.id.endswith(("fused", "sites", "x2", "actor x3"))]
 
 
@@ -140,7 +141,7 @@ FLOAT64 = {
     "ppo-lstm-env x2, actor x3",
     "ppo-continuous-coarse x2",
 }
-"""Cells for float64: each kind of layout once, and each algorithm once. A wrong factor would show in any of them."""
+"""Cells for float64: every layout of `REPLICAS` and every variant of PPO that runs on JAX environments at least once."""
 
 
 def float32_cells():
@@ -162,7 +163,7 @@ def float64_cells():
 
 @contextlib.contextmanager
 def x64_everywhere():
-    """Enable float64 in all threads: callbacks of the reference may run in another thread, where `jax.enable_x64` has no effect."""
+    """Enable float64 in all threads: callbacks of the reference can run in another thread, where `jax.enable_x64` has no effect."""
     jax.config.update("jax_enable_x64", True)
     try:
         yield

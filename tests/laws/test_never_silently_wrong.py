@@ -3,12 +3,13 @@
 A refusal is an error that names the user's line. A correct result equals the reference result up to 1e-5.
 
 A mixer is a function [env, 3] -> [env, 3] whose result for one environment depends, or seems to depend, on the others. If Choreo
-ran a mixer that does depend on the others on a block, the result would be wrong, and no error would show it. Each mixer is tried
+ran a mixer on a block of environments, the result could be wrong, and no error would show it. Each mixer is tried
 
     alone, and inside   scan, cond, while, custom_vjp, remat
     as                  glue, a fragment of the whole batch, a mapped fragment
 
-The reference is the program without its marks, evaluated op by op and not compiled. `odd_programs/` has whole programs for the same law.
+The reference is the program without its marks, evaluated op by op and not compiled. `odd_programs/` has
+whole programs for the same law.
 """
 
 import functools
@@ -39,7 +40,8 @@ from laws.refuse_or_equal import (
 
 E = 6
 UNEQUAL_GROUPS = {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}
-"""A layout in which two groups have blocks of different sizes. It is the hardest one, so most tests with a single layout use it."""
+"""A layout in which two groups have blocks of different sizes. It is the hardest layout, so most tests with a
+single layout use it."""
 
 
 def rows(values):
@@ -376,8 +378,8 @@ def test_the_ten_ways_to_mix_are_refused_or_equal(mixer, around, kind):
 
 
 def more_ways() -> list[Any]:
-    """All combinations. `make test` runs every mixer in an actor fragment, and two thirds of the mixers also as glue or in an
-    env fragment."""
+    """All combinations. `make test` runs every mixer in an actor fragment, a third of the mixers also as glue, and another third
+    also in an env fragment."""
     cells = itertools.product(enumerate(MORE_MIXERS), enumerate(["glue", "batched env", "batched"]))
     return [case(mixer, kind, ci=kind == "batched" or m % 3 == k) for (m, mixer), (k, kind) in cells]
 

@@ -2,14 +2,14 @@
 
 A program has three lists of instructions: one before a scan over `env.step`, one inside the scan, one after it. An
 instruction names an op, the operands, and how the op is called. The call is glue, a fragment of some role, or a mapped fragment.
-There may be a scan, cond, while or jit around the op. With E environments and T steps, the kinds of values are
+Some ops have a scan, cond, while or jit around them. With E environments and T steps, the kinds of values are
 
     env [E, 3]     shared [3]     time [T, E, 3]     count [E] of integers
 
 All floats are squashed by tanh, so that rounding errors do not grow.
 
 A wide program also has odd leaves in its carry, the carry in a container, metrics out of order, and ops in other types. Its
-number of environments may equal the width of a state, the number of steps in the scan, or the number of replicas.
+number of environments can equal the width of a state, the number of steps in the scan, or the number of replicas.
 """
 
 import collections
@@ -140,7 +140,8 @@ OTHER_TYPES: dict[str, Callable[[jax.Array], jax.Array]] = {
     ),
     "by nothing": lambda x: x + jnp.sum(x[..., :0], axis=-1, keepdims=True),
 }
-"""Ops whose intermediate values have other types than float32. Each op works on a batch and on one environment."""
+"""Ops whose intermediate values are not ordinary float32 arrays: they have another type, or no elements ("by nothing"). Each op
+works on a batch and on one environment."""
 NARROW_OPS = sorted(set(ops(6)) - set(OTHER_TYPES))
 """The ops of programs that are not wide."""
 
@@ -173,7 +174,7 @@ class Instruction(NamedTuple):
     around: str
     """Control flow around the op: "" (none), "scan", "cond", "while" or "jit"."""
     operands: tuple[int, int, int]
-    """For each operand, its index among the values of its kind, modulo their number."""
+    """For each operand, its index among the values of its kind, modulo the number of these values."""
 
 
 @dataclass(frozen=True)
@@ -363,7 +364,7 @@ class WideProgram:
     container: str
     """Container of the carry."""
     leaves: tuple[tuple[str, str], ...]
-    """Further leaves: the name of each in `LEAVES`, and its entry in `TREATMENTS`, which says what an iteration does with it."""
+    """Further leaves: the name of each in `LEAVES`, and its entry in `TREATMENTS`."""
     metrics: str
     """Container of the metrics."""
 
@@ -407,6 +408,8 @@ WIDE_INSTRUCTIONS = st.builds(
     operands=st.tuples(*[st.integers(0, 7)] * 3),
 )
 TREATMENTS = ("kept", "changed", "swapped", "doubled", "read")
+"""What an iteration does with a pair of leaves: it keeps both, changes the first, swaps them, gives both the same new value
+("doubled"), or reads and changes the first."""
 WIDE_PROGRAMS = st.builds(
     WideProgram,
     program=st.builds(
@@ -433,7 +436,7 @@ LAYOUTS_OF = {
 replicas."""
 SIZES = st.sampled_from([6, 3, 3, 2, 1])
 
-# Hypothesis derives the random programs from name and source of each test below (`derandomize` in tests/conftest.py):
+# Hypothesis derives the random programs from the name and the source of each test below (`derandomize` in tests/conftest.py):
 # a test that is renamed, or gets a docstring, runs other programs.
 
 
@@ -443,7 +446,8 @@ def test_random_programs_are_refused_or_equal(program):
     refuse_or_equal(program, Pond(6), __file__, SOME_LAYOUTS, tolerance=2e-5)
 
 
-# Hypothesis does not shrink a failing program here, because that takes minutes. `test_many_more_wide_ones_are` does shrink.
+# Hypothesis does not shrink a failing program here, because that takes minutes.
+# `test_many_more_wide_programs_are_refused_or_equal` does shrink.
 @settings(max_examples=2, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
 @given(program=WIDE_PROGRAMS, size=SIZES)
 def test_wide_programs_are_refused_or_equal(program, size):
@@ -453,12 +457,12 @@ def test_wide_programs_are_refused_or_equal(program, size):
 @pytest.mark.long
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(program=PROGRAMS)
-def test_many_more_are(program):
+def test_many_more_random_programs_are_refused_or_equal(program):
     refuse_or_equal(program, Pond(6), __file__, MORE_LAYOUTS, tolerance=2e-5)
 
 
 @pytest.mark.long
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(program=WIDE_PROGRAMS, size=SIZES)
-def test_many_more_wide_ones_are(program, size):
+def test_many_more_wide_programs_are_refused_or_equal(program, size):
     refuse_or_equal(program, Pond(size), __file__, LAYOUTS_OF[size], tolerance=2e-5)

@@ -181,7 +181,7 @@ def test_glue_reads_one_version_of_the_carried_values():
 
 
 def test_with_merge_any_glue_reads_one_version_of_the_carried_values():
-    """A replay of the log gives the same bits."""
+    """Checked by a replay of the log, which must give the same bits."""
     the_plan = plan(Functions(still, act_by_glue), Pond(6), choreo.coarse(2, max_lag=3, merge="any"))
     run, log = logged_run(InProcess(the_plan))
     assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY, 6), run)

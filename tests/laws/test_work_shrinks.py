@@ -1,8 +1,7 @@
 """Replicas divide the work: each of N workers computes 1/N of the FLOPs of a single worker.
 
-A plan may keep the law and still let every replica compute everything. So these tests ask XLA for the FLOPs of the compiled
-segments: the count is too high if every replica computes something in full, for example all random keys. A
-worker may compute 10% more than its share.
+The results of a plan can be right although every replica computes everything. So these tests ask XLA for the FLOPs of the
+compiled segments of one worker. The tests fail if this count is more than 10% above the worker's share.
 """
 
 import functools
@@ -21,7 +20,8 @@ from choreo.plans.build import plan_traced
 
 NUM_ENVS = 16
 SLACK = 1.1
-"""A worker may do up to 10% more than its share, because every replica does some work in full."""
+"""A worker is allowed to do 10% more than its share, because every replica does a little work for all environments, for example
+`jax.random.split`."""
 WORKERS = "env+actor"
 
 

@@ -31,7 +31,7 @@ FASTEST_FIRST = ["impala", "a2c", "ppo", "dqn"]
 def commands():
     """All commands, as parameters.
 
-    A command is marked `long` if earlier commands already have its algorithm, its preset and its relaxation.
+    A command is marked `long` if earlier commands already cover its algorithm, its preset, its `merge`, and whether it has a lag.
     """
     seen = set()
     for (algo, layout), command in sorted(DISTINCT.items(), key=lambda pair: FASTEST_FIRST.index(pair[0][0])):

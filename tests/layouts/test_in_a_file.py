@@ -1,4 +1,5 @@
-"""A user can define a layout in a file. It is found by name, made with options and recorded in run.toml; mistakes are refused."""
+"""A user can define a layout in a file. Choreo finds it by name, passes options to it and records it in run.toml. Mistakes
+are refused."""
 
 import runpy
 from pathlib import Path

@@ -177,7 +177,7 @@ def test_one_array_may_be_two_leaves_of_the_first_carry(layout, twins):
 
 
 def test_one_result_may_be_two_leaves_of_the_next_carry():
-    """For example, a target network is set to the network. The two leaves must not share memory."""
+    """For example, a target network becomes a copy of the trained network. The two leaves must not share memory."""
 
     @choreo.fragment("learner")
     def improve(w, slow, s):

@@ -21,7 +21,7 @@ LAYOUTS = {"fused": fused(), "coarse x2": coarse(2), "fine x2": fine(2)}
 
 
 def primitives(planned):
-    """The primitives of all segments before loops, and of all segments inside loops."""
+    """The primitives of all segments outside of loops ("before"), and of all segments inside loops ("within")."""
     found = {"before": set(), "within": set()}
     for step in planned.iterate.steps:
         for segment in step.body if isinstance(step, Loop) else [step]:

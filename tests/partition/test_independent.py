@@ -173,7 +173,7 @@ EXAMPLES = {
 }  # fmt: skip
 """For each primitive, a function of one row, and the types of its arguments."""
 MADE_INDIRECTLY = {"closed_call", "stop_gradient", "custom_lin", "copy"}
-"""Primitives that may be missing in their examples: calls, and primitives that JAX itself adds or removes."""
+"""Primitives that need not occur in the jaxpr of an example: calls, and primitives that JAX itself adds or removes."""
 
 
 def _pooled(x):
@@ -317,8 +317,9 @@ io_callback pure_callback buffer_callback custom_vmap_call custom_partitioning f
 call_exported dim_as_value dimension_size shape_assertion tpu_custom_call
 """.split()
 """Primitives that were reviewed and are not on the list: collectives, callbacks, tokens, references, and primitives whose
-meaning XLA may choose. Some could be proved independent, but were never needed. `regularized_incomplete_beta` is refused because
-its loop runs until all elements of the batch have converged, so each element can change the last bits of the others."""
+exact result XLA is free to choose. Some could be proved independent, but were never needed.
+`regularized_incomplete_beta` is refused because its loop runs until all elements of the batch have converged, so each
+element can change the last bits of the others."""
 REFUSED_MODULES = (
     "jax._src.cudnn", "jax._src.hijax", "jax._src.pallas", "jax._src.state", "jax.experimental.sparse",
     "jax._src.tpu", "jax._src.mosaic", "jax._src.thunky", "jax.experimental",

@@ -1,9 +1,9 @@
 """Tests of `infer`, `demand` and `emit` on whole programs. They compare the pieces that a replica computes with the full results.
 
-A program is a function of arrays. A replica has the whole of some inputs, and only its block of the others. The law is about every
-result that is not mixed, and every piece of it that `infer` offers. `demand` names the pieces of the inputs that a replica needs to
-compute this piece. From these, `emit` must compute the same piece as the full program. If a replica has only a block of an input,
-then `demand` must name only this block.
+A program is a function of arrays. A replica has the whole of some inputs, and only its block of the others. For each result,
+`infer` says which pieces a replica can compute: the whole, its block, or none (the result is mixed). For each of these pieces,
+`demand` names the pieces of the inputs that the replica needs. From these inputs, `emit` must compute the same numbers as the full
+program has in this piece. If a replica has only its block of an input, `demand` must not name more than this block.
 """
 
 import functools
@@ -39,8 +39,8 @@ KEYS = ("keys", 0)
 
 @dataclass(frozen=True)
 class Case:
-    """A program. `ins` holds the shape (or "key", "keys") and the env axis of each input. `outs` holds the env axis of each result,
-    None for a whole result, or MIXED."""
+    """A program. `ins` holds the shape (or "key", "keys", ("index", E)) and the env axis of each input; the axis is None if a
+    replica has the whole input. `outs` holds the env axis of each result, None for a whole result, or MIXED."""
 
     fn: Callable[..., Any]
     ins: tuple[tuple[Any, Axis], ...]
@@ -125,7 +125,7 @@ rows_key_fn = actor(lambda row, key: row + draw(key))
 linear_fn = actor(lambda w, row: w * row)
 
 CASES = {
-    "nothing": Case(lambda x: x, (S,), (0,)),
+    "identity": Case(lambda x: x, (S,), (0,)),
     "one result twice": Case(lambda x: (jnp.sin(x),) * 2, (S,), (0, 0)),
     "a literal result": Case(lambda x: (x + 1, 3.0), (S,), (0, None)),
     "shared beside blocks": Case(lambda w, x: (jnp.cumsum(w), x * jnp.tile(w, (E, 1))), (SHARED, S), (None, 0)),
@@ -192,7 +192,7 @@ CASES = {
     "scan, carry swapped": Case(
         lambda x, y: lax.scan(lambda c, t: ((c[1], c[0] + t), c[1]), (x, y), jnp.arange(3.0)), (S, S), (0, 0, 1)
     ),
-    "scan, swapped with a whole": Case(
+    "scan, carry swapped with a whole array": Case(
         lambda x: lax.scan(lambda c, t: ((c[1], c[0] + t), c[1]), (x, PER_ENV), jnp.arange(3.0)), (S,), (0, 0, 1)
     ),
     "scan, keys": Case(
@@ -269,7 +269,7 @@ CASES = {
         (KEY, S),
         (0, 0),
     ),
-    "map over something else": Case(lambda x: lax.map(jnp.sin, x), (((3, E), 1),), (1,)),
+    "map over another axis": Case(lambda x: lax.map(jnp.sin, x), (((3, E), 1),), (1,)),
     "map that reads another row": Case(lambda x: lax.map(lambda row: row - x[0], x), (S,), (MIXED,)),
     "map over rolled rows": Case(lambda x: lax.map(lambda r: r[0] - r[1], (x, jnp.roll(x, 1, 0))), (S,), (MIXED,)),
     "map over two axes": Case(
@@ -308,8 +308,8 @@ CASES = {
     "mapped fragment": Case(jax.vmap(row_fn, (None, 0)), (SHARED, S), (0,)),
     "mapped fragment, all whole": Case(lambda w: jax.vmap(row_fn, (None, 0))(w, PER_ENV), (SHARED,), (0,)),
     "mapped fragment, whole columns": Case(jax.vmap(column_fn, 1, 1), (((E, E), 1),), (1,)),
-    "mapped fragment over something else": Case(jax.vmap(column_fn, 1, 1), (((E, E), 0),), (MIXED,)),
-    "mapped fragment, moved": Case(lambda x: jax.vmap(column_fn, 1, 0)(x), (((4, E), 1),), (0,)),
+    "mapped fragment over another axis": Case(jax.vmap(column_fn, 1, 1), (((E, E), 0),), (MIXED,)),
+    "mapped fragment, axis moved": Case(lambda x: jax.vmap(column_fn, 1, 0)(x), (((4, E), 1),), (0,)),
     "mapped fragment, nested": Case(jax.vmap(jax.vmap(row_fn, (None, 0)), (None, 0)), (SHARED, ((E, 2, 3), 0)), (0,)),
     "mapped fragment, nested the other way": Case(
         jax.vmap(jax.vmap(row_fn, (None, 0)), (None, 0)), (SHARED, ((2, E, 3), 1)), (1,)
@@ -420,22 +420,22 @@ IN_ROWS: dict[str, Case] = {
     "write whole rows": own(lambda x, a: x.at[jnp.arange(E)].add(2.0 * x)),
     "write to a square": own(lambda x, a: x.at[jnp.arange(E), a].set(7.0), ins=(SQUARE, INDEX)),
     "write the same place twice": own(lambda x, a: x.at[jnp.arange(E)[:, None], jnp.stack([a, a], 1)].add(1.0)),
-    # These programs look similar. They are refused, because nothing proves that each environment uses only its own row.
+    # These programs look similar. Their results count as mixed, because nothing proves that each environment uses only its own row.
     **{
         f"no: {name}": own(lambda x, a, rows=rows: (x[rows(), a], x.at[rows(), a].set(7.0)), (MIXED, MIXED))
         for name, rows in {
             "one too far": lambda: jnp.arange(E) + 1,
-            "from one": lambda: jnp.arange(1, E + 1),
+            "starting at one": lambda: jnp.arange(1, E + 1),
             "reversed": lambda: jnp.arange(E)[::-1],
             "negative": lambda: jnp.arange(E) - E,
             "negative, descending": lambda: -jnp.arange(E),
             "rolled": lambda: jnp.roll(jnp.arange(E), 1),
             "halved": lambda: jnp.arange(E) // 2,
-            "part of a longer one": lambda: jnp.arange(2 * E)[E:],
+            "part of a longer arange": lambda: jnp.arange(2 * E)[E:],
             "zeros": lambda: jnp.zeros(E, jnp.int32),
             "one row for all": lambda: jnp.broadcast_to(jnp.arange(1), (E,)),
             "through floats": lambda: (jnp.arange(float(E)) * 0.9).astype(jnp.int32),
-            "not below another": lambda: jnp.where(jnp.arange(E) < 3, 2, jnp.arange(E)),
+            "some numbers replaced": lambda: jnp.where(jnp.arange(E) < 3, 2, jnp.arange(E)),
             "numpy, rolled": lambda: np.roll(ROWS, 1),
             "by groups": lambda: jnp.arange(E).reshape(2, 3).T.reshape(E),
             "another axis of a table": lambda: (jnp.arange(E)[None] + jnp.zeros((E, 1), jnp.int32))[:, 1],
@@ -458,7 +458,7 @@ IN_ROWS: dict[str, Case] = {
     "no: paired with another axis": own(
         lambda x, a: jax.vmap(lambda row, i: row[i])(x, jnp.arange(E)), (MIXED,), (((E, E), 1), INDEX)
     ),
-    "no: carried on": own(
+    "no: rolled in the carry of a scan": own(
         lambda x, a: lax.scan(lambda i, _: (jnp.roll(i, 1), x[i, a]), jnp.arange(E), None, 2)[1], (MIXED,)
     ),
     "no: a user's own index": own(lambda x, a: x[a, jnp.zeros(E, jnp.int32)], (MIXED,)),

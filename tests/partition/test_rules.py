@@ -30,12 +30,12 @@ from choreo.partition.rules import RULES, split
 E, BLOCK = 6, 3
 SIZE = Size(E, BLOCK)
 GROUPS = 10
-"""The length of an axis that is not the env axis, but may be divided into the same number of blocks."""
+"""The length of an axis that is not the env axis, but can be divided into the same number of blocks."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A function, and the shapes of its operands. Any dimension of length E may be the env axis."""
+    """A function, and the shapes of its operands. The test tries each dimension of length E as the env axis."""
 
     fn: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
@@ -255,7 +255,7 @@ EXAMPLES: dict[str, Example] = {
     "reshape, others divided": Example(lambda x: x.reshape(2, 2, E), ((4, E),)),
     "reshape, merged": Example(lambda x: x.reshape(12), ((2, E),), (), 0),
     "reshape, divided": Example(lambda x: x.reshape(2, 3, 2), ((E, 2),)),
-    "reshape, divided too far": Example(lambda x: x.reshape(3, 2, 2), ((E, 2),), (), 0),
+    "reshape, divided so that no axis holds the blocks": Example(lambda x: x.reshape(3, 2, 2), ((E, 2),), (), 0),
     "reshape, into groups": Example(lambda x: x.reshape(GROUPS, E), ((E * GROUPS,),)),
     "reshape, groups joined": Example(lambda x: x.reshape(3, E * GROUPS), ((3, GROUPS, E),)),
     "reshape, within groups": Example(lambda x: x.reshape(GROUPS, E, 5), ((GROUPS, 5, E),)),
@@ -272,9 +272,9 @@ EXAMPLES: dict[str, Example] = {
     ),
     "groups, sorted": Example(lambda x: lax.sort(x, dimension=1), ((GROUPS, 5),)),
     "groups, summed": Example(lambda x: jnp.sum(x, axis=0), ((GROUPS, 5),), (), 0),
-    "reshape, in disguise": Example(lambda x: x.reshape(E, 4), ((4, E),), (), 0),
+    "reshape that looks like a transpose": Example(lambda x: x.reshape(E, 4), ((4, E),), (), 0),
     "reshape, square": Example(lambda x: x.reshape(1, E, 1, E), ((E, E),), (), 2),
-    "reshape, 3E to E3": Example(lambda x: x.reshape(2, E, 3), ((2, 3, E),), (), 0),
+    "reshape, [3, E] to [E, 3]": Example(lambda x: x.reshape(2, E, 3), ((2, 3, E),), (), 0),
     "transpose": Example(lambda x: jnp.transpose(x, (2, 0, 1)), ((2, E, E),), (), 2),
     "squeeze": Example(lambda x: lax.squeeze(x, (0, 2)), ((1, E, 1, 3),)),
     "squeeze from the end": Example(lambda x: lax.squeeze(x, (-3,)), ((1, E, 3),)),
@@ -371,7 +371,7 @@ EXAMPLES: dict[str, Example] = {
     "gather, whole rows": gather_from(lambda x, i: x[:, i], (E, E), (3,)),
     "gather, whole rows at the end": gather_from(lambda x, i: x[i], (4, 3, E), (3, 2)),
     "gather, some environments": gather_from(lambda x, i: x[i], (E,), (3,), allowed=0),
-    "gather, one index from all": gather_from(
+    "gather, no env axis": gather_from(
         lambda x, i: lax.gather(x, i, lax.GatherDimensionNumbers((1,), (0,), (0,)), (1, 2)), (4, 2), (3, 1), allowed=0
     ),
     "gather, index vector along environments": Example(
@@ -443,7 +443,7 @@ EXAMPLES: dict[str, Example] = {
         "random_gamma",
     ),
     "random_gamma by one key": Example(jax.random.gamma, ((), (E, 2)), ("key", "float32"), 0, primitive="random_gamma"),
-    "random_gamma by keys of something else": Example(
+    "random_gamma by keys that are not per environment": Example(
         jax.vmap(jax.random.gamma), ((2,), (2, E)), ("key", "float32"), 0, primitive="random_gamma"
     ),
     "bitcast": Example(lambda x: lax.bitcast_convert_type(x, jnp.int32), ((2, E),)),

@@ -1,8 +1,9 @@
-"""Programs with unusual features of JAX and Python, for law levels 2 and 3: an accepted program gives the reference result.
+"""Programs with unusual features of JAX and Python, for law level 3: an accepted program gives the reference result.
 
-Each program is an ordinary small algorithm on `Pond` with one odd thing in it: an unusual leaf or container, statics that
-compare equal, shapes that depend on the number of environments E. The programs take all sizes from `env`, so that each runs
-with any number of environments. `test_edges.py` runs them, and says which must run and which may be refused.
+Each program is an ordinary small algorithm on the environment `Pond` (`laws/refuse_or_equal.py`) with one odd thing in it: an
+unusual leaf or container, static arguments that compare equal but differ, or a shape that depends on the number of
+environments. The programs read the number of environments from `env`, so that each program works with any number.
+`test_edges.py` runs the programs. It also says which programs Choreo must run and which it is allowed to refuse.
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""Containers of the carry, of arguments and results of fragments, and of metrics.
+"""Programs with odd containers (pytrees): for the carry, for arguments and results of fragments, and for metrics.
 
-A compiler that takes leaves in a different order than the container, or loses the container's type, mixes up values silently.
+If Choreo confused the order of the leaves in a container, it would swap values without an error. It must also keep the type of
+the container.
 """
 
 import collections
@@ -80,9 +81,12 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[Any
     "NamedTuple": (Pair, tuple),
     "registered dataclass": (Registered, lambda c: (c.s, c.w)),
     "Equinox module": (Module, lambda c: (c.s, c.w)),
-    "a node of the user's": (ReversedNode, lambda c: (c.s, c.w)),
-    "None beside": (lambda s, w: {"none": None, "s": s, "also": (None, [None]), "w": w}, lambda c: (c["s"], c["w"])),
-    "empty beside": (lambda s, w: [(), {}, [], w, ((), s)], lambda c: (c[4][1], c[3])),
+    "a user's pytree node": (ReversedNode, lambda c: (c.s, c.w)),
+    "None among the leaves": (
+        lambda s, w: {"none": None, "s": s, "also": (None, [None]), "w": w},
+        lambda c: (c["s"], c["w"]),
+    ),
+    "empty containers among the leaves": (lambda s, w: [(), {}, [], w, ((), s)], lambda c: (c[4][1], c[3])),
     "int keys": (lambda s, w: {10: s, 9: {2: w}, 100: None}, lambda c: (c[10], c[9][2])),
     "tuple keys": (lambda s, w: {(1, "a"): s, (0, "b"): w}, lambda c: (c[1, "a"], c[0, "b"])),
     "nested": (
@@ -90,7 +94,7 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[Any
         lambda c: (c["z"][0]["b"][0], c["a"].s.s),
     ),
     "Partial": (lambda s, w: jax.tree_util.Partial(act, w, s), lambda c: (c.args[1], c.args[0])),
-    "functions and strings beside": (
+    "functions and strings among the leaves": (
         lambda s, w: {"f": jnp.tanh, "name": "pond", "s": s, "w": w, "dtype": jnp.float32},
         lambda c: (c["s"], c["w"]),
     ),
@@ -99,7 +103,7 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[Any
 
 
 def in_container(name: str) -> Functions:
-    """The whole carry is in the container. A compiler that mixes up the order of leaves swaps state and weights."""
+    """The whole carry is in the container. If Choreo confused the order of the leaves, it would swap state and weights."""
     make, take = CONTAINERS[name]
 
     def init(env, key):
@@ -137,7 +141,7 @@ def through_fragments(name: str) -> Functions:
     return Functions(state_and_weights, iterate)
 
 
-WITHOUT_VMAP = {"Partial", "functions and strings beside", "Equinox module", "nested"}
+WITHOUT_VMAP = {"Partial", "functions and strings among the leaves", "Equinox module", "nested"}
 """Containers with leaves that are not arrays, which `vmap` does not accept."""
 
 
@@ -157,12 +161,12 @@ METRICS: dict[str, Callable[[Any, Any], Any]] = {
     "defaultdict": lambda s, w: collections.defaultdict(float, zeta=jnp.mean(s), alpha=jnp.max(w)),
     "dict out of order": lambda s, w: {"zeta": jnp.mean(s), "alpha": jnp.max(w), "Z": jnp.min(s), "a": jnp.min(w)},
     "NamedTuple": lambda s, w: Metrics(jnp.mean(s), jnp.max(w)),
-    "dict of the user's": lambda s, w: UserDict(zeta=jnp.mean(s), alpha=jnp.max(w)),
+    "a user's subclass of dict": lambda s, w: UserDict(zeta=jnp.mean(s), alpha=jnp.max(w)),
     "nested": lambda s, w: {"zeta": {"b": jnp.mean(s)}, "alpha": jnp.max(w)},
     "list": lambda s, w: [jnp.mean(s), jnp.max(w)],
-    "none at all": lambda s, w: {},
+    "no metrics": lambda s, w: {},
     "None": lambda s, w: None,
-    "None within": lambda s, w: {"zeta": None, "alpha": jnp.max(w)},
+    "None as a metric": lambda s, w: {"zeta": None, "alpha": jnp.max(w)},
     "int keys": lambda s, w: {2: jnp.mean(s), 10: jnp.max(w)},
     "Python numbers": lambda s, w: {"i": 3, "f": 0.5, "b": True, "alpha": jnp.max(w)},
     "NumPy numbers": lambda s, w: {"i": np.int8(3), "f": np.float32(0.5), "b": np.bool_(True), "a": np.arange(3)[1]},
@@ -178,22 +182,22 @@ METRICS: dict[str, Callable[[Any, Any], Any]] = {
     "int4": lambda s, w: {"i4": jnp.max(s > 0).astype(jnp.int4), "alpha": jnp.max(w)},
     "complex": lambda s, w: {"c": lax.complex(jnp.mean(s), jnp.max(s)), "alpha": jnp.max(w)},
     "key": lambda s, w: {"key": jax.random.key(3), "alpha": jnp.max(w)},
-    "the same twice": lambda s, w: dict.fromkeys(["b", "a"], jnp.mean(s)),
-    "carried": lambda s, w: {"w": w[0], "s": s[0, 0]},
+    "one value twice": lambda s, w: dict.fromkeys(["b", "a"], jnp.mean(s)),
+    "elements of the carry": lambda s, w: {"w": w[0], "s": s[0, 0]},
     "zero-size": lambda s, w: {"z": s[:0], "alpha": jnp.max(w)},
     "a function": lambda s, w: {"f": jnp.tanh, "alpha": jnp.max(w)},
     "a string": lambda s, w: {"f": "word", "alpha": jnp.max(w)},
 }
 """The metrics that `iterate` returns, computed from the state and the weights."""
 METRICS_THAT_RUN = {
-    "OrderedDict", "defaultdict", "dict out of order", "none at all", "Python numbers", "NumPy numbers", "types",
-    "the same twice", "carried",
+    "OrderedDict", "defaultdict", "dict out of order", "no metrics", "Python numbers", "NumPy numbers", "types",
+    "one value twice", "elements of the carry",
 }  # fmt: skip
-"""Metrics that must run. The others may be refused, because they are not a flat dict of ordinary numbers."""
+"""Metrics that Choreo must accept. It is allowed to refuse the others, which are not flat dicts of ordinary numbers."""
 
 
 def with_metrics(name: str) -> Functions:
-    """An ordinary program with the metrics `name`. A compiler that sorts names, but not values, gives metrics wrong names."""
+    """An ordinary program with the metrics `name`. If Choreo sorted names but not values, metrics would get wrong names."""
 
     def iterate(env, c, key):
         s = env.step(c["s"], acts(c["w"], c["s"]))

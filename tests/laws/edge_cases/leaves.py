@@ -1,6 +1,7 @@
-"""Leaves of the carry: arrays of every type, keys, Python and NumPy numbers, Equinox modules.
+"""Programs with odd leaves in the carry: arrays of every dtype, random keys, Python and NumPy numbers, Equinox modules.
 
-A compiler may lose the type of a leaf, donate memory that two leaves share, or freeze a Python number at its first value.
+`test_edges.py` compares each program with the reference. This comparison fails if Choreo changes the dtype of a leaf, donates
+memory that another leaf still uses, or reads the first value of a Python number in all iterations.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from partition.ponds import Functions
 
 @choreo.fragment("actor")
 def act_and_return(w, s, x):
-    """Act for one environment. Also return the leaf `x` unchanged, so that `x` crosses to the site that reads the result."""
+    """Act for one environment. The second result is the leaf `x`, unchanged."""
     return w * jnp.tanh(s), x
 
 
@@ -36,17 +37,17 @@ def plus_one(x):
 
 
 def halved(x):
-    """Half of `x`, for types in which JAX does not compute."""
+    """Half of `x`, computed in float32 and converted back to the dtype of `x`."""
     return (x.astype(jnp.float32) * 0.5).astype(x.dtype)
 
 
 def toggled(x):
-    """1 for 0, and 0 for 1, for types in which JAX does not compute."""
+    """Change each 0 to 1 and each 1 to 0. Computed in int32 and converted back to the dtype of `x`."""
     return (1 - x.astype(jnp.int32)).astype(x.dtype)
 
 
 def counting_up(names: str) -> dict[str, tuple[Any, Callable[[Any], Any]]]:
-    """An array [0, 1, 2] of each type, which grows by one in each iteration."""
+    """For each dtype in `names`, the array [0, 1, 2]. Each iteration adds 1 to every element."""
     return {name: (jnp.arange(3).astype(name), plus_one) for name in names.split()}
 
 
@@ -61,13 +62,13 @@ ARRAYS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "scalar": (jnp.float32(0.5), plus_one),
     "weak float": (jnp.asarray(0.5), lambda x: x + 1),
     "zero-size": (jnp.zeros((0, 3)), plus_one),
-    "zero-size at the end": (jnp.zeros((3, 0), jnp.int32), plus_one),
+    "zero-size, last axis": (jnp.zeros((3, 0), jnp.int32), plus_one),
     "numpy array": (np.arange(3, dtype=np.float32), plus_one),
     "numpy array of int8": (np.arange(3, dtype=np.int8), plus_one),
     "numpy float64": (np.linspace(0.0, 1.0, 3), plus_one),
     "numpy bfloat16": (np.ones(3, ml_dtypes.bfloat16), plus_one),
     "negative zero": (jnp.array([-0.0, 0.0]), jnp.negative),
-    "not a number": (jnp.array([jnp.nan, jnp.inf, -jnp.inf]), jnp.negative),
+    "not finite": (jnp.array([jnp.nan, jnp.inf, -jnp.inf]), jnp.negative),
     "key": (jax.random.key(1), fold_key),
     "key rbg": (jax.random.key(1, impl="rbg"), fold_key),
     "key unsafe_rbg": (jax.random.key(1, impl="unsafe_rbg"), fold_key),
@@ -75,7 +76,7 @@ ARRAYS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "keys": (jax.random.split(jax.random.key(1), 3), jax.vmap(fold_key)),
     "old-style key": (jax.random.PRNGKey(1), fold_key),
 }
-"""Arrays of every kind: a leaf, and how an iteration changes it."""
+"""By name: a leaf that is an array, and the function with which an iteration changes it."""
 
 PYTHON: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "int": (0, lambda x: x + 1),
@@ -89,26 +90,30 @@ PYTHON: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "numpy bool": (np.bool_(True), flipped),
     "numpy float64 scalar": (np.float64(0.5), lambda x: x + 1),
 }
-"""Numbers that are not arrays: a leaf, and how an iteration changes it. A compiler must not treat them as constants."""
+"""By name: a leaf that is a Python or NumPy number, and the function with which an iteration changes it. Choreo must not treat
+such a leaf as a constant."""
 
 
 def copy_of(x):
-    """A copy with its own memory. JAX gives equal constants the same buffer, and then donating one would destroy both."""
+    """A copy of the leaf `x` with its own memory: donating the copy does not destroy `x`. A number needs no copy."""
     if isinstance(x, np.ndarray):
         return x.copy()
     return jnp.copy(x) if isinstance(x, jax.Array) else x
 
 
 def with_leaf(leaf: Any, change: Callable[[Any], Any]) -> Functions:
-    """An algorithm that carries the leaf in every way in which donation or aliasing could go wrong.
+    """An algorithm that carries the leaf several times, so that a wrong donation or a wrong alias gives a wrong result.
 
-    "kept" and "alias" are the same object and never change; "moved" changes; "this" and "that" swap places; "first" and "second"
-    become the same value. An array is also carried per environment ("rows"), and crosses from the actor to another site.
+    "kept", "alias"      the same object; neither of them changes
+    "moved"              changes in each iteration
+    "this", "that"       the leaf and the changed leaf; they swap places in each iteration
+    "first", "second"    the same object; each iteration gives both the same new value
+    "rows"               only if the leaf is an array: one leaf per environment, which is also an argument and a result of the actor
     """
     is_array = isinstance(leaf, (jax.Array, np.ndarray))
 
     def rows(env):
-        """One leaf per environment; every second environment has the changed leaf."""
+        """One leaf per environment, stacked. Every second environment has a changed leaf, so that the rows differ."""
         return jnp.stack([jnp.asarray(leaf), jnp.asarray(change(jnp.asarray(leaf)))])[jnp.arange(env.num_envs) % 2]
 
     def init(env, key):
@@ -139,7 +144,7 @@ def with_leaf(leaf: Any, change: Callable[[Any], Any]) -> Functions:
 
 
 def with_counter(step: Callable[[Any], Any], first: Any) -> Functions:
-    """The learner reads a leaf that changes in each iteration. If the leaf were frozen, the weights would be wrong."""
+    """The learner reads a leaf that changes in each iteration. If it always read the first value, the weights would be wrong."""
 
     def init(env, key):
         return state_and_weights(env, key) | {"n": first}
@@ -153,7 +158,7 @@ def with_counter(step: Callable[[Any], Any], first: Any) -> Functions:
 
 
 def with_a_chain_of_changes() -> Functions:
-    """One Python number changes only after another one has changed: "b" in the second iteration, and "c" in the third."""
+    """Three Python numbers: "a" first changes in the first iteration, "b" in the second and "c" in the third."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width), "a": 0, "b": 0, "c": 0}
@@ -185,14 +190,14 @@ COUNTERS: dict[str, Functions] = {
     "int": with_counter(lambda n: n + 1, 0),
     "float": with_counter(lambda n: n + 0.5, 0.0),
     "bool that flips": with_counter(lambda n: jnp.logical_not(n) if isinstance(n, jax.Array) else not n, False),
-    "bool by a select": with_counter(lambda n: jnp.where(n, False, True), False),
+    "bool by jnp.where": with_counter(lambda n: jnp.where(n, False, True), False),
     "int that becomes an array": with_counter(lambda n: jnp.asarray(n) + 1, 0),
     "numpy int": with_counter(lambda n: n + np.int32(1), np.int32(0)),
     "numpy array": with_counter(lambda n: n + np.int32(1), np.array(0, np.int32)),
-    "in a fragment": with_counter(choreo.fragment("learner")(lambda n: n + 1), 0),
-    "in an actor": with_counter(choreo.fragment("actor")(lambda n: n + 1), 0),
-    "a chain": with_a_chain_of_changes(),
-    "changes only later": with_a_late_change(),
+    "changed by the learner": with_counter(choreo.fragment("learner")(lambda n: n + 1), 0),
+    "changed by an actor": with_counter(choreo.fragment("actor")(lambda n: n + 1), 0),
+    "a chain of changes": with_a_chain_of_changes(),
+    "a late change": with_a_late_change(),
 }
 """Programs in which the learner reads a Python number that changes."""
 

@@ -1,6 +1,6 @@
-"""Shapes that depend on the number of environments E, and sizes that happen to equal E.
+"""Programs with shapes that depend on the number of environments E, and with other sizes that happen to equal E.
 
-A compiler that finds the env axis by its length divides the wrong axis, or divides a leaf that has no env axis.
+If Choreo found the env axis by its length, it would divide a wrong axis, or divide a leaf that has no env axis.
 """
 
 import math
@@ -18,9 +18,9 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "E": lambda E: (E,),
     "E + 1": lambda E: (E + 1,),
     "2E": lambda E: (2 * E,),
-    "ring of 4E": lambda E: (4 * E, 2),
+    "ring buffer of 4E rows": lambda E: (4 * E, 2),
     "E / 2": lambda E: (max(E // 2, 1),),
-    "E E": lambda E: (E * E,),
+    "E * E": lambda E: (E * E,),
     "[T, E]": lambda E: (3, E),
     "[E, T]": lambda E: (E, 3),
     "[E, E]": lambda E: (E, E),
@@ -30,13 +30,14 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "[1, E]": lambda E: (1, E),
     "[E, 0]": lambda E: (E, 0),
 }
-"""Shapes of a leaf for E environments."""
+"""Shapes of a leaf for E environments. T is a time axis of length 3."""
 
 
 def with_shape(name: str) -> Functions:
-    """The learner writes the states into a leaf of that shape, as into a ring buffer, and learns from its mean.
+    """The learner writes states into a leaf of this shape, as into a ring buffer, and learns from the mean of the leaf.
 
-    Suppose that a worker or shard has E / 2 environments. If it divides a leaf of 4E rows as if the leaf had E rows, its mean is wrong.
+    With merge="any" or learner shards, the learner sees only a part of the E environments at a time. If Choreo then divided a
+    leaf of 4E rows as if the leaf had E rows, the mean would be wrong.
     """
 
     def init(env, key):
@@ -63,7 +64,7 @@ def with_shape(name: str) -> Functions:
 
 
 def with_rows(name: str) -> Functions:
-    """Each environment keeps its own row of a leaf with one env axis. Blocks must be taken along that axis only."""
+    """Each environment keeps its own row of a leaf with one env axis. A block must be taken along this axis."""
 
     def init(env, key):
         leaf = jnp.zeros(SHAPES[name](env.num_envs))
@@ -91,7 +92,7 @@ def square_and_weights(env, key):
 
 
 def dense(env, c, key):
-    """A dense layer with weights [width, width]. Neither axis is the env axis. If width equals E, the lengths do not show this."""
+    """A dense layer with weights [width, width]. Neither axis of the weights is the env axis, even if width equals E."""
     mapped = jax.vmap(choreo.fragment("actor")(lambda m, s: jnp.tanh(m @ s)), (None, 0))
     s = env.step(c["s"], mapped(c["m"], c["s"]))
     m = choreo.fragment("learner")(lambda m, s: m - 0.05 * (s.T @ s) / len(s))(c["m"], s)
@@ -99,7 +100,8 @@ def dense(env, c, key):
 
 
 def batched(env, c, key):
-    """The actor multiplies all states [E, width] by a matrix [width, width]; if width equals E, both have the same shape."""
+    """The actor multiplies all states [E, width] by a matrix [width, width]. If width equals E, both
+    arrays have the same shape."""
     s = env.step(c["s"], choreo.fragment("actor")(lambda m, s: jnp.tanh(s @ m))(c["m"], c["s"]))
     return {"s": s, "w": learn(c["w"], s), "m": c["m"].T}, {"m": jnp.sum(s[0])}
 
@@ -117,7 +119,7 @@ def summed_over_environments_transposed(env, c, key):
 
 
 def as_many_steps_as_environments(env, c, key):
-    """A rollout of as many steps as there are environments: [T, E, width] with T = E. Later both axes are swapped."""
+    """A rollout of as many steps as there are environments: [T, E, width] with T = E. Then T and E are swapped."""
 
     def step(s, t):
         s = env.step(s, acts(c["w"], s) + 0.01 * t)
@@ -131,7 +133,7 @@ def as_many_steps_as_environments(env, c, key):
 def keys_per_environment_and_one_key(env, c, key):
     """Random numbers of two kinds: with one key per environment, and as one array [E, width] from a single key.
 
-    A replica that draws the second array only for its own block gets different numbers.
+    A replica that draws the second array only for its own block gets different numbers than the reference.
     """
     draw = choreo.fragment("actor")(lambda s, k: jnp.tanh(s) + 0.1 * jax.random.normal(k, s.shape))
     s = env.step(c["s"], jax.vmap(draw)(c["s"], env.keys(key)))
@@ -140,7 +142,7 @@ def keys_per_environment_and_one_key(env, c, key):
 
 
 def pairs(env, c, key):
-    """All pairs of environments, [E, E], summed by the learner: both axes are env axes, and only one can be divided."""
+    """The learner reads a number for each pair of environments, [E, E]. Both axes are env axes, but only one can be divided."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
     near = jnp.tanh(s @ s.T)
     return {"s": s, "w": learn(c["w"], near, near[0])}, {"m": jnp.mean(near[:, 0])}

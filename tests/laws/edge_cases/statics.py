@@ -1,6 +1,7 @@
 """Static values that compare equal, but differ in type or bits: 1, 1.0 and True; 0.0 and -0.0.
 
-A cache that looks up a fragment's program by `==` gives the second value the program of the first.
+A static value is anything in the arguments of a fragment that is not an array. Choreo caches the programs of fragments by their
+static values. If this cache compared them with `==`, a call with 1.0 would get the program for 1.
 """
 
 import collections
@@ -190,7 +191,7 @@ HOLDERS: dict[str, Callable[[Any, jax.Array], Any]] = {
     "in a tuple in a dataclass": lambda v, x: by_set(Wrapper((v,)).inner, x),
     "in a registered dataclass": lambda v, x: by_field(RegisteredValue(x, v)),
     "static field": lambda v, x: by_field(StaticField(x, v)),
-    "field": lambda v, x: by_field(LeafField(x, v)),
+    "leaf field": lambda v, x: by_field(LeafField(x, v)),
     "NamedTuple": lambda v, x: by_field(Tagged(x, v)),
     "auxiliary data": lambda v, x: by_field(NodeWithAux(x, v)),
     "dict key": lambda v, x: by_dict_key({v: x}),
@@ -201,7 +202,7 @@ HOLDERS: dict[str, Callable[[Any, jax.Array], Any]] = {
     "bound method": lambda v, x: by_call(Frozen(v).plain, x),
     "closure": lambda v, x: by_call(lambda x: reveal(v, x), x),
     "frozenset": lambda v, x: by_set(frozenset([v]), x),
-    "given back": use_the_returned_static,
+    "returned by the fragment": use_the_returned_static,
 }
 """Places of a static value in a call of a fragment."""
 

@@ -1,4 +1,4 @@
-"""An algorithm for whole runs on CartPole, to check the rows, the summary and the evaluation that a user sees."""
+"""An algorithm for whole runs on CartPole, to check the metrics, the summary and the evaluation that a user sees."""
 
 import collections
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Learned(NamedTuple):
     weights: jax.Array
     """Weights of the linear policy, [obs, action]."""
     updates: Any
-    """Number of updates; a Python number in the carry of `init`."""
+    """Number of updates. `init` returns it as a Python number."""
     notes: Any
-    """An OrderedDict with a bfloat16 array that changes, and None and a Python number that do not."""
+    """An OrderedDict with a bfloat16 array that changes, and with None and a Python number, which do not change."""
 
 
 class Whole(NamedTuple):
@@ -34,7 +34,7 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """A small REINFORCE with several odd things at once: Python numbers, containers, metrics out of order."""
+    """A small REINFORCE with several odd things at once: Python numbers, containers, metrics that are not in alphabetical order."""
 
     unroll: int = 4
     """Steps per environment and iteration."""

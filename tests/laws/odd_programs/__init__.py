@@ -4,7 +4,7 @@ All of them run on `Pond` with E environments. `test_never_silently_wrong.py` pl
 expects either a refusal that names a line of the program, or a result within 1e-5 of the program without marks.
 
 The docstring of each program says which mistake it would uncover. The mistakes are those of a naive compiler: it finds the
-env axis by its length, gives each replica a block of it, and runs the user's code on that block.
+env axis by its length, gives each replica a block of this axis, and runs the user's code on that block.
 """
 
 from pathlib import Path

@@ -13,7 +13,8 @@ from laws.odd_programs.program import SQUARE, TABLE, E, act, acts, learn, progra
 
 @program(lambda env, key: {"s": jax.random.normal(key, (E, E)), "w": jnp.linspace(0.5, 1.5, E)})
 def hidden_size_is_E(env, c, key):
-    """A state has E numbers, so that all states are [E, E]. Both axes have length E, but only the first one is the env axis."""
+    """The state of an environment has E numbers, so the array of all states is [E, E]. Both axes have length E, but only
+    the first one is the env axis."""
     a = acts(c["w"], c["s"])
     s = env.step(c["s"], a @ SQUARE + c["s"] @ jnp.diag(c["w"]))
     return {"s": s, "w": learn(c["w"], s) + 0.0 * jnp.sum(s.T, axis=1)}, {"m": s @ c["w"]}
@@ -21,8 +22,8 @@ def hidden_size_is_E(env, c, key):
 
 @program(lambda env, key: {"s": jax.random.normal(key, (E, E)), "w": jnp.eye(E)})
 def hidden_size_is_E_transposed(env, c, key):
-    """A state has E numbers again. A weight matrix [E, E] multiplies the transposed state from the left, and the metrics are
-    sums along either axis."""
+    """The array of all states is [E, E] again. A weight matrix [E, E] multiplies the transposed array from the left, and
+    the metrics are sums along either axis."""
     s = env.step(c["s"], (c["w"] @ c["s"].T).T)
     return {"s": s, "w": 0.5 * learn(c["w"], s) + 0.1 * SQUARE}, {"m": jnp.sum(s, axis=1), "n": jnp.sum(s, axis=0)}
 
@@ -41,8 +42,8 @@ def unroll_is_E(env, c, key):
 
 @program()
 def time_and_environments_merged(env, c, key):
-    """Minibatches as in PPO: time and environments are merged into one axis and shuffled. The merged axis exists only
-    at a site that has all environments."""
+    """Minibatches as in PPO: time and environments are merged into one axis and shuffled. Only a
+    site that has all environments can shuffle the merged axis."""
     s, ss = unroll(env, c, length=4)
     flat = ss.reshape(4 * E, 3)
     order = jax.random.permutation(key, 4 * E)
@@ -83,7 +84,7 @@ def shared_value_of_length_E_next_to_environments(env, c, key):
 @program()
 def shared_square_matrix(env, c, key):
     """Neither axis of the matrix [E, E] is the env axis. The matrix is transposed, contracted and sliced, and the results are
-    multiplied with rows of environments."""
+    combined with the states of the environments."""
     square = SQUARE * c["w"][0]
     f = choreo.fragment("actor")(lambda q, s: q.T @ jnp.ones((E, 3)) * s + q[:, :3])
     s = env.step(c["s"], f(square, c["s"]))

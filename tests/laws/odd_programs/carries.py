@@ -1,4 +1,4 @@
-"""Programs with an odd carry or odd metrics. Each docstring says what a naive compiler would do wrong."""
+"""Programs with an odd carry or odd metrics. Each docstring says what a naive compiler (see `__init__.py`) would do wrong."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from laws.odd_programs.program import TABLE, E, act, acts, learn, plain, program
 
 @program()
 def metrics_per_environment(env, c, key):
-    """Metrics with one entry per environment, on four different axes. Blocks must be put together along the right axis;
-    "flat" has no axis of length E at all."""
+    """Metrics with entries of each environment. The env axis is the first axis of "s" and the second axis of "t" and "stack";
+    "flat" has no env axis. Blocks must be put together along the right axis."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"s": s, "t": s.T, "stack": jnp.stack([s, -s]), "flat": s.reshape(-1)}
 
@@ -38,7 +38,8 @@ def metrics_are_literals(env, c, key):
     }
 )
 def carry_swapped(env, c, key):
-    """Two leaves with an env axis swap places. Writing the new "a" before the old "a" is read would lose a state."""
+    """The new "a" is the old "b", and the new "b" is computed from the old "a". Writing the new "a" before the old "a" is read
+    would lose a state."""
     return {"a": c["b"], "b": env.step(c["a"], acts(c["w"], c["b"])), "w": learn(c["w"], c["a"], c["b"])}, {
         "m": jnp.mean(c["a"])
     }
@@ -110,7 +111,8 @@ def environments_flattened_in_the_carry(env, c, key):
 
 @program()
 def order_of_environments_reversed_in_the_carry(env, c, key):
-    """The order of the environments is reversed in each iteration. Each replica would reverse only its own block."""
+    """The order of the environments is reversed in each iteration. A naive compiler would let each replica reverse
+    its own block."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
     return {"s": s[::-1], "w": learn(c["w"], s[0])}, {"m": s[0]}
 
@@ -200,8 +202,8 @@ def carry_changes_places_between_groups(env, c, key):
 
 @program(lambda env, key: state_and_weights(env, key) | {"n": jnp.int32(0), "x": jnp.zeros((E, 3))})
 def glue_read_by_three_groups(env, c, key):
-    """Values that glue computes are read by three groups and carried as well. Each group may compute its own copy, and all
-    copies must come from the same iteration."""
+    """Values that glue computes are read by three groups and carried as well. Each group is allowed to compute its own copy, but
+    all copies must come from the same iteration."""
     g = jnp.tanh(c["w"]) * c["n"].astype(jnp.float32)
     b = jnp.broadcast_to(g, (E, 3)) + c["x"]
     s = env.step(c["s"] + b, acts(g, c["s"] * b))

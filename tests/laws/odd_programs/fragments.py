@@ -96,8 +96,8 @@ def nested_vmaps(env, c, key):
 
 @program()
 def every_pair_by_vmap(env, c, key):
-    """Two `vmap`s over the environments give all pairs, [E, E]. Only the outer axis may be divided; the inner one needs
-    all environments."""
+    """Two `vmap`s over the environments give all pairs, [E, E]. Only the outer axis can be divided; along the inner
+    axis, every replica needs all environments."""
     pair = choreo.fragment("actor")(lambda x, y: jnp.tanh(x @ y))
     a = jax.vmap(jax.vmap(pair, (None, 0)), (0, None))(c["s"], c["s"])
     s = env.step(c["s"], a @ c["s"])
@@ -115,8 +115,8 @@ def every_pair_transposed(env, c, key):
 
 @program()
 def fragment_with_vmap_on_states_and_without_on_weights(env, c, key):
-    """One fragment is called under `vmap` on states, and without `vmap` on weights. The record of one call must not be used
-    for the other."""
+    """One fragment is called under `vmap` on states, and without `vmap` on weights. What Choreo records about one call must
+    not be used for the other."""
     top = choreo.fragment("actor")(lambda x: x - jnp.max(x, axis=0, keepdims=True))
     s = env.step(c["s"], jax.vmap(top)(c["s"]))
     return {"s": s, "w": learn(top(c["w"]), s)}, {"m": jnp.mean(s)}
@@ -158,8 +158,8 @@ def nested_fragments(env, c, key):
 
 @program()
 def fragment_in_a_mapped_fragment(env, c, key):
-    """A mapped actor fragment calls another fragment. The program for one environment contains the inner call, and
-    the inner call has no further `vmap` around it."""
+    """A mapped actor fragment calls another fragment. The inner call is part of the program for one environment,
+    and has no `vmap` of its own."""
     outer = choreo.fragment("actor")(lambda w, s: act(w, jnp.sort(s)) + jnp.max(s))
     s = env.step(c["s"], jax.vmap(outer, (None, 0))(c["w"], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -175,7 +175,8 @@ def fragment_that_closes_over_a_traced_value(env, c, key):
 
 @program()
 def fragment_that_closes_over_all_environments(env, c, key):
-    """A mapped fragment closes over the states of all environments and takes their mean. The closure must stay whole."""
+    """A mapped fragment closes over the states of all environments and takes their mean. Each replica needs the states of
+    all environments."""
     f = choreo.fragment("actor")(lambda s: jnp.tanh(s) * jnp.mean(c["s"], axis=0))
     s = env.step(c["s"], jax.vmap(f)(c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -256,7 +257,7 @@ def learner_sends_a_row_to_each_environment(env, c, key):
 @program()
 def constant_arrays_given_to_fragments(env, c, key):
     """Constant arrays of E rows are arguments and results of fragments, also inside a `jit` and as NumPy arrays. With
-    `jax_use_simplified_jaxpr_constants` they are literals."""
+    `jax_use_simplified_jaxpr_constants` these arrays are literals of the jaxpr."""
     add = choreo.fragment("actor")(lambda s, t: s + t)
     a = add(c["s"], TABLE) + jax.jit(lambda s, t: add(s, t))(c["s"], np.asarray(TABLE))
     s = env.step(c["s"], a + choreo.fragment("env")(lambda s: (s, TABLE * 2.0))(c["s"])[1])
@@ -282,7 +283,8 @@ def a_gradient_through_a_mapped_fragment(env, c, key):
 
 @program()
 def a_gradient_of_a_linear_fragment(env, c, key):
-    """Forward and reverse derivatives of a linear fragment. Its transpose is a program that the user never wrote."""
+    """Forward and reverse derivatives of a linear fragment. For the reverse derivative, JAX transposes the fragment: the
+    result is a program that the user never wrote."""
     twice = choreo.fragment("actor")(lambda w, s: w * s)
     each = jax.vmap(lambda s: jax.jvp(lambda s: twice(c["w"], s), (s,), (jnp.ones_like(s),))[1])(c["s"])
     back = jax.grad(lambda s: jnp.sum(jax.vmap(twice, (None, 0))(c["w"], s) * TABLE))(c["s"])
@@ -292,7 +294,7 @@ def a_gradient_of_a_linear_fragment(env, c, key):
 
 @program()
 def half_precision(env, c, key):
-    """The actor computes in bfloat16. Computing in float32 instead would be more precise, and wrong."""
+    """The actor computes in bfloat16. Computing in float32 instead would give a different result than the reference."""
     a = acts(c["w"].astype(jnp.bfloat16), c["s"].astype(jnp.bfloat16))
     s = env.step(c["s"], a.astype(jnp.float32))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s), "h": a[:, 0].astype(jnp.float32)}
@@ -308,7 +310,7 @@ def printing_in_glue(env, c, key):
 
 @program()
 def printing_each_environment(env, c, key):
-    """A mapped fragment prints its row. Each replica may print the rows of its own environments."""
+    """A mapped fragment prints its row. Each replica is allowed to print the rows of its own environments."""
     f = choreo.fragment("actor")(lambda w, s: (jax.debug.print("row {}", s), w * s)[1])
     s = env.step(c["s"], jax.vmap(f, (None, 0))(c["w"], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}

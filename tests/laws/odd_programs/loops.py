@@ -28,7 +28,7 @@ def unroll_of_one(env, c, key):
 
 @program()
 def unroll_of_zero(env, c, key):
-    """A rollout of no steps: the results have a time axis of length 0, and no site sends anything."""
+    """A rollout of no steps: the results have a time axis of length 0, and no site sends anything inside the loop."""
     s, ss = unroll(env, c, length=0)
     return {"s": env.step(s, acts(c["w"], s)), "w": learn(c["w"], s) + jnp.sum(ss)}, {"m": jnp.mean(s)}
 
@@ -48,8 +48,8 @@ def scan_inputs_with_an_env_axis(env, c, key):
 
 @program()
 def scan_inputs_made_from_environments(env, c, key):
-    """Scan inputs made from the states, [time, E, 3], in reverse. Each step needs its slice of each block, counted from
-    the end."""
+    """The scan inputs are made from the states, [time, E, 3], and the scan runs in reverse. In each step, a replica needs one
+    slice of its own block, counted from the end."""
     xs = jnp.stack([c["s"], jnp.sin(c["s"]), c["s"] ** 2])
 
     def step(s, x):
@@ -72,7 +72,7 @@ def scan_over_environments(env, c, key):
 @program()
 def scan_over_environments_with_every_role(env, c, key):
     """A scan along the env axis that acts and learns once per environment, so the weights pass from one environment to
-    the next."""
+    the next. Each replica would begin with the old weights."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
 
     def step(w, row):
@@ -99,7 +99,7 @@ def a_remat_scan_with_a_gradient(env, c, key):
 
 @program()
 def control_flow_nested_three_deep(env, c, key):
-    """A scan in a cond in a loop, and no environment sees another: this may run on blocks."""
+    """A scan in a cond in a loop. No environment sees another, so replicas are allowed to run this on their blocks."""
 
     def deep(s):
         def body(i, s):
@@ -115,7 +115,8 @@ def control_flow_nested_three_deep(env, c, key):
 
 @program()
 def control_flow_that_mixes_three_deep(env, c, key):
-    """A scan in a cond in a loop, with a roll over environments in the innermost body: this must not run on blocks."""
+    """A scan in a cond in a loop, with a roll over environments in the innermost body: replicas must not run this
+    on their blocks."""
 
     def deep(s):
         def body(i, s):
@@ -134,8 +135,9 @@ def control_flow_that_mixes_three_deep(env, c, key):
 
 @program()
 def a_loop_that_mixes_only_later(env, c, key):
-    """The carry of the loop is zero at first. The third round adds the states, and a later round sums over
-    environments. An analysis that looks at the body only once does not see this."""
+    """The loop carries three arrays, which are zero at first. The first round stores the states in the third array. The states
+    move on by one array per round, and the fourth round sums them over environments. An analysis that looks at the body only
+    once does not see this sum."""
 
     def body(carry, t):
         a, b, d = carry
@@ -149,8 +151,9 @@ def a_loop_that_mixes_only_later(env, c, key):
 
 @program()
 def a_loop_whose_carry_becomes_a_block_later(env, c, key):
-    """The carry of the loop is zero at first, and so it is equal on all replicas. From the third round on it differs between
-    environments. The analysis must iterate until it reaches a fixed point."""
+    """The loop carries three arrays, which are zero at first, and so equal on all replicas. The third array differs between
+    environments after the first round, the second array after the second round, and the first array after the third round.
+    The analysis must iterate until it reaches a fixed point."""
     zero = jnp.zeros((E, 3))
 
     @choreo.fragment("actor")
@@ -211,8 +214,8 @@ def while_per_environment(env, c, key):
 
 @program()
 def a_batched_fragment_with_a_while_per_environment(env, c, key):
-    """A while loop per environment inside a fragment of the whole batch, with keys in the carry of the loop. Its
-    condition, "any environment is not done", only looks as if it mixed environments."""
+    """A while loop per environment inside a fragment of the whole batch, with keys in the carry of the loop. Under
+    `vmap`, the condition becomes "any environment is not done", which only looks as if it mixed environments."""
 
     def halve(x, k):
         def body(c):
@@ -308,8 +311,8 @@ def a_scan_with_a_constant_from_the_environments(env, c, key):
 
 @program()
 def a_scan_whose_results_are_not_used(env, c, key):
-    """The scan returns a sort over environments and a sum, and neither is used. A compiler may drop both, and nothing
-    else."""
+    """The scan returns a sort over environments and a sum, and neither is used. A compiler is allowed to drop these two,
+    but nothing else."""
 
     def step(carry, t):
         s, junk = carry

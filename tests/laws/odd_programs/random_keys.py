@@ -15,8 +15,8 @@ from laws.odd_programs.program import E, act_random, acts, learn, program, state
     )
 )
 def keys_flags_and_integers(env, c, key):
-    """Keys per environment, one key for all, flags and integers are carried. Each replica needs its own block of keys,
-    and all need the same single key."""
+    """The carry has a key, a flag and an integer per environment, and one key for all. Each replica needs its own block of the
+    keys per environment, and all replicas need the one key."""
     a = jax.vmap(act_random, (None, 0, 0))(c["w"], c["s"], c["key"])
     s = env.step(c["s"], jnp.where(jnp.tile(c["flag"][:, None], (1, 3)), a, -a))
     return {
@@ -41,8 +41,8 @@ def keys_by_split(env, c, key):
 
 @program()
 def keys_by_fold_in(env, c, key):
-    """Keys by `fold_in` of the number of the environment. A replica that counts its own environments from 0 gives every
-    block the same keys."""
+    """Keys by `fold_in` of the number of the environment. If each replica counted its own environments from 0, all
+    blocks would get the same keys."""
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(E))
     s = env.step(c["s"], jax.vmap(act_random, (None, 0, 0))(c["w"], c["s"], keys))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -50,8 +50,8 @@ def keys_by_fold_in(env, c, key):
 
 @program()
 def keys_in_another_order(env, c, key):
-    """The keys are reversed, and a random permutation is added. Each replica would reverse, or permute, within its own
-    block."""
+    """The order of the keys is reversed, and a random permutation of 0 to E - 1 is added to the actions. A naive compiler would
+    let each replica reverse, and permute, within its own block."""
     a = jax.vmap(act_random, (None, 0, 0))(c["w"], c["s"], env.keys(key)[::-1])
     s = env.step(c["s"], a + jax.random.permutation(key, E).astype(a.dtype)[:, None] * jnp.ones((1, 3)))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -59,7 +59,8 @@ def keys_in_another_order(env, c, key):
 
 @program()
 def keys_from_environments(env, c, key):
-    """Keys depend on the states of the environments. Keys must then be made per block, and not from one key for all."""
+    """The key of each environment depends on its state. A replica has only the states of its own block, so it must make the
+    keys of this block itself."""
     keys = jax.vmap(lambda row: jax.random.fold_in(key, (100 * row[0]).astype(jnp.int32)))(c["s"])
     s = env.step(c["s"], jax.vmap(act_random, (None, 0, 0))(c["w"], c["s"], keys))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -67,7 +68,7 @@ def keys_from_environments(env, c, key):
 
 @program()
 def keys_of_the_rbg_generator(env, c, key):
-    """Keys of the generator `rbg`, whose draws under `vmap` depend on the whole batch, used in a mapped fragment."""
+    """A mapped fragment draws with keys of the generator `rbg`. Under `vmap`, such draws depend on the whole batch."""
     keys = jax.random.split(jax.random.key(jax.random.randint(key, (), 0, 99), impl="rbg"), E)
     s = env.step(c["s"], jax.vmap(act_random, (None, 0, 0))(c["w"], c["s"], keys))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -75,7 +76,7 @@ def keys_of_the_rbg_generator(env, c, key):
 
 @program()
 def glue_draws_with_rbg_keys(env, c, key):
-    """Glue draws under `vmap` with keys of the generator `rbg`: row e of that batch differs from a draw with key e alone."""
+    """Glue draws under `vmap` with keys of the generator `rbg`: row e of the batch differs from a draw with key e alone."""
     keys = jax.random.split(jax.random.key(jax.random.randint(key, (), 0, 99), impl="rbg"), E)
     s = env.step(c["s"], acts(c["w"], c["s"] + jax.vmap(lambda k: jax.random.normal(k, (3,)))(keys)))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
