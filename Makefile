@@ -1,8 +1,8 @@
 # make setup          creates .venv with the `choreo` command, in the versions of constraints.txt
 # make demo           trains PPO on CartPole in seconds; look into runs/demo
 # make test           every check of CI: ruff, pyright, imports, tests, and the graph tests on the newest JAX
-# make test-long      the promises of `make test` in all combinations: more layouts, kills, environments, benchmarks
-# make test-learning  trains to the stated returns, over several seeds
+# make test-long      the promises of `make test` in more combinations: layouts, killed workers, environments, benchmarks
+# make test-learning  trains to the returns that the docs state, over several seeds
 # make bench          runs every script in benchmarks/, one question each; writes benchmarks/results/*.json
 # make constraints    pins the newest versions that fit pyproject.toml; commit the result
 
@@ -26,7 +26,7 @@ demo: setup
 	rm -rf runs/demo
 	$(BIN)/choreo train ppo jax:CartPole-v1 --layout fused --num-envs 8 --steps 300000 --seed 0 --out runs/demo
 
-# `lint` and `test-next` run at the same time: each of them uses one core, so that two cores are busy.
+# `lint` uses only one core most of the time, so `test-next` runs at the same time.
 test:
 	$(MAKE) --no-print-directory --jobs 2 lint test-next
 	$(MAKE) --no-print-directory test-main
@@ -37,8 +37,8 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-# First all tests, with programs compiled without optimisations (tests/conftest.py); then some of the laws with optimisations, as
-# users' programs are compiled.
+# First the tests, with programs compiled without optimisations (tests/conftest.py). Then some of the laws once more, compiled with
+# optimisations, as users' programs are.
 test-main: setup
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 25
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m optimised tests/laws

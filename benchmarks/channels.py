@@ -1,10 +1,10 @@
-"""How long does a round trip of a message take, through shared memory and through TCP, and is it faster with spinning?
+"""How long does a round trip of a message take through shared memory and TCP, and is it shorter if a waiting end spins first?
 
 Two processes, a driver and an echo, send one array back and forth. Shared memory is measured in three ways:
 - `sleep`: the default, in which an end that waits goes to sleep at once;
-- `spin`: an end that waits spins for 50 us before it sleeps;
-- `bell`: every message also sends a byte through the doorbell, even if the other end is awake. This shows how much time the sleep
-  flag saves.
+- `spin`: an end that waits spins (checks for a message again and again) for 50 us before it sleeps;
+- `bell`: like `sleep`, but each message also sends a byte through the doorbell, even if the other end is awake. By default, an end
+  reads a flag, and sends this byte only if the other end sleeps. So `bell` shows how much time the flag saves.
 One pair of processes runs, or two pairs at the same time. All cases are measured in turns. The result of a case is the median
 time of a round trip, in microseconds. The ratio is `sleep` divided by `spin`, for one pair and 128 bytes: above 1, spinning is
 faster.
@@ -34,7 +34,7 @@ CASES = [
 
 
 def main() -> None:
-    # Imported here, because it imports JAX, which drivers and echoes must not import.
+    # Imported here, because `harness` imports JAX, which drivers and echoes must not import.
     from harness import write_result
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def round_trip(way: str, size: str, pairs: int, seconds: float) -> float:
-    """Microseconds per round trip; with several pairs at once, their mean."""
+    """Microseconds per round trip; with several pairs at the same time, the mean over the pairs."""
     drivers, echoes = zip(*[start_pair(way, SIZES[size], seconds) for _ in range(pairs)], strict=True)
     for driver in drivers:
         driver.stdin.write("go\n")
@@ -80,7 +80,7 @@ def start_pair(way: str, size: int, seconds: float) -> tuple[subprocess.Popen, s
         (out, out_there), (back_there, back) = make_shm_channel(size), make_shm_channel(size)
         driver = start("drive", way=way, size=size, seconds=seconds, ends=[out, back])
         echo = start("echo", way=way, size=size, ends=[back_there, out_there])
-    driver.stdout.readline()  # printed after its first round trip
+    driver.stdout.readline()  # the driver prints a line after its first round trip
     return driver, echo
 
 

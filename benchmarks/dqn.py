@@ -1,15 +1,16 @@
-"""How fast does DQN train on CartPole in one process, compiled and on Gymnasium, compared with Stable-Baselines3 and RLlib?
+"""How fast does DQN train on CartPole in one process, compared with Stable-Baselines3 and RLlib?
 
-All sides train plain DQN (neither double nor dueling, 1-step) with 8 environments, networks 2 x 128 ReLU, and a buffer of 1e5
-steps. For every 4 steps in each environment there are 8 updates with batches of 64, which is Choreo's default. A second
-measurement, `_seldom`, has 1 update instead, which is the default of Stable-Baselines3. All sides have the same settings, except
-that Choreo's loss is the squared error and the loss of the others is Huber's.
+All sides train plain DQN (neither double nor dueling, 1-step) with 8 environments, networks with 2 layers of 128 ReLU units, and a
+buffer of 1e5 steps. After every 4 steps of each environment there are 8 updates with batches of 64. This is Choreo's default
+number of updates. A second measurement, `_seldom`, has 1 update instead, the default of Stable-Baselines3. All sides have the same
+settings, except that Choreo's loss is the squared error and the loss of the others is Huber's.
 
-`fused` steps gymnax's CartPole in one compiled loop (Choreo's own CartPole, if gymnax is not installed). `gymnasium` steps the
-same environments as the rivals. Stable-Baselines3 uses its DummyVecEnv. Each side has one thread, and RLlib runs in one process.
-All sides take short turns (RLlib's are longer), so that other load on the machine affects all of them. Compilation is not
-measured. The result for each pair is the median ratio of steps per second over the turns, the spread, the same ratio in CPU time,
-and the number of cores that other processes kept busy.
+Choreo is measured in two ways. `fused` steps gymnax's CartPole in one compiled loop (Choreo's own CartPole, if gymnax is not
+installed). `gymnasium` steps the same environments as the rivals. Stable-Baselines3 uses its DummyVecEnv. Each side has one thread,
+and RLlib runs in one process. All sides take short turns, so that other load on the machine affects all of them. RLlib's turns are
+longer, because it reports only after 1024 steps. Compilation is not measured. The result for each way and rival is the median
+ratio of steps per second over the turns, the spread, the same ratio in CPU time, and the number of cores that other processes kept
+busy.
 """
 
 import argparse
@@ -21,7 +22,8 @@ import statistics
 import time
 from pathlib import Path
 
-os.environ.setdefault("NPROC", "1")  # set before the first computation with JAX; importing gymnax computes with JAX
+# XLA uses one thread. Set before the first computation with JAX; importing gymnax computes with JAX.
+os.environ.setdefault("NPROC", "1")
 
 import jax
 from harness import write_result
@@ -58,7 +60,7 @@ def main() -> None:
 
 
 def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool) -> None:
-    # Choreo's calls are as long as those of choreo.train, unless this is a quick run.
+    # `chunk`: iterations in one call of Choreo's runtime, as many as in choreo.train, unless this is a quick run.
     repeats, seconds, chunk = (1, 0.05, 2 * same.BLOCK) if quick else (21, 0.4, STEPS_PER_CHUNK // same.STEPS)
     with contextlib.ExitStack() as stack:
         rivals = {name: dqn_rivals.Process(*command, updates) for name, command in commands.items()}
@@ -89,7 +91,7 @@ def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool)
 
 
 class Training:
-    """Choreo, all in this process, in calls of `chunk` iterations."""
+    """Choreo's DQN, with everything in this process. One call of the runtime runs at most `chunk` iterations."""
 
     def __init__(self, env: str, updates: int, chunk: int):
         algo = choreo.DQN(

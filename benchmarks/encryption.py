@@ -30,7 +30,7 @@ LARGE_BYTES = 4 << 20
 
 
 def main() -> None:
-    # Imported here, because it imports JAX, which the processes of `4MB` must not import.
+    # Imported here, because `harness` imports JAX, which the processes of `4MB` must not import.
     from harness import write_result
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -48,7 +48,7 @@ def main() -> None:
         write_result(
             f"encryption_{name}",
             quick=quick,
-            question=f"{words} with encryption, as a ratio to without encryption",
+            question=f"{words}, encrypted as a ratio to not encrypted",
             ratio=statistics.median(ratios["cpu"]),
             ratios=ratios["cpu"],
             wall_ratio=statistics.median(ratios["wall"]),
@@ -73,7 +73,7 @@ def side(name: str):
 
 
 def coarse(quick: bool) -> list[dict[str, tuple[float, float]]]:
-    """CPU and wall seconds of each side, for one iteration."""
+    """For each round, the CPU and wall seconds that each side needs for one iteration."""
     from parts.running import Running
 
     import choreo
@@ -98,7 +98,7 @@ def coarse(quick: bool) -> list[dict[str, tuple[float, float]]]:
 
 
 def large_messages(quick: bool) -> list[dict[str, tuple[float, float]]]:
-    """CPU and wall seconds of each side, for one message."""
+    """For each round, the CPU and wall seconds that each side needs for one message and its answer."""
     repeats, count = (1, 3) if quick else (21, 100)
     with contextlib.ExitStack() as stack:
         pairs = {name: stack.enter_context(Pair(name)) for name in SIDES}

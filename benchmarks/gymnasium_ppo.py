@@ -1,10 +1,10 @@
 """How fast is PPO on Gymnasium environments in one process, compared with the environments alone and Stable-Baselines3?
 
 Choreo and Stable-Baselines3 have the same settings: 8 environments, rollouts of 128 steps, 4 epochs, minibatches of 256, networks
-2 x 64 tanh. The environments alone are Gymnasium's SyncVectorEnv with random actions, drawn in advance. Stable-Baselines3 uses
-its DummyVecEnv and one thread. All sides take short turns, so that other load on the machine affects all of them. Compilation is
-not measured. The result for each environment is the median ratio of steps per second over the turns, the spread, the same ratio
-in CPU time, and the number of cores that other processes kept busy.
+with 2 layers of 64 tanh units. "The environments alone" means Gymnasium's SyncVectorEnv with random actions, drawn in advance.
+Stable-Baselines3 uses its DummyVecEnv and one thread. All sides take short turns, so that other load on the machine affects all of
+them. Compilation is not measured. The result for each environment is the median ratio of steps per second over the turns, the
+spread, the same ratio in CPU time, and the number of cores that other processes kept busy.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""How much faster do the two relaxations make a run if the learner, the environments or one worker is slow?
+"""How much faster do `max_lag` and `merge="any"` make a run if the learner, the environments or one worker is slow?
 
 IMPALA runs with two workers in `coarse`: in lockstep, with `max_lag=4`, and with `max_lag=8, merge="any"`. A step of an
-environment sleeps. There are three scenes: a large network makes the learner slow; the environments are slow; one of the two
-workers is a straggler, four times slower than the other. The three layouts take turns of a few seconds. Compilation is not
-measured. The result is the median ratio of steps per second to lockstep, and the verdict of `--profile`: which site waits.
+environment sleeps for 1 ms. There are three scenes. `slow_learner`: a large network also makes the learner slow. `slow_env`: the
+learner is fast, so the environments take most of the time. `straggler`: one of the two workers is four times slower than the
+other. The three layouts take turns of a few seconds. Compilation is not measured. The result for each relaxed layout is its steps
+per second divided by those of lockstep (the median over the turns), and the verdict of `--profile`: which worker waits for which.
 """
 
 import argparse

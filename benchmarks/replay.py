@@ -3,10 +3,9 @@
 Choreo and flashbax take turns. Each runs one compiled loop with the buffer as its carry: add, draw, set priorities. The buffer
 holds 1e5 or 1e6 transitions of CartPole. An iteration adds before it draws. If flashbax draws first, XLA copies its buffer in
 every iteration: nothing forces the read to finish before the write, so XLA does not write in place. `sample_first_ratio` is the
-ratio for this order. cpprb (C++ and
-NumPy, one process) is called from Python, as its users do. The result is the median ratio of iterations per second over the
-repetitions (above 1: Choreo is faster), and the spread. A rival that is not installed is left out; `pip install -e .[bench]`
-installs both.
+ratio for this order. cpprb (C++ and NumPy, one process) is called from Python, as its users call it. The result is the median
+ratio of iterations per second over the repetitions (above 1: Choreo is faster), and the spread. A rival that is not installed is
+left out; `pip install -e .[bench]` installs both.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-os.environ.setdefault("NPROC", "1")  # one thread, as Choreo chooses for such small programs
+os.environ.setdefault("NPROC", "1")  # XLA uses one thread, as Choreo chooses for such small programs
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ class Case:
     sampler: str
     """"uniform" or "prioritized"."""
     capacity: int
-    """Steps that the buffer stores."""
+    """Steps that the buffer can store."""
     num_envs: int
     """Number of environments."""
     batch: int
@@ -166,7 +165,7 @@ RIVALS = {"flashbax": flashbax_loop, "cpprb": cpprb_loop}
 def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) -> Callable[[], float]:
     """Return a function that runs `iterations` iterations on a partly filled buffer and returns how many seconds they took.
 
-    Everything is compiled before.
+    Everything is compiled before `_timed` returns, so the seconds include no compilation.
     """
 
     def body(state, key):
@@ -181,7 +180,7 @@ def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) ->
     fill = jax.jit(lambda state: jax.lax.fori_loop(0, additions, lambda _, state: add(state), state), donate_argnums=0)
     run = jax.jit(lambda s, key: jax.lax.scan(body, s, jax.random.split(key, iterations)), donate_argnums=0)
     state, _ = run(fill(state), jax.random.key(0))
-    # Run twice before the measurement: the results may have weak types, for which `run` is compiled once more.
+    # Run twice before the measurement: the results of the first run may have weak types, for which `run` is compiled once more.
     latest = [jax.block_until_ready(run(state, jax.random.key(0)))[0]]
 
     def seconds() -> float:

@@ -1,8 +1,8 @@
 """How fast can steps be added to, and items be drawn from, a replay at a separate site, compared with Reverb and cpprb?
 
 One process makes steps, one holds the replay (1e5 steps of CartPole), and one draws items. For every 4 steps of each of 8
-environments, 8 batches of 64 items are drawn; this ratio is the same for all sides. Items are drawn uniformly in one measurement,
-and by priority in another, where new priorities are written back.
+environments, 8 batches of 64 items are drawn; these numbers are the same for all sides. Items are drawn uniformly in one
+measurement, and by priority in another, where new priorities are written back.
 - Choreo runs an algorithm in a layout of three sites, in lockstep, over shared memory and over TCP. Choreo also steps CartPole,
   while the rivals add steps that were made in advance.
 - Reverb has a server, an inserting client and a sampling client, which connect over loopback. It prefetches batches, so its
@@ -10,8 +10,8 @@ and by priority in another, where new priorities are written back.
 - cpprb has no process for its buffer and sends nothing: the process that adds and the process that draws share memory. So the
   ratio to cpprb shows the cost of a separate site.
 Each rival is used in its fastest way (`parts/reverb_split.py`, `parts/cpprb_split.py`). All sides take turns of about a second.
-Compilation is not measured. The result for each pair is the median ratio of iterations per second over the turns, the spread, and
-the number of steps and items per second.
+Compilation is not measured. The result for each rival is the median ratio of iterations per second over the turns (above 1: Choreo
+is faster), the spread, and the number of steps and items per second.
 """
 
 import argparse

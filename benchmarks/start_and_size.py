@@ -2,9 +2,11 @@
 
 All measurements train PPO on Gymnasium's CartPole-v1 with 8 environments.
 - Start: each side starts new processes, in turns. The result is the time from the start of a process to the end of its first
-  iteration (128 steps, then 16 updates). Compiled programs are in Choreo's cache, and files are in the cache of the system.
+  iteration (128 steps of each environment, then 16 updates). It is a warm start: before the measurement, one start of each side has
+  filled Choreo's cache of compiled programs and the system's cache of files.
 - Size: the resident memory of the process of `fused`, of a worker that acts (`coarse`), and of a worker that only steps
-  environments (`fine`), divided by the limit that we set (below 1 is good). `pss` divides shared pages among their processes.
+  environments (`fine`), divided by the limit that we set (below 1 is good). `pss` is the resident memory with each shared page
+  divided among the processes that share it.
 """
 
 import argparse

@@ -18,7 +18,7 @@ def table() -> str:
         f"{r['cores']} cores ({', '.join(r['devices'])}), no GPU, Python {r['python']}, JAX {r['jax']}" for r in results
     }
     return "\n".join(
-        [*rows, "", f"Measured on {' and '.join(sorted(on))}, in one run each; `make bench` measures again."]
+        [*rows, "", f"Measured on {' and '.join(sorted(on))}. Each benchmark ran once; `make bench` measures again."]
     )
 
 

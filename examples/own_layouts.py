@@ -18,4 +18,4 @@ def two_stage(workers: int = 2, *, max_lag: int = 0) -> choreo.Layout:
 
 
 SPLIT_ACTOR = choreo.Layout(choreo.Group("env"), choreo.Group("actor"), choreo.Group("buffer", "learner"))
-"""Three sites, one for each role: the plan shows every value that crosses between them."""
+"""Three sites: one steps environments, one acts, one stores and learns. The plan shows every value that crosses between them."""

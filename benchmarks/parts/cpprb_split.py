@@ -1,12 +1,15 @@
 """cpprb's buffer for several processes, with the sizes of the benchmark, driven line by line (`line_process.py`).
 
-    python cpprb_split.py uniform|prioritized    prints the process id of the explorer; then, for each number of iterations, seconds
+    python cpprb_split.py uniform|prioritized
+
+The program prints the process id of the explorer. Then it reads numbers of iterations from stdin, and for each number prints how
+many seconds these iterations took.
 
     explorer                 learner (this process)
     add 32 rows  --> shared memory --> sample 512 rows, sum them, update their priorities
 
 There is no separate process for the buffer: both processes use the same memory, with cpprb's own locks. Two semaphores limit how
-far adding and drawing may be apart; cpprb leaves this to its users. A row is a transition with both observations.
+far adding and drawing can be apart; cpprb itself sets no limit. A row is a transition with the observations before and after it.
 """
 
 import multiprocessing
@@ -50,7 +53,7 @@ def main() -> None:
 
 
 def draw(buffer, prioritized: bool) -> float:
-    """Draw the items of one iteration in one call, as Choreo does; returns their sum."""
+    """Draw the items of one iteration in one call, as Choreo does; returns the sum of all numbers in them."""
     rows = buffer.sample(same.ITEMS)
     total = sum(float(np.sum(rows[name], dtype=np.float32)) for name in ROW)
     if prioritized:

@@ -48,7 +48,10 @@ class Computing(Waiting):
 
 
 class Straggling(Waiting):
-    """Steps take four times as long in one of the workers: the worker that is the first to create the symbolic link `mark`."""
+    """Steps take four times as long in one of the workers: the worker that is the first to create the symbolic link `mark`.
+
+    `coordinator` is the process id of the coordinator, which never creates the link.
+    """
 
     def __init__(self, mark: str, coordinator: int):
         if os.getpid() != coordinator:

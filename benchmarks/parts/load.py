@@ -5,9 +5,10 @@ from pathlib import Path
 
 
 class Others:
-    """After `with Others(...) as others: ...`, `others.cores` is the mean number of cores that other processes kept busy.
+    """After `with Others(pids) as others: ...`, `others.cores` is the mean number of cores that other processes kept busy.
 
-    Other processes are all except this process, its children that have ended, and the processes `pids`.
+    This process and the processes `pids` are not counted, nor are those of their children that have ended. A child that still
+    runs is counted, unless it is in `pids`.
     """
 
     def __init__(self, pids: "list[int] | None" = None):

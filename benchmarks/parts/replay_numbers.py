@@ -6,7 +6,7 @@ This file imports nothing, because each rival imports it in its own Python envir
 NUM_ENVS, UNROLL = 8, 4
 """An iteration adds 4 steps of each of 8 CartPole environments."""
 LENGTH = 2
-"""Steps of an item. The rivals store one step with both observations, which is faster for them."""
+"""Steps of an item. An item of a rival is one step with the observations before and after it, which is faster for the rivals."""
 BATCHES, BATCH_SIZE = 8, 64
 """An iteration draws 8 batches of 64 items. If items are drawn by priority, the iteration also sets their priorities."""
 CAPACITY, FILLED = 100_000, 25_600

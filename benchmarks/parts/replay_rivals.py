@@ -29,7 +29,7 @@ def installed() -> dict[str, tuple[Path, str]]:
 
 
 class Process(LineProcess):
-    """The process of a rival that draws items. It starts the other processes of the rival, and first prints their ids."""
+    """The process in which a rival draws items. It starts the rival's other processes; its first printed line has their ids."""
 
     def __init__(self, command: tuple[Path, str], sampler: str):
         python, script = command

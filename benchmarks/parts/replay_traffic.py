@@ -1,7 +1,7 @@
-"""An algorithm that only uses a replay: it stores random steps, draws items, and sums them in place of learning.
+"""An algorithm that only uses a replay: it stores steps, draws items, and sums their numbers in place of learning.
 
     env, actor          buffer               learner
-    4 steps in each --> stored
+    4 steps per env --> stored
                         512 items drawn  --> summed
                         priorities      <--  new priorities, if drawn by priority
 
@@ -67,14 +67,14 @@ class Traffic:
 
     @choreo.fragment("actor")
     def act(self, params: tuple[()], obs: jax.Array, key: Key, *, greedy: bool = False):
-        """A random action for one environment; always the same one if `greedy`."""
+        """A random action for one environment; action 0 if `greedy`."""
         if greedy:
             return jnp.int32(0), None
         return jax.random.bernoulli(key).astype(jnp.int32), None
 
     @choreo.fragment("learner")
     def learn(self, batches: Batches) -> tuple[Train, jax.Array]:
-        """The sum over all numbers, and a priority for each item [batch, item]."""
+        """The sum over all numbers in the batches, and a priority for each item: [batch, item]."""
         total = sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(batches))
         return Train(jnp.asarray(total)), jnp.abs(batches.steps.obs[:, :, 0, 0]) + batches.steps.reward[:, :, 0]
 

@@ -1,6 +1,9 @@
-"""Reverb's server with an inserting and a sampling client, with the sizes of the benchmark (`line_process.py`).
+"""Reverb's server, an inserting and a sampling client, with the sizes of the benchmark, driven line by line (`line_process.py`).
 
-    python reverb_split.py uniform|prioritized     prints the ids of its two processes; then, for each number of iterations, seconds
+    python reverb_split.py uniform|prioritized
+
+The program prints the process ids of the server and of the inserting client. Then it reads numbers of iterations from stdin, and
+for each number prints how many seconds these iterations took.
 
     inserting client       server                       sampling client (this process)
     StructuredWriter --gRPC--> table, rate limiter --gRPC--> TrajectoryDataset, batches of 64; update_priorities
@@ -8,7 +11,8 @@
 This program follows the advice of Reverb's documentation: a dataset instead of `Client.sample`, with three batches in flight and
 a worker for each core; a signature; and a rate limiter that keeps 16 samples per insert. The other choices were the fastest of
 those that we tried:
-- an item is one step with both observations (a fifth faster than two steps that share chunks with their neighbours);
+- an item is one step with the observations before and after it (a fifth faster than an item of two steps whose chunks neighbouring
+  items share);
 - a StructuredWriter, which makes items in C++ (twice as fast as the TrajectoryWriter);
 - batches of 64 items, not 512;
 - one update of priorities per iteration.
@@ -63,11 +67,11 @@ def measure(sampler: str) -> None:
         print(time.perf_counter() - began, flush=True)
     del batches
     for process in (inserter, server):
-        process.communicate()  # closes its stdin, which ends it
+        process.communicate()  # closes stdin of the process, which ends the process
 
 
 def draw(batches, client, *, prioritized: bool) -> float:
-    """Draw the batches of one iteration, and set the priorities of all items in one call; returns their sum."""
+    """Draw the batches of one iteration; set the priorities of all items in one call. Returns the sum of all drawn numbers."""
     total, keys, priorities = 0.0, [], []
     for _ in range(same.BATCHES):
         sample = next(batches)

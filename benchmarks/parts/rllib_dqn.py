@@ -32,7 +32,7 @@ def make(updates: int):
         epsilon=same.EPSILON,
         grad_clip=same.MAX_GRAD_NORM,
         train_batch_size=same.BATCH_SIZE,
-        training_intensity=updates * same.BATCH_SIZE / same.STEPS,  # items learned from for every environment step
+        training_intensity=updates * same.BATCH_SIZE / same.STEPS,  # items per environment step, for learning
         replay_buffer_config={"type": "EpisodeReplayBuffer", "capacity": same.CAPACITY},
         num_steps_sampled_before_learning_starts=same.MIN_SIZE,
         target_network_update_freq=same.TARGET_PERIOD * same.STEPS // updates,  # counted in environment steps
@@ -53,7 +53,7 @@ def main() -> None:
         wall, cpu, before = time.perf_counter(), time.process_time(), steps
         for _ in range(int(line) // same.BLOCK):
             steps = sampled(algo)
-        # RLlib may take a few more steps than were asked for. So only the asked-for share of the time is printed.
+        # RLlib can take a few more steps than were asked for. So the times are scaled down to the number of steps asked for.
         share = int(line) * same.STEPS / (steps - before)
         print(share * (time.perf_counter() - wall), share * (time.process_time() - cpu), flush=True)
     algo.stop()

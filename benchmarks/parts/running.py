@@ -10,7 +10,7 @@ from choreo.runtime.make import make_runtime
 
 
 class Running:
-    """A plan in a runtime that gets `options`. With `runtime=None`, the runtime is the one that `choreo.train` would choose."""
+    """A plan that runs in a runtime with these `options`. `runtime` is its name; None: the choice of `choreo.train`."""
 
     def __init__(self, runtime: str | None, plan: Plan, **options: Any):
         self.runtime, self.done = make_runtime(runtime, plan, **options), 0

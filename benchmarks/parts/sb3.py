@@ -14,7 +14,7 @@ NUMBERS = {
     "gae_lambda": 0.98,
     "ent_coef": 0.01,
 }
-"""The defaults of `choreo.PPO()`. Both have the same network: 2 x 64 tanh for actor and critic each."""
+"""The defaults of `choreo.PPO()`. Both libraries have the same network: actor and critic have 2 layers of 64 tanh units each."""
 
 
 def make(env: str, num_envs: int):

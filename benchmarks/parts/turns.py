@@ -14,7 +14,7 @@ class Side(Protocol):
 
 
 Speeds = dict[str, list[float]]
-"""Steps per second of each side, by turn."""
+"""For each side, its steps per second in each turn."""
 
 
 def take_turns(
@@ -22,8 +22,8 @@ def take_turns(
 ) -> tuple[Speeds, Speeds, float]:
     """Steps per second of wall time and of CPU time, and the number of cores that other processes kept busy.
 
-    An iteration takes `steps` steps. In each turn, a side runs for about `seconds` seconds, rounded to a multiple of `block`
-    iterations. `pids` are the processes of the sides, except for this process.
+    An iteration takes `steps` steps. In each turn, a side runs for about `seconds` seconds; the number of its iterations is a
+    multiple of `block`. `pids` are the ids of the processes of all sides, without this process.
     """
     blocks = {name: max(1, round(seconds / side.seconds(block)[0])) for name, side in sides.items()}
     wall: Speeds = {name: [] for name in sides}
