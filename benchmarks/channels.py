@@ -154,14 +154,14 @@ class BellSender(ShmSender):
     """Rings the doorbell for every message."""
 
     def _hand_over(self, counter, their_flag, payload):
-        return super()._hand_over(counter, their_flag, payload) and (self._words[their_flag] or self._ring())
+        return super()._hand_over(counter, their_flag, payload) and (self._words[their_flag] or self._wake_peer())
 
 
 class BellReceiver(ShmReceiver):
     """Rings the doorbell for every message that it has read."""
 
     def _hand_over(self, counter, their_flag, payload):
-        return super()._hand_over(counter, their_flag, payload) and (self._words[their_flag] or self._ring())
+        return super()._hand_over(counter, their_flag, payload) and (self._words[their_flag] or self._wake_peer())
 
 
 if __name__ == "__main__":
