@@ -1,12 +1,12 @@
 """A cache of lowered programs, so that a test process lowers and compiles equal programs only once.
 
 Many programs of the tests are equal: layouts share most of their programs, and a repeated run has the same programs as the first.
-Three of four segments of the law matrix are equal to an earlier segment. JAX's own cache on disk needs the lowered program as
-its key, and lowering takes as long as compiling without optimisations. The key of this cache contains everything that lowering
-depends on:
+Three quarters of the segments of the law matrix are equal to an earlier segment. JAX's own cache on disk needs the lowered
+program as its key, and lowering takes as long as compiling without optimisations, so that cache would save only about half of
+the time. The key of the cache in this file contains everything that lowering depends on:
 
     equations, with all their types and parameters    the printed jaxpr
-    numbers in them                                   the bits of every constant and literal, because the print omits arrays
+    numbers in the equations                          the bits of every constant and literal, because the print omits arrays
     arguments                                         shape, type, sharding, committed or not; donated or not
     configuration                                     default device, 64 bits or 32, optimised or not
 
@@ -29,7 +29,7 @@ _lowered: collections.OrderedDict[tuple[Any, ...], jax.stages.Lowered] = collect
 
 
 def install() -> None:
-    """Use the cache for every `jax.jit(...).lower()` of this process. A `Lowered` object is compiled only once."""
+    """Use the cache for every `jax.jit(...).lower()` of this process. JAX compiles each `Lowered` object of the cache only once."""
     jax.stages.Traced.lower = lower
 
 

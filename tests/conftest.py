@@ -41,20 +41,20 @@ from choreo.runtime.compilation_cache import use_compilation_cache
 
 use_compilation_cache()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-jax.config.update("jax_num_cpu_devices", 4)  # for layouts on several devices; everything else uses the first
+jax.config.update("jax_num_cpu_devices", 4)  # for layouts on several devices; everything else uses the first device
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if jax.__version_info__ < (0, 11):
     compiled_once.install()
 
-# Error messages must not name the wrappers that check annotations as the user's lines.
+# Error messages show a line of the user's file. The wrappers that check annotations must not appear as that line.
 source_info_util.register_exclusion("<@beartype(")
 source_info_util.register_exclusion(str(Path(jaxtyping.__file__).parent))
 
 FAST_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX --xla_cpu_parallel_codegen_split_count=1"
 """XLA flags. The first selects simple fusions, which halve the compilation time. The second excludes fused multiply-add
 instructions, so that the rounding does not depend on the compiler's choice of instructions. The third generates code in one
-piece, which takes a fifth less time and fewer memory maps. With JAX 0.11 and later, the first flag makes XLA abort the process."""
+piece, which needs a fifth less time, and fewer memory maps. With JAX 0.11 and later, the first flag makes XLA abort the process."""
 MAPS = Path("/proc/self/maps")
 UNCHECKED = (
     "algos", "laws", "faults", "docs", "plans", "users", "test_benchmarks.py", "test_cli.py", "test_documented.py",
@@ -62,8 +62,8 @@ UNCHECKED = (
     "test_who_waits.py", *(("graph", "partition") if jax.__version_info__ < (0, 11) else ()),
 )  # fmt: skip
 """Folders and files of tests that run or plan whole programs. Annotations are not checked there, because the checks would take a
-third of the time. The tests of single modules check annotations. The tests of `graph` and `partition` check them with the newest
-JAX only."""
+third of the time. In the tests of single modules, annotations are checked; in those of `graph` and `partition`, only with the
+newest JAX."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -98,8 +98,8 @@ def _promoting(fn):
     return call
 
 
-# Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses. So this function gets standard
-# promotion. All other functions that we use of optax, equinox and flax work with strict promotion.
+# Adam's bias correction is `1 - decay**count` with an int32 count, which strict promotion refuses. So `bias_correction` gets
+# standard promotion. All other functions that we use of optax, equinox and flax work with strict promotion.
 optax.tree.bias_correction = _promoting(optax.tree.bias_correction)
 
 
@@ -127,7 +127,7 @@ def limit_memory_maps():
     """Clear JAX's caches before XLA aborts: each compiled program holds memory maps, and Linux allows 65,530 per process."""
     yield
     _tests.append(None)
-    # Counting many maps takes 30 ms.
+    # Counting many maps takes 30 ms, so they are counted only after every 25th test.
     if len(_tests) % 25 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > 45_000:
         compiled_once.forget()
         jax.clear_caches()
@@ -176,7 +176,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """After a run of the whole law matrix, write it into the docs."""
+    """After a run of the whole law matrix, write its results into the docs."""
     if hasattr(session.config, "workerinput") or not _cells:
         return
     from laws import matrix

@@ -82,9 +82,10 @@ def two_hosts(tmp_path):
 
 
 class Namespace:
-    """A network namespace, connected to that of the tests by two virtual network devices; `cable` is the device outside of it.
+    """A network namespace, connected to the namespace of the tests by a pair of virtual network devices.
 
-    If this process may not create a namespace, all addresses are on loopback instead.
+    `cable` is the device on the side of the tests. If this process is not allowed to create a namespace, all addresses are on
+    loopback instead.
     """
 
     def __init__(self):

@@ -22,7 +22,7 @@ def only(fn, *args) -> jec.JaxprEqn:
 
 
 class TestVmaps:
-    """`enclosing_vmaps` reads the current trace. So a fragment can be recorded with its shapes for one environment."""
+    """`enclosing_vmaps` finds the vmaps around a call. A fragment is recorded with its vmaps and with the shapes inside of them."""
 
     def seen(self, transform, *args):
         found = []
@@ -177,7 +177,10 @@ def test_clients_exist_once_jax_has_listed_its_devices():
 
 
 def test_gloo_listens_at_the_address_it_is_given():
-    """The test needs a new process, because JAX makes its devices only once. No host name resolves to 127.0.0.2."""
+    """No host name resolves to 127.0.0.2, so Gloo listens there only if it is told to.
+
+    The test needs a new process, because JAX makes its devices only once.
+    """
     script = (
         "import socket, jax, psutil\n"
         "from choreo._compat import use_gloo_at\n"
@@ -198,7 +201,7 @@ def test_innermost_skips_the_python_checks_of_a_compiled_function():
     call = _compat.innermost(compiled)
     assert type(call).__module__ != "jax._src.stages"
     np.testing.assert_array_equal(call(jnp.full(3, 2.0), np.ones(3, np.float32))[0], [3, 3, 3])
-    with pytest.raises(TypeError, match="compiled"):  # it accepts only the types it was compiled for
+    with pytest.raises(TypeError, match="compiled"):  # `call` accepts only the types for which it was compiled
         call(jnp.ones(4), np.ones(4, np.float32))
 
 

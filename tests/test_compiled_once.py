@@ -1,4 +1,4 @@
-"""The cache of lowered programs distinguishes programs that differ in anything that matters."""
+"""The cache of lowered programs distinguishes programs that differ in anything on which lowering depends."""
 
 import jax
 import jax.numpy as jnp
@@ -70,11 +70,17 @@ def test_programs_with_callbacks_are_not_cached():
     np.testing.assert_array_equal(calling(lambda x: np.float32(x + 2)), X + 2)
 
 
-def test_only_recent_programs_are_kept():
-    first = lowered(0.5)
-    for i in range(compiled_once.MOST):
-        compiled_once._lowered[(i,)] = first
-    assert lowered(0.5) is first
+def test_the_least_recently_used_program_is_dropped():
+    compiled_once.forget()
+    used_again, unused = lowered(0.5), lowered(0.25)
+    for i in range(compiled_once.MOST - 1):
+        compiled_once._lowered[(i,)] = used_again
+    assert lowered(0.5) is used_again  # this call finds one program too many in the cache, and drops `unused`
     assert len(compiled_once._lowered) == compiled_once.MOST
+    assert lowered(0.25) is not unused
+
+
+def test_forget_empties_the_cache():
+    first = lowered(0.5)
     compiled_once.forget()
     assert lowered(0.5) is not first

@@ -1,4 +1,4 @@
-"""The cost of importing Choreo, and the dependencies that it may import."""
+"""The cost of importing Choreo, and the packages that it is allowed to import."""
 
 import ast
 import re

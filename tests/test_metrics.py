@@ -1,4 +1,4 @@
-"""`choreo.metric` declares how the numbers that several learner shards have for a metric are combined."""
+"""`choreo.metric` declares how Choreo combines the values that several learner shards have for the same metric."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ def test_declarations_are_found_in_iterate_in_a_jit_and_in_a_fragment(within: st
 
 
 @pytest.mark.parametrize("layout", [choreo.fused(shards=SHARDS), choreo.multi_learner(workers=SHARDS)], ids=str)
-def test_shards_are_reduced_as_declared(layout):
+def test_the_metrics_of_shards_are_reduced_as_declared(layout):
     run = choreo.train(Declares(), "jax:CartPole-v1", layout=layout, num_envs=4, steps=32, runtime="inprocess", seed=0)
     total = 4.0 * 2  # 4 steps, 2 environments per shard, a reward of 1 each
     for name, expected in {"plain": total, "added": 2 * total, "largest": total, "same": 2 * total}.items():
@@ -102,7 +102,7 @@ def test_each_reduction_combines_the_numbers_of_the_shards():
         assert reduced["n"].tolist() == [4, 2]
 
 
-def test_a_weighted_mean_of_nothing_is_nan():
+def test_a_weighted_mean_is_nan_if_all_weights_are_0():
     metrics = {"x": np.array([[1, 4]]), "n": np.array([[0, 0]])}
     assert np.isnan(combine_metrics(metrics, {"x": Reduction("mean", "n"), "n": Reduction("sum")})["x"])
 

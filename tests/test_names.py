@@ -1,4 +1,4 @@
-"""One word, one thing: names of classes, words of the glossary, modules at the top level of the package."""
+"""Every name has one meaning, the glossary agrees with the code, and the package has few modules at its top level."""
 
 import collections
 import re
@@ -22,7 +22,7 @@ def test_no_two_classes_outside_of_algos_share_a_name():
 
 def test_the_top_level_holds_few_modules():
     modules = sorted(path.name for path in PACKAGE.glob("*.py"))
-    assert len(modules) <= MOST_MODULES, f"Move some into a room: {', '.join(modules)}"
+    assert len(modules) <= MOST_MODULES, f"Move some into a subpackage: {', '.join(modules)}"
 
 
 def test_every_word_of_the_glossary_is_defined_in_the_file_of_its_row():

@@ -1,4 +1,7 @@
-"""Marks do not change the results of a function, and Choreo finds them in the traced program."""
+"""A mark does not change the results of a function, and Choreo finds the mark in the traced program.
+
+The marks are `choreo.fragment` and `choreo.host_fragment`. `choreo.all_reduce` changes results only with several learner shards.
+"""
 
 import functools
 from collections.abc import Callable
@@ -81,7 +84,7 @@ class TestAMarkChangesNothing:
         found = calls_in(transform(marked), W, X)
         assert found and {(call.role, call.name) for call in found} == {("actor", "score")}
 
-    def test_the_record_has_the_unvmapped_program(self):
+    def test_the_recorded_program_has_the_shapes_inside_the_vmap(self):
         marked = choreo.fragment("actor")(score)
         call = one_call(lambda w, x: jax.vmap(marked, (None, 0))(w, x), W, X)
         assert [aval.shape for aval in call.in_avals] == [(3,), (3,)]
@@ -97,7 +100,7 @@ class TestAMarkChangesNothing:
 
         assert (look.__name__, look.__doc__, repr(look)) == ("look", "Looks.", "<fragment look of actor>")
 
-    def test_calls_of_one_form_share_one_compiled_function(self):
+    def test_calls_with_equal_shapes_and_static_values_share_one_compiled_function(self):
         traced = []
 
         @choreo.fragment("actor")
@@ -161,13 +164,13 @@ class TestArguments:
         call = one_call(lambda x: jax.vmap(marked, (None, 0))(network, x), X)
         assert [aval.shape for aval in call.in_avals] == [(2, 3), (3,)]
 
-    def test_numpy_arrays_are_arrays_outside_of_a_trace(self):
+    def test_outside_of_a_trace_numpy_arrays_are_traced_arguments(self):
         marked, traced = choreo.fragment("actor")(lambda w, x: traced.append(w) or score(w, x)), []
         for _ in range(2):
             marked(np.asarray(W), np.ones(3, np.float32) + len(traced))
         assert len(traced) == 1 and isinstance(traced[0], jax.core.Tracer)
 
-    def test_numpy_arrays_are_constants_within_a_trace(self):
+    def test_within_a_trace_numpy_arrays_are_constants(self):
         marked = choreo.fragment("actor")(score)
         assert len(one_call(lambda x: marked(np.asarray(W), x), jnp.ones(3)).in_avals) == 1
 
@@ -184,7 +187,7 @@ class TestArguments:
         call = one_call(lambda x: marked(x)[1], W)
         assert call.out_names == ["[0].x", "[1]['loss']"]
 
-    def test_an_argument_that_cannot_be_a_key_is_refused(self):
+    def test_an_argument_that_is_neither_an_array_nor_hashable_is_refused(self):
         marked = choreo.fragment("actor")(score)
         with pytest.raises(AlgorithmError) as refusal:
             marked({1, 2}, W)
@@ -264,7 +267,10 @@ def simulate(state, action):
 
 
 def host_program(host, *, loop: bool) -> Functions:
-    """A learner, an actor, and a host fragment in place of the environment; called once, or in each step of a loop."""
+    """A learner, an actor, and a host fragment in place of the environment.
+
+    With `loop`, a scan calls the host fragment in each step. Otherwise, `iterate` calls it once.
+    """
 
     @choreo.fragment("actor")
     def act(w, s):
@@ -325,7 +331,7 @@ def test_at_a_site_a_host_fragment_is_called_directly(layout, loop):
     found = [(step, times) for step, times in walk(planned.iterate.steps) if isinstance(step, HostCall)]
     assert [(step.name, times) for step, times in found] == [("simulator", 3 if loop else 1)]
     assert any(isinstance(step, Loop) for step in planned.iterate.steps) == loop, (
-        "a scan that calls Python must become a `Loop`, and nothing else may"
+        "a scan that calls Python must become a `Loop`, and nothing else must become one"
     )
     for step, _ in walk(planned.iterate.steps):
         if isinstance(step, Segment):

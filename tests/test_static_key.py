@@ -100,7 +100,7 @@ WRAPPED = {
     "NamedTuple": lambda x: Pair(x),
     "dataclass": Cfg,
     "dataclass in a dataclass": lambda x: Cfg(Cfg((x,))),
-    "field that does not compare": Uncompared,
+    "field with compare=False": Uncompared,
     "attribute that is not a field": WithMore,
     "slot of a base class": lambda x: InASlot().having(x),
     "partial": lambda x: functools.partial(double, x),
@@ -114,7 +114,7 @@ LOOK_EQUAL = [(1, 1.0), (1, True), (1.0, True), (0.0, -0.0), (0, False), (1, np.
 
 @pytest.mark.parametrize("wrap", WRAPPED)
 @pytest.mark.parametrize("pair", LOOK_EQUAL, ids=str)
-def test_equal_values_of_different_types_have_different_keys(pair, wrap):
+def test_values_that_differ_only_in_type_or_bits_have_different_keys(pair, wrap):
     if wrap == "dict key" and any(isinstance(x, np.ndarray) for x in pair):
         pytest.skip("an array cannot be a key of a dict")
     one, other = (WRAPPED[wrap](x) for x in pair)
@@ -178,7 +178,7 @@ class Net(eqx.Module):
 
 def test_static_fields_of_a_module_are_distinguished():
     trees = [jax.tree.structure(Net(jnp.ones(2), rate)) for rate in (1, 1.0, True)]
-    assert trees[0] == trees[1]  # JAX compares them by `==`, so we need a key of our own
+    assert trees[0] == trees[1]  # JAX compares static fields by `==`, so we need a key of our own
     assert len({tree_key(tree) for tree in trees}) == 3
     trees = [jax.tree.structure({name: 0.0}) for name in (1, 1.0, True)]
     assert len({tree_key(tree) for tree in trees}) == 3

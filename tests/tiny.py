@@ -40,7 +40,7 @@ class Tiny:
     total_steps: int | None = None
     """Environment steps of the whole run. The step size falls to 0 over these steps. With None it stays constant."""
     nan_at: int = -1
-    """The iteration in which the loss becomes NaN. With -1 it never does."""
+    """The iteration that reports NaN as its loss; -1 for none."""
     centred: bool = True
     """Whether the mean return is subtracted as a baseline."""
     squash: Callable[[jax.Array], jax.Array] = jnp.tanh

@@ -66,8 +66,9 @@ def gae_by_hand(carry, trajectory, gamma, lambda_):
 
 
 def check_sgd_step(algo, train, trajectory, *, target, advantage):
-    """With plain SGD, the new parameters must be the old ones minus 0.1 times the gradient of the textbook loss.
+    """Check one update of an algorithm that uses plain SGD with learning rate 0.1.
 
+    The new parameters must be the old ones minus 0.1 times the gradient of the textbook loss.
     Returns the metrics of `algo.gradient`.
     """
 
@@ -90,7 +91,7 @@ def check_sgd_step(algo, train, trajectory, *, target, advantage):
 def on_two_shards(algo, env):
     """Learn from one trajectory, on two shards with half of the environments each, and on one shard with all of them.
 
-    Returns the train states of the two shards, in which every array has a leading axis of 2, and the train state of the one.
+    Returns the train states of the two shards, in which every array has a leading axis of 2, and that of the one shard.
     """
     carry, trajectory = trajectory_of(algo, env)
     halves = jax.tree.map(lambda x: x.reshape(x.shape[0], 2, -1, *x.shape[2:]), trajectory)

@@ -87,7 +87,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The observation is nested and has three pieces with two possible values each. The best action repeats the pieces as three bits."""
+    """The observation is nested and has three pieces with two values each. The best action repeats the pieces as three bits."""
 
     observation_space = property(
         lambda self: spaces.Dict(

@@ -1,4 +1,7 @@
-"""A2C's gradient against a direct computation, and its optimiser. What the family shares is in test_one_gradient.py."""
+"""A2C's gradient against a direct computation, and its optimiser.
+
+The tests that A2C, IMPALA and REINFORCE share are in test_one_gradient.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +29,6 @@ def test_update_clips_the_gradient_that_it_applies():
     ones = jax.tree.map(jnp.ones_like, train.params.network)
     train, metrics = algo.update(train, Gradient(ones, None), jnp.float32(32))
     np.testing.assert_allclose(metrics["grad_norm"], sum(x.size for x in jax.tree.leaves(ones)) ** 0.5, rtol=1e-6)
-    # RMSProp's mean of squared gradients was 0. It becomes (1 - decay) times the square of the clipped norm.
+    # RMSProp's mean of squared gradients was 0 before. Now its sum is (1 - decay) times the square of the clipped norm.
     mean_square = optax.tree.get(train.optimizer, "nu")
     np.testing.assert_allclose(sum(np.sum(x) for x in jax.tree.leaves(mean_square)), 0.01 * 1e-3**2, rtol=1e-4)

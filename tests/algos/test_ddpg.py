@@ -1,4 +1,7 @@
-"""DDPG's losses against numbers computed by hand, and its exploration. What the family shares is in test_replayed_control.py."""
+"""DDPG's losses against numbers computed by hand, and its exploration.
+
+The tests that DDPG, TD3 and SAC share are in test_replayed_control.py.
+"""
 
 import functools
 

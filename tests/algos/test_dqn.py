@@ -48,7 +48,8 @@ def values(algo: DQN, train, obs) -> np.ndarray:
 def variants(*in_ci: str, but: str | None = None):
     """Parametrize a test over all variants except `but`. CI runs the variants `in_ci` and the default, "double, dueling".
 
-    With three tasks, each variant runs in CI on one task at least.
+    In CI, every variant runs on at least one of the three tasks below, except "plain" and "prioritized": the variants "qr" and
+    "2 buffer shards" use their options.
     """
     marks = {name: () if name in (*in_ci, "double, dueling") else pytest.mark.long for name in VARIANTS if name != but}
     return pytest.mark.parametrize("variant", [pytest.param(name, marks=mark) for name, mark in marks.items()])
@@ -56,16 +57,16 @@ def variants(*in_ci: str, but: str | None = None):
 
 @variants("2 buffer shards")  # this variant is prioritized too
 def test_finds_the_values_of_a_task_of_one_step(variant):
-    """The value is 1 for the action that names the sign, and 0 for the others."""
+    """The value is 1 for the action whose number is that of the observed sign, and 0 for the others."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "match", ITERATIONS, 8)
     found = np.stack([values(algo, carry.train, one_hot(jnp.int32(sign), 3)) for sign in range(3)])
     np.testing.assert_allclose(found, np.eye(3), atol=0.1)
 
 
-@variants("c51", "qr", but="3-step")  # 3-step returns contain the rewards of random actions
+@variants("c51", "qr", but="3-step")  # 3-step returns contain rewards of random actions, so their values differ
 def test_values_of_the_first_step_include_the_reward_of_the_second(variant):
-    """The second step pays 0.5 on the left. On the right, it pays 1 for action 0, else 0. Only action 1 leads to the right."""
+    """On the left, the second step pays 0.5. On the right, it pays 1 for action 0, else 0. Only action 1 leads to the right."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "two_step", ITERATIONS, 8)
     found = np.stack([values(algo, carry.train, one_hot(jnp.int32(place), 3)) for place in range(3)])
@@ -75,7 +76,10 @@ def test_values_of_the_first_step_include_the_reward_of_the_second(variant):
 
 @variants("3-step")
 def test_a_time_limit_is_bootstrapped(variant):
-    """The value of an endless income is 1 / (1 - gamma) = 5. Without bootstrapping after the 5 steps, it would be at most 3.4."""
+    """With a reward of 1 in every step, the value is 1 / (1 - gamma) = 5.
+
+    Without bootstrapping at the time limit of 5 steps, the value would be at most 3.4.
+    """
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "income", ITERATIONS, 8)
     np.testing.assert_allclose(values(algo, carry.train, one_hot(jnp.int32(0), 3)), [5.0] * 3, atol=0.1)
@@ -83,7 +87,10 @@ def test_a_time_limit_is_bootstrapped(variant):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """The best action names the number, and is always allowed. Each other action is allowed at random. Spaces do not begin at 0."""
+    """The best action has the index of the observed number, and is always allowed. The others are allowed at random.
+
+    Neither space begins at 0.
+    """
 
     observation_space = property(
         lambda self: spaces.Dict(action_mask=spaces.MultiBinary(3), number=spaces.Discrete(3, start=2))

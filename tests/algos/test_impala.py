@@ -1,4 +1,7 @@
-"""IMPALA with actors that lag behind the learner, and its gradient. What the family shares is in test_one_gradient.py."""
+"""IMPALA with actors that lag behind the learner, and its gradient.
+
+The tests that A2C, IMPALA and REINFORCE share are in test_one_gradient.py.
+"""
 
 import functools
 
@@ -49,9 +52,9 @@ def learn_with_lag(algo, env, iterations, lag):
 
 
 def test_without_lag_the_gradient_of_impala_equals_that_of_a2c():
-    """Also with memory, and with ends of episodes in the trajectory.
+    """Without lag, the learner recomputes exactly the probabilities that the actor recorded.
 
-    The learner then recomputes exactly the probabilities that the actor recorded.
+    This also holds with memory, and with ends of episodes in the trajectory.
     """
     with jax.enable_x64(True):
         algo, a2c = IMPALA(unroll=40, trace_lambda=0.9, network=MEMORY), A2C(unroll=40, gae_lambda=0.9, network=MEMORY)
@@ -87,7 +90,7 @@ def _vtrace_by_hand(algo, network, trajectory):
     )
     target, advantage = np.zeros_like(reward), np.zeros_like(reward)
     for e in range(reward.shape[1]):
-        beyond = value_t[-1, e]  # v_{s+1}
+        beyond = value_t[-1, e]  # v_{s+1} in the paper's notation
         for t in reversed(range(len(reward))):
             beyond = value_t[t, e] if last[t, e] else beyond
             weight = min(1.0, ratio[t, e])
@@ -103,7 +106,7 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=["c_bar above rho_bar", "no c_bar"])
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=["c_bar above rho_bar", "c_bar of 0"])
 def test_impossible_bounds_of_importance_weights_are_refused(options, message):
     with pytest.raises(AlgorithmError, match=message):
         IMPALA(**options)

@@ -72,7 +72,7 @@ TASKS = {
     [
         ("A2C", "aim", 600),
         ("A2C", "recall", 300),
-        long("A2C", "copy", 300),  # test_spaces.py tests it in CI, with PPO
+        long("A2C", "copy", 300),  # in CI, test_spaces.py tests this task with PPO
         long("IMPALA", "aim", 800),
         long("IMPALA", "recall", 300),
         long("REINFORCE", "aim", 600),
@@ -123,7 +123,10 @@ def test_learns_from_pieces_and_normalises_each_box():
 
 @each_algorithm
 def test_a_time_limit_is_bootstrapped(name):
-    """The value of an endless income is 1 / (1 - gamma) = 5. Without bootstrapping after the 5 steps, it would be at most 3.4."""
+    """With a reward of 1 in every step, the value is 1 / (1 - gamma) = 5.
+
+    Without bootstrapping at the time limit of 5 steps, the value would be at most 3.4.
+    """
     carry, _ = learn_task(LOW_GAMMA[name], "income", ITERATIONS)
     np.testing.assert_allclose(first_value(carry), 5.0, rtol=0.02)
 
@@ -173,7 +176,7 @@ def test_two_shards_learn_the_same_as_one_shard_with_all_environments(name, opti
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "total_steps"), [("A2C", 10_000), ("IMPALA", 10_000), ("REINFORCE", None)])
 def test_shards_stay_equal_over_an_iteration(name, total_steps):
-    """CI runs only the test above, of one update, and whole iterations in the law matrix (tests/laws)."""
+    """CI does not run this test. It runs the test above, of one update, and the law matrix (tests/laws), of whole iterations."""
     algo = dataclasses.replace(TOY[name], unroll=4, normalise_obs=True, total_steps=total_steps)
     train, metrics = iterate_on_two_shards(algo, batch(Aim(), 8))
     assert_shards_equal(train)

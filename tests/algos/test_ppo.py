@@ -65,7 +65,10 @@ def test_without_memory_half_of_the_answers_in_recall_are_right():
 
 
 def test_a_time_limit_is_bootstrapped():
-    """The value of an endless income is 1 / (1 - gamma) = 5. Without bootstrapping after the 5 steps, it would be at most 3.4."""
+    """With a reward of 1 in every step, the value is 1 / (1 - gamma) = 5.
+
+    Without bootstrapping at the time limit of 5 steps, the value would be at most 3.4.
+    """
     carry, _ = learn_task(LOW_GAMMA, "income", ITERATIONS)
     np.testing.assert_allclose(first_value(carry), 5.0, rtol=0.02)
 
@@ -111,7 +114,7 @@ def test_the_learner_recomputes_the_probabilities_of_the_actor():
 
 
 def test_one_sgd_step_follows_the_gradient_of_the_textbook_loss():
-    """There is one epoch, and it has one minibatch."""
+    """There is one epoch of one minibatch, so `learn` makes one SGD step."""
     with jax.enable_x64(True):
         algo = PPO(unroll=16, minibatch_size=64, epochs=1, learning_rate=0.1, network=SMALL, optimizer=optax.sgd)
         carry, trajectory = trajectory_of(algo, envs.make("jax:CartPole-v1", num_envs=4))
@@ -233,7 +236,7 @@ def test_an_unroll_of_0_is_refused():
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_8_and_16_environments_give_the_same_primitives(network):
-    """The compiler compares the traces of two sizes, so they must have the same equations.
+    """The compiler traces `iterate` with two numbers of environments and compares the traces, so both must have the same equations.
 
     `jax.random.permutation` would break this: for the 2,048 steps of 16 environments, it sorts twice.
     """

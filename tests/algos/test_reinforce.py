@@ -1,4 +1,7 @@
-"""The gradient of REINFORCE, and episodes that are longer than the unroll. What the family shares is in test_one_gradient.py."""
+"""The gradient of REINFORCE, and episodes that are longer than the unroll.
+
+The tests that A2C, IMPALA and REINFORCE share are in test_one_gradient.py.
+"""
 
 import jax
 import numpy as np
@@ -10,7 +13,7 @@ from choreo.algos.reinforce import REINFORCE
 
 
 def test_an_episode_longer_than_the_unroll_is_bootstrapped_from_the_baseline():
-    """The value of an endless income is 1 / (1 - gamma) = 5, although an unroll has only 3 steps."""
+    """With a reward of 1 in every step, the value is 1 / (1 - gamma) = 5, although an unroll has only 3 steps."""
     algo = REINFORCE(unroll=3, learning_rate=1e-2, gamma=0.8, entropy_coef=0.0, max_grad_norm=10.0, network=SMALL)
     carry, _ = learn_task(algo, "income", 400)
     np.testing.assert_allclose(first_value(carry), 5.0, rtol=0.02)

@@ -114,7 +114,7 @@ def test_before_the_first_update_actions_are_uniform(name):
 
 
 def check_first_actions(algo, train, taken):
-    """The actions `taken` are uniform in [-1, 3], the action space of Shoot. The greedy action is near its middle, which is 1."""
+    """The actions `taken` are uniform in [-1, 3], the action space of Shoot. The greedy action is near 1, its middle."""
     taken = np.asarray(taken)
     assert taken.min() < -0.8 and taken.max() > 2.8 and (-1 <= taken).all() and (taken <= 3).all()
     np.testing.assert_allclose([taken.mean(), taken.std()], [1.0, 4 / 12**0.5], atol=0.2)
@@ -133,7 +133,7 @@ def test_two_shards_learn_the_same_as_one_shard_with_all_items(name, options):
 
 @ddpg_in_ci
 def test_each_algorithm_passes_check_algorithm(name):
-    """In CI, TD3 and SAC run only in the law matrix (tests/laws)."""
+    """For TD3 and SAC, CI does not run this test, but the law matrix (tests/laws)."""
     check_algorithm(with_all_its_parts(name), parts())
 
 
@@ -147,7 +147,7 @@ def test_every_float_has_64_bits_with_x64_and_else_32(name, x64):
 
 
 def with_all_its_parts(name):
-    """The algorithm of `TOY`, but SAC with a learned temperature."""
+    """The algorithm of `TOY`. Here, SAC learns its temperature instead of using a fixed one."""
     return dataclasses.replace(TOY["SAC"], temperature=None) if name == "SAC" else TOY[name]
 
 

@@ -1,4 +1,7 @@
-"""SAC's losses against numbers computed by hand, and its temperature. What the family shares is in test_replayed_control.py."""
+"""SAC's losses against numbers computed by hand, and its temperature.
+
+The tests that DDPG, TD3 and SAC share are in test_replayed_control.py.
+"""
 
 import dataclasses
 import functools
@@ -99,7 +102,7 @@ def test_critics_policy_and_temperature_each_depend_on_their_own_loss_only():
             assert np.any(x != 0)
 
 
-@pytest.mark.long  # in CI, the law matrix (tests/laws) tests it, with the layout multi_learner
+@pytest.mark.long  # in CI, the law matrix (tests/laws) tests this with the layout multi_learner
 def test_shards_stay_equal():
     assert_shards_equal(on_two_shards(SAC(network=SMALL)))
 

@@ -20,7 +20,7 @@ TOY = PPO(unroll=8, minibatch_size=64, learning_rate=1e-2, entropy_coef=0.0, net
 NORMALISED = dataclasses.replace(TOY, normalise_obs=True)
 
 
-# CI does not run Name: observations of Pieces and actions of Highest are also in Discrete spaces that do not begin at 0.
+# CI does not run Name, because observations of Pieces and actions of Highest are also in Discrete spaces that do not begin at 0.
 @pytest.mark.parametrize(
     "task", [pytest.param(Name(), marks=pytest.mark.long), Copy(), Side()], ids=lambda task: type(task).__name__
 )
@@ -58,7 +58,7 @@ def test_takes_the_best_allowed_action_and_never_a_masked_one():
         assert action == best
 
 
-def test_a_mask_of_two_dimensions_works_with_memory_and_normalised_observations():
+def test_a_mask_for_actions_of_two_dimensions_works_with_memory_and_normalised_observations():
     """The mask is a Box, too, but it is not normalised."""
     carry, metrics = learn(dataclasses.replace(NORMALISED, network=MEMORY), OneStep(HighestOfTwo(), 16), 40, 0)
     _check_returns_are_best_and_no_action_was_masked(metrics)

@@ -1,4 +1,7 @@
-"""The three differences between TD3 and DDPG. What the family shares is in test_replayed_control.py."""
+"""The three differences between TD3 and DDPG.
+
+The tests that DDPG, TD3 and SAC share are in test_replayed_control.py.
+"""
 
 import functools
 

@@ -21,7 +21,11 @@ def replay_of(capacity: int, sampler: str) -> Replay:
 
 
 def iterations(replay: Replay, order: str):
-    """A function that runs two iterations. Each draws a batch and changes a weight with it; stored rewards depend on the weight."""
+    """A function that runs two iterations.
+
+    Each iteration draws a batch, changes a weight with this batch, and adds steps whose rewards depend on the weight. `order`
+    says whether the iteration adds the steps before it draws ("add first") or at its end ("add last").
+    """
 
     def body(carry, key):
         state, weight = carry
@@ -44,7 +48,7 @@ def iterations(replay: Replay, order: str):
 def cases():
     """All combinations. CI runs four of them, in which every sampler, order and number of shards occurs.
 
-    CI runs prioritized tables in both orders, because they are written twice per iteration.
+    CI runs prioritized tables in both orders, because `set_priorities` and `add` both write them.
     """
     in_ci = {
         ("prioritized", "add first", None),
@@ -109,7 +113,7 @@ def test_a_replay_of_pong_takes_at_most_ten_percent_more_than_its_frames():
 
 
 @pytest.mark.long
-def test_the_measured_memory_of_a_process_with_pong_has_the_same_bound():
+def test_the_measured_memory_of_a_replay_of_pong_is_at_most_ten_percent_more_than_its_frames():
     # Without XLA's optimisations, the process would need three times as long.
     environment = {name: value for name, value in os.environ.items() if name not in UNOPTIMISED}
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, env=environment)

@@ -136,7 +136,7 @@ class TestHowOften:
         counts = Counter(numbers(drawn.steps))
         expected = weights / weights.sum()
         observed = np.array([counts[item] for item in items])
-        # Stratified sampling is closer to the expectation than independent draws.
+        # Sampling is stratified, so the counts are closer to the expectation than those of independent draws.
         np.testing.assert_allclose(observed / 30_000, expected, atol=3 / 30_000)
         by_item = dict(zip(items, expected, strict=True))
         np.testing.assert_allclose(drawn.where.probability, [by_item[item] for item in numbers(drawn.steps)], rtol=1e-4)
@@ -153,7 +153,7 @@ class TestHowOften:
 
     @pytest.mark.parametrize("batch", [32, 256])
     def test_an_item_without_weight_is_never_drawn(self, batch):
-        """Near the end of the total weight, rounding could lead beyond the last item."""
+        """For a position just below the total weight, rounding could lead to a place beyond the last item."""
         weights = jnp.full((3, 5), 0.1)
         tree = jax.jit(lambda: sum_tree.set_consecutive(sum_tree.empty(3, 100, batch), jnp.arange(5), weights))()
         # The largest float32 below 1. In the last of the 32 strata, this position is rounded to the total weight.
@@ -304,7 +304,7 @@ def test_several_tables_share_the_same_steps():
 
 
 class TestCountersDoNotOverflow:
-    """A `Count` is a number of rounds and a rest. When the rest becomes a whole round, the same items must still be drawn."""
+    """A `Count` is a number of rounds, of about 2^30 steps each, and a rest. A new round must not change which items are drawn."""
 
     @pytest.mark.parametrize("stack", [1, 2])
     @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ class TestCountersDoNotOverflow:
         [{}, {"sampler": "prioritized"}, {"sampler": "fifo"}, {"max_times_sampled": 2}],
         ids=["uniform", "prioritized", "fifo", "shuffled"],
     )
-    def test_the_same_items_are_drawn_before_and_after_a_round(self, options, stack):
+    def test_the_same_items_are_drawn_before_and_after_a_round_is_complete(self, options, stack):
         replay = dataclasses.replace(one_table(4, min_size=9, **options), stack=stack)
         young, _ = filled(replay, 2, 10)
         old = as_if_after(young, round_of_steps(replay.ring(2)) - replay.ring(2))
@@ -332,7 +332,7 @@ class TestCountersDoNotOverflow:
         assert young.inserted.rounds == 0 and old.inserted.rounds == 1
         assert replay.metrics(old)["replay_size"] == replay.metrics(young)["replay_size"]
 
-    def test_a_fifo_table_skips_overwritten_items_after_a_round(self):
+    def test_a_fifo_table_skips_overwritten_items_after_a_round_is_complete(self):
         replay = one_table(4, sampler="fifo")
         state, model = filled(replay, 2, 10)
         size = round_of_steps(replay.ring(2))
@@ -367,7 +367,7 @@ class TestCountersDoNotOverflow:
             assert bool(drawn.ready) == ready
             np.testing.assert_allclose(replay.metrics(after)["samples_per_insert"], 0.5 * share, rtol=1e-6)
 
-    def test_a_count_is_still_right_after_a_round(self):
+    def test_a_count_is_still_right_after_a_round_is_complete(self):
         count = Count(jnp.int32(LARGEST_ROUND - 2), jnp.int32(0))
         for more in range(4):
             assert int(count.rounds) * LARGEST_ROUND + int(count.rest) == LARGEST_ROUND - 2 + more

@@ -1,6 +1,6 @@
 """Every file and every name in backticks in docs/architecture.md exists.
 
-Where names in brackets follow a file, this file defines the names.
+If names in brackets follow a file, the file defines these names.
 """
 
 import ast

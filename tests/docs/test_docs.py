@@ -8,8 +8,9 @@ Each document is one test. Its blocks run from top to bottom in an empty folder 
                                    `...` matches any text
     ```text, ```sh                 is not run
 
-Commands run in this process, because it has loaded JAX already. Only `evaluate` in the README runs in a new process, to show
-that it finds the files of the run before it. We do not use the package sybil, because it supports neither titles nor commands.
+Commands run in this process, because it has loaded JAX already. Only `choreo evaluate` in the README runs in a new process, to
+show that the files of a run are enough to evaluate it. We do not use the package sybil, because it supports neither titles
+nor commands.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ PAIRS = {"CartPole-v1": (CartPole(), CartPoleState), "Pendulum-v1": (Pendulum(),
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_step_equals_gymnasium(name):
-    """In float64, over whole episodes; only the initial state is copied from Gymnasium."""
+    """Compares whole episodes, in float64. Only the initial state is copied from Gymnasium."""
     env, make_state = PAIRS[name]
     theirs = gymnasium.make(name)
     theirs.action_space.seed(0)

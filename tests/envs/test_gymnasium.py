@@ -80,7 +80,7 @@ def test_an_algorithm_runs_on_a_python_environment():
     assert metrics["episodes"] > 0 and metrics["episode_return"] == metrics["episode_length"]
 
 
-def test_nested_observations_have_types_of_32_bits_or_of_64_with_x64():
+def test_nested_observations_have_types_of_at_most_32_bits_or_64_with_x64():
     env = envs.from_factory(Nested, 2)
     _, obs = env.reset(env.keys(jax.random.key(0)))
     assert jax.tree.map(lambda x: x.dtype.name, obs) == {

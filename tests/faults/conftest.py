@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch):
-    """The value of an environment variable that every process of the test inherits. After the test, none of them may run."""
+    """The value of an environment variable that every process of a test inherits. All these processes must end with the test."""
     # Imported here, because `pytest tests/faults` imports this file before it sets XLA's flags, and `scenes` starts JAX.
     from faults.scenes import leftovers
 

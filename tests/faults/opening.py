@@ -28,7 +28,7 @@ import tomli_w
 COMMANDS = ("load", "compare", "graph", "evaluate", "resume", "replay", "train")
 """From the fastest to the slowest."""
 IGNORED = ("versions", "layout.fields.name")
-"""Entries of run.toml that may be any text. If one of them is changed, a command succeeds, and most commands then take
+"""Entries of run.toml that can be any text. If one of them is changed, a command succeeds, and most commands then take
 seconds. Only the fast commands try these cases."""
 FILES = (
     "run.toml",

@@ -2,7 +2,7 @@
 
 The environment reads its fault from environment variables of its process, so that one plan serves all faults:
 
-    FAULT=segfault                the fault; `misbehave` has all of them
+    FAULT=segfault                the fault; `misbehave` lists all faults
     UNLUCKY=<seed>                the seed of the environment that has the fault, in its step number FAULT_STEP
 """
 
@@ -53,7 +53,7 @@ def naughty(layout: str) -> Plan:
 
 
 def naughty_factory():
-    """Returns a class that is pickled by value, because a function defines it. Workers could not import it from the tests."""
+    """Returns a class of environments. A function defines the class, so that it is pickled by value: workers cannot import it."""
 
     class Naughty(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)

@@ -111,7 +111,7 @@ def parents_factory():
         action_space = gymnasium.spaces.Discrete(2)
 
         def reset(self, *, seed=None, options=None):
-            # Not in the coordinator, which makes an environment to read its spaces before the test sets this variable.
+            # The coordinator also makes an environment, to read its spaces, but before the test sets this variable.
             if "CHILDREN" in os.environ:
                 self.program = subprocess.Popen(["sleep", "600"])
                 if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Signals suspend a worker for a while, or kill it. Other signals interrupt, terminate or kill the coordinator."""
+"""Runs in which a signal suspends or kills a worker, or interrupts, terminates or kills the coordinator."""
 
 import contextlib
 import os

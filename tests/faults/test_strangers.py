@@ -42,7 +42,7 @@ from hosts import Agent, Namespace, make_token
 from tiny import Carry, Tiny, Train
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""The first bytes of a ZeroMQ client."""
+"""The first bytes that a ZeroMQ client sends."""
 TOO_MUCH = GREETING + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
 """The greeting, then a command that announces a size of 2^63 bytes."""
 
@@ -67,7 +67,7 @@ def knock(stack: ExitStack, address: str, port: int, data: bytes) -> socket.sock
 
 
 def run_there(agent: Agent, **options):
-    """The results of a whole run. The agent starts its workers: one for the environments, and one for the learner."""
+    """The results of a whole run whose two workers the agent starts: one for the environments, and one for the learner."""
     return play(Local(cartpole("fine x1"), cluster=agent.cluster, **options))
 
 
@@ -96,7 +96,7 @@ class TestStrangers:
             ports: list[int] = []
             run = play(Local(cartpole("fine x1"), cluster=agent.cluster), halfway=knock_at_all_ports)
         assert_same_bits(run, alone("fine x1"))
-        assert len(ports) >= 2, "each of the two workers has a port for its coordinator"
+        assert len(ports) >= 2, "fewer ports than workers; each worker has a port for its coordinator"
 
     def test_a_coordinator_with_a_wrong_token_is_refused_with_a_reason(self, agent, tmp_path):
         (tmp_path / "other").mkdir()
@@ -124,7 +124,7 @@ class TestStrangers:
 
 
 class TestPeersWithTheKey:
-    """Clients that know the token, and send nonsense to the agent and to workers of their own run."""
+    """Clients that know the token send nonsense to the agent and to workers of their own run. A worker sends nonsense too."""
 
     def test_nonsense_does_not_end_an_agent(self, agent):
         rng = random.Random(1)
@@ -169,7 +169,7 @@ class TestPeersWithTheKey:
                     tunnel = process.reach_worker("mine", keys, time.monotonic() + 60)
                     with contextlib.closing(tunnel):
                         tunnel.sendall(nonsense)
-                        assert process.wait(30) is not None, "the worker has ended"
+                        assert process.wait(30) is not None, "the worker did not end"
 
         assert_same_bits(play(local, halfway=halfway), alone("fine x1"))
         assert agent.process.poll() is None
@@ -345,7 +345,7 @@ CANARIES = {
     name: f"canary-of-{name}-".encode().ljust(28, b"z")
     for name in ("closure", "observations", "parameters", "variable")
 }
-"""Secrets with bytes that are easy to find. No recorded network data may contain them."""
+"""Secrets with bytes that are easy to find. The recorded network data must not contain them."""
 IN_CLEAR = b"this canary flies in the open"
 """Bytes that the test sends without encryption, to check that the recorder finds them."""
 
@@ -408,9 +408,9 @@ def test_no_secret_is_readable_on_the_network(tmp_path, monkeypatch):
             send_in_clear(there)
             key_there = KeyPair.from_token(token.read_bytes(), AGENT)
         recorded = recorder.stop()
-    assert weights.tobytes() == 2 * CANARIES["parameters"], "the weights were the canary during the whole run"
+    assert weights.tobytes() == 2 * CANARIES["parameters"], "the weights were not the canary during the whole run"
     assert len(recorded) > 20_000
-    assert IN_CLEAR in recorded, "the recorder sees the bytes on the network"
+    assert IN_CLEAR in recorded, "the recorder does not see the bytes on the network"
     secrets = CANARIES | {
         "token": token.read_bytes(),
         "half a token": token.read_bytes()[8:24],

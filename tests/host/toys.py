@@ -20,7 +20,7 @@ def seeds(*values):
 
 
 def play(block, count, *action, seed=0):
-    """The results of `count` steps, without tokens. `action` has one array per leaf of the action space. The default is action 1 for all."""
+    """The results of `count` steps, without tokens. `action` has one array per leaf of the action space; by default, all take 1."""
     action = action or (np.ones(len(block.envs), np.int32),)
     token, *_ = block.reset(np.arange(seed, seed + len(block.envs), dtype=np.uint32))
     rows = []

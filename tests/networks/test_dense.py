@@ -20,7 +20,7 @@ from choreo.networks import deterministic
         spaces.Box(-1.0, 1.0, (), np.float32),
     ],
 )
-def test_actions_without_finite_bounds_are_refused(space: gymnasium.Space):
+def test_a_box_with_infinite_or_equal_bounds_or_without_an_axis_is_refused(space: gymnasium.Space):
     with pytest.raises(AlgorithmError, match="a Box with finite bounds, the lower one below the upper one"):
         deterministic(spaces.Discrete(2), space, jax.random.key(0))
 

@@ -13,7 +13,10 @@ WIDE = Bounds((-2.0, 0.0), (2.0, 10.0), (2,))
 
 @pytest.mark.parametrize("bounds", [pytest.param(UNIT, marks=pytest.mark.long), WIDE], ids=["unit", "wide"])
 def test_densities_equal_those_of_distrax(bounds):
-    """Except for a constant: ours are of actions scaled to [-1, 1], so the logarithm of half of each dimension's width is added."""
+    """Ours are densities of actions scaled to [-1, 1], and those of distrax are densities of the actions themselves.
+
+    So the test adds the logarithm of half of each dimension's width to the logarithms of distrax.
+    """
     distrax = pytest.importorskip("distrax", reason="distrax is not installed")
     mean, log_std = jnp.array([0.5, -1.0]), jnp.array([-0.3, 0.2])
     ours = Squashed(mean, log_std, bounds)
@@ -27,7 +30,7 @@ def test_densities_equal_those_of_distrax(bounds):
 
 
 def test_densities_in_the_tails_are_finite():
-    """Where tanh(x) is rounded to 1 in float32, its exact slope is about 4 exp(-2 |x|), not 0. Its logarithm must stay finite."""
+    """Where tanh(x) is rounded to 1 in float32, its slope is about 4 exp(-2 |x|), not 0. The slope's logarithm must be finite."""
 
     def drawn(mean):
         pi = Squashed(mean, jnp.array([-9.0, -9.0]), UNIT)

@@ -71,7 +71,7 @@ def test_the_discounted_return_of_ones_equals_the_closed_form():
     np.testing.assert_allclose(endless, 1 / (1 - GAMMA), rtol=1e-5)
 
 
-def test_without_time_limits_they_equal_rlax(steps):
+def test_without_time_limits_gae_and_lambda_return_equal_rlax(steps):
     rlax = pytest.importorskip("rlax", reason="rlax is not installed; the tests above compare with NumPy loops")
     reward, discount, last, value_tm1, value_t = steps
     value_t = np.roll(value_tm1, -1, axis=0)

@@ -26,7 +26,10 @@ def ratio():
 
 
 def by_definition(ratio, steps, rho_bar, c_bar, lambda_):
-    """Equation 1 for each start s: V(x_s) + sum_t gamma^(t-s) (prod of c) rho_t delta_t, up to the end of the episode."""
+    """Equation 1 of the IMPALA paper for each start s, with a sum over t up to the end of the episode:
+
+    V(x_s) + sum_t gamma^(t-s) (prod of c) rho_t delta_t
+    """
     reward, discount, last, value_tm1, value_t = steps
     out = value_tm1.astype(np.float64)
     for e in range(ENV):
@@ -109,9 +112,12 @@ def test_without_time_limits_it_equals_rlax(ratio, steps, bar, lambda_):
 
 
 def test_the_target_weights_rewards_by_the_clipped_policy():
-    """One step, four actions. With rho_bar = 10 the rewards are weighted by pi, with rho_bar = 1 by min(pi, mu) (section 4.1)."""
+    """Section 4.1 of the IMPALA paper, for one step and four actions, which the policy mu has chosen.
+
+    With rho_bar = 10, the mean target is the sum of the rewards weighted by pi. With rho_bar = 1, the weights are min(pi, mu).
+    """
     mu, pi, reward = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.1, 0.1], [3.0, -1.0, 2.0, 5.0]], np.float32)
-    one = jnp.ones((1, 4))  # every action occurs once, and is then weighted by mu exactly
+    one = jnp.ones((1, 4))  # every action occurs once; `mu @ ...` below computes the mean over actions
     ended, zero = one.astype(bool), jnp.zeros((1, 4))
     args = (jnp.asarray(pi / mu)[None], jnp.asarray(reward)[None], zero, ended, zero, zero)
     full, clipped = (mu @ np.asarray(ops.vtrace(*args, rho_bar=bar).target_tm1[0]) for bar in (10.0, 1.0))

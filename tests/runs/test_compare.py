@@ -255,7 +255,7 @@ def test_a_run_with_a_run_toml_of_the_wrong_form_can_be_compared(table, value):
     ).to_dict()
 
 
-def test_dollar_signs_are_no_formulas_and_control_characters_are_escaped(capsys):
+def test_dollar_signs_are_not_read_as_formulas_and_control_characters_are_escaped(capsys):
     folder = write_run("a$b$", [10], [1], env={"name": "$\\x", "num_envs": 2, "kwargs": {"x": "[red]$"}})
     folder.path.rename("\x1b[2J$")
     assert main(["compare", "\x1b[2J$", "\x1b[2J$", "-o", "compare.png"]) == 0

@@ -1,4 +1,4 @@
-"""Files are replaced atomically. If a link, a pipe or a folder is found at the path of a file, the error names it."""
+"""Files are replaced atomically. A link, a pipe or a folder in place of a file is not opened, and the error names it."""
 
 import os
 

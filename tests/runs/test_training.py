@@ -337,7 +337,7 @@ def test_a_run_with_several_sites_cannot_be_resumed(tmp_path):
 # Runs that end with an error.
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_at_the_boundary(tmp_path):
+def test_a_loss_that_is_not_finite_stops_the_run_at_the_next_boundary(tmp_path):
     with pytest.raises(DivergedError, match=re.escape("`loss` is nan at iteration 5 of 8")) as error:
         run_tiny(8, fields={"nan_at": 5}, out=tmp_path / "x", checkpoint_every=2)
     assert f"last checkpoint  {tmp_path / 'x' / 'checkpoint.safetensors'} (iteration 4)" in str(error.value)

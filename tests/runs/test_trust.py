@@ -1,4 +1,4 @@
-"""A run.toml from a stranger must not run code. Which of its entries are data, which name code, and when this code may run."""
+"""A run.toml from a stranger must not run code. These tests state which entries are data, which name code, and when code is run."""
 
 import dataclasses
 import functools
@@ -108,7 +108,7 @@ def test_an_unknown_environment_is_not_code():
     ("xml_file", "ant"), ("base_path", "x"), ("map_name", "../x"), ("map_name", "~x"), ("map_name", "a\\b"), ("map_name", "x.xml"),
     ("map_name", "a:b"), ("x", {"name": "mlp"}), ("x", [{"class": "Layout"}]), ("x", {"dict": {"file_name": "x"}}),
 ])  # fmt: skip
-def test_an_argument_that_is_no_plain_data_is_code(argument, value):
+def test_an_argument_that_is_not_plain_data_is_code(argument, value):
     with pytest.raises(UntrustedError, match=f"`environment.kwargs.{argument} = "):
         toml_values.rebuild_environment({"name": "CartPole-v1", "num_envs": 2, "kwargs": {argument: value}})
 
@@ -163,7 +163,7 @@ def test_code_is_refused_and_the_error_names_its_entry(data, entry):
     assert entry in str(error.value) and "--trust" in str(error.value)
 
 
-# When code may be run.
+# When code is run.
 
 
 def write_run(folder: Path, *, algo: Any = None) -> Path:
@@ -191,7 +191,7 @@ def test_a_run_of_this_account_needs_no_trust_but_a_copy_does(tmp_path, capsys):
     )
     assert RunConfig.read(theirs, trust=True).algo == RunConfig.read(file).algo
     assert RunConfig.read(theirs, algo=Tiny()).algo == Tiny()
-    file.write_bytes(file.read_bytes() + b"\n")  # a change, as by somebody else
+    file.write_bytes(file.read_bytes() + b"\n")  # a change that somebody else could have made
     with pytest.raises(UntrustedError):
         RunConfig.read(file)
 

@@ -25,7 +25,7 @@ def write(file: Path, text: bytes = b"[run]\n") -> Path:
     return file
 
 
-def test_a_file_is_own_if_its_path_and_its_bytes_are_on_the_list(tmp_path, state):
+def test_a_file_counts_as_own_if_its_path_and_its_bytes_are_on_the_list(tmp_path, state):
     file, other = write(tmp_path / "x" / "run.toml"), write(tmp_path / "y" / "run.toml")
     assert not trusted_runs.is_own(file, b"[run]\n")
     trusted_runs.remember(file, b"[run]\n")

@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another run (`init_from`). If these weights equal those of `init`, nothing changes."""
+"""A run that begins with the weights of another run (`init_from`). If they equal those of `init`, the results do not change."""
 
 import functools
 import re
@@ -41,7 +41,7 @@ def make_config(algo, *, seed=0, num_envs=8):
 
 
 def write_run(path, algo, *, change=lambda train: train, **options):
-    """Write a run folder whose checkpoint is the carry that `init` makes. `change` may replace its train state."""
+    """Write a run folder whose checkpoint is the carry that `init` makes. `change` can replace its train state."""
     config = make_config(algo, **options)
     carry = initial_carry(config)
     path.mkdir()
@@ -187,7 +187,7 @@ def test_weights_of_a_different_algorithm_are_refused(tmp_path):
 
 
 def test_weights_are_refused_if_only_one_run_normalises_observations(tmp_path):
-    """A network that was trained on normalised observations is useless without the moments."""
+    """A network that was trained on normalised observations is useless without their mean and variance (`moments`)."""
     scaled = replace(SMALL_PPO, normalise_obs=True)
     write_run(tmp_path / "first", scaled)
     refused(RunError, "`.train.params.moments.mean` of the folder is not in this run", SMALL_PPO, tmp_path)

@@ -204,7 +204,7 @@ def test_the_error_names_what_is_wrong(broken):
         check_algorithm(broken(), ENV)
 
 
-@pytest.mark.parametrize("algo", [Tiny(), PythonInCarry()], ids=["the least", "Python in the carry"])
+@pytest.mark.parametrize("algo", [Tiny(), PythonInCarry()], ids=["smallest", "Python in the carry"])
 def test_correct_algorithms_pass(algo):
     check_algorithm(algo, ENV)
 

@@ -34,7 +34,7 @@ def _no_last(ts):
     return ts._replace(last=jnp.zeros_like(ts.last))
 
 
-# The key is a pattern of the error that `check_env` must raise.
+# Each key except "nothing" is a pattern of the error that `check_env` must raise.
 SPOILS = {
     "nothing": lambda ts: ts,
     "differs from `obs`": lambda ts: ts._replace(next_obs=ts.next_obs + 0.01),

@@ -11,7 +11,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, TOOLS / script, *arguments], capture_output=True, text=True, timeout=300)
 
 
-def test_no_two_algorithm_files_share_more_than_40_percent():
+def test_no_two_algorithm_files_share_more_than_40_percent_of_their_lines():
     done = run("shared_lines.py")
     assert done.returncode == 0, done.stdout + done.stderr
 

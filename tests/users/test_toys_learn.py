@@ -1,6 +1,6 @@
 """PPO learns environments whose observations or actions have several parts, with worker processes.
 
-The best return of both toys is known. A policy must use every part to reach it.
+The best return of both toys is known. A policy must use several parts of an observation to reach it.
 """
 
 import gymnasium
@@ -35,7 +35,10 @@ class Toy(gymnasium.Env):
 
 
 class Signs(Toy):
-    """The right one of four actions says whether the number is positive and whether the lamp is on. It gives 1."""
+    """One of four actions is right: it says whether the number is positive and whether the lamp is on. It gives a reward of 1.
+
+    The two bits beside the lamp are noise.
+    """
 
     observation_space = gymnasium.spaces.Dict(
         number=gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32),

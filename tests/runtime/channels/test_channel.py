@@ -1,4 +1,4 @@
-"""Both carriers keep the laws of channels. Further tests need processes and networks: killed peers, silent peers, strangers."""
+"""Both carriers keep the laws of channels (`check_channel`). Other tests kill or suspend peers, and connect as strangers."""
 
 import json
 import os
@@ -151,7 +151,7 @@ def receive(receiver, size=1):
 def test_a_killed_sender_is_named(carrier):
     with peer_process(carrier, "send_and_hang", ["sender"], count=2) as (receiver, process):
         process.stdout.readline()
-        time.sleep(0.1)  # for its messages to arrive
+        time.sleep(0.1)  # so that its messages arrive
         process.kill()
         process.wait()
         with receiver:
@@ -167,7 +167,7 @@ def test_a_waiting_receiver_wakes_when_the_sender_is_killed(carrier):
     with peer_process(carrier, "send_and_hang", ["sender"], count=0) as (receiver, process), receiver:
         process.stdout.readline()
         threading.Timer(0.2, process.kill).start()
-        with pytest.raises(PeerLost, match="`worker-0`"):  # after 20 s it would be ChannelTimeout
+        with pytest.raises(PeerLost, match="`worker-0`"):  # not ChannelTimeout, which would be raised after 20 s
             receive(receiver)
 
 
@@ -324,7 +324,7 @@ def test_options_are_checked():
         TcpListener.open("no-such-host.invalid", keys=HERE_KEYS)
 
 
-def test_ends_open_from_descriptors_and_sizes():
+def test_ends_can_be_opened_from_descriptors_and_sizes():
     sender_end, receiver_end = make_shm_channel(8, 3)
     with (
         ShmSender.open(*sender_end.fds, sender_end.slot_bytes, 3, peer="b") as sender,
@@ -503,7 +503,7 @@ class Between:
 
 @contextmanager
 def through_a_man_in_the_middle(monkeypatch, change=lambda number, data: data):
-    """A sender and a receiver whose connection passes through a `Between`; the hello does not."""
+    """A sender and a receiver whose connection passes through a `Between`, except for the hello."""
     with ExitStack() as stack, listening() as listener:
 
         def detour(sock, host, port):

@@ -167,14 +167,14 @@ def test_replicas_are_placed_in_proportion_to_cpus_and_a_single_site_on_the_firs
 
 
 @pytest.mark.parametrize("replicas", range(1, 14))
-def test_no_host_gets_a_worker_while_another_host_has_more_room_per_cpu(replicas):
+def test_no_host_gets_a_worker_if_another_host_would_have_fewer_workers_per_cpu(replicas):
     where = [p.host for p in place({"env": replicas}, CLUSTER)]
     assert len(where) == replicas
     for host, other in ((BIG, SMALL), (SMALL, BIG)):
         assert where.count(host) / host.cpus <= (where.count(other) + 1) / other.cpus
 
 
-def test_replica_i_of_two_groups_is_on_the_same_host():
+def test_replicas_of_two_groups_with_the_same_index_are_on_the_same_host():
     where = address_of_each_site(place({"env": 3, "actor": 3, "learner": None}, CLUSTER))
     assert all(where[f"env-{i}"] == where[f"actor-{i}"] for i in range(3))
 

@@ -1,5 +1,5 @@
 """A host with different package versions is refused, and the error names the packages. A host with a different CPU or different
-XLA_FLAGS gets a warning; with `same_bits` it is refused."""
+XLA_FLAGS causes a warning; with `same_bits`, this host is refused too."""
 
 import gc
 import importlib.metadata
@@ -132,7 +132,7 @@ def test_cpus_with_different_features_differ():
     assert cpu_of(text("avx fma")) == cpu_of(text("fma avx")) != cpu_of(text("avx"))
     assert cpu_of(text("avx"))[0] == "Xeon"
     assert cpu_of("processor : 0\nFeatures : neon sve\n")[1] != cpu_of("processor : 0\nFeatures : neon\n")[1]
-    assert cpu_of("")[0], "without /proc/cpuinfo, the name of the CPU is the machine type"
+    assert cpu_of("")[0], "without /proc/cpuinfo, the name of the CPU must be the machine type"
 
 
 def test_reading_versions_imports_no_jax():

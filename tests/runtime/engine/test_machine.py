@@ -33,7 +33,9 @@ def test_overlaps_add_up_to_the_block_of_each_receiver(senders, receivers, src_a
         for message in (message for (_, dst), message in found.items() if dst == f"b-{d}"):
             for overlap in message:
                 sent = held[overlap.sender][overlap.take]
-                assert sent.shape == overlap.shape(whole.shape), "the size of the channel follows from this shape"
+                assert sent.shape == overlap.shape(whole.shape), (
+                    "`overlap.shape`, from which the size of the channel follows, is wrong"
+                )
                 got[overlap.put] = sent
         np.testing.assert_array_equal(got, expected)
 
@@ -57,7 +59,7 @@ def test_only_blocks_that_overlap_are_sent(src, dst, count):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_loop_stacks_the_results_of_its_rounds(reverse):
     """The results are small arrays, large arrays, and a constant. Large arrays are written directly into the stack."""
-    large = machine.SMALL_BYTES  # this many numbers of 4 bytes are four times too large to be small
+    large = machine.SMALL_BYTES  # numbers of 4 bytes each, so the array has four times SMALL_BYTES
     reused = np.empty(1, np.int32)
 
     def count(x):

@@ -26,7 +26,7 @@ LOCKSTEP, LATE, ANY = coarse(2), coarse(2, max_lag=2), coarse(2, max_lag=4, merg
 
 def slow_factory(seconds: float, mark: str = ""):
     """A class of environments that sleep in each step. With a path `mark`, only the environments of one worker
-    sleep: the first worker creates a link at this path."""
+    sleep: the worker that is the first to create a link at this path."""
     coordinator = os.getpid()
 
     class Slow(gymnasium.Env):
