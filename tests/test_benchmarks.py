@@ -1,4 +1,7 @@
-"""Every benchmark runs with `--quick`; in CI, only one of them runs. The tests check that it runs, not how fast Choreo is."""
+"""`make test-long` runs every benchmark with `--quick`; CI runs only one of them, and imports the others.
+
+The tests check that a benchmark runs, not how fast Choreo is.
+"""
 
 import importlib.util
 import json
@@ -19,7 +22,7 @@ CI = ("gymnasium_ppo.py",)
 def as_a_script(monkeypatch):
     """Lets a script run in this process, which has already imported JAX, without the strict settings of our tests."""
     monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.setenv("NPROC", "1")  # some scripts set NPROC and do not restore it
+    monkeypatch.setenv("NPROC", "1")  # some scripts set NPROC; monkeypatch restores it after the test
     dispatch = jax.config.read("jax_cpu_enable_async_dispatch")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

@@ -28,7 +28,8 @@ def test_a_rollout_records_every_step_and_every_episode():
     assert column.extras["seen"] == [1, 0, 1, 0, 1]
     first, right = [1, 0, 0], [0, 0, 1]
     assert column.obs == [first, right, first, right, first]
-    assert column.next_obs == [right] * 5  # the second step of an episode does not change the place
+    # The first step of an episode goes to the right, and the second step stays there.
+    assert column.next_obs == [right] * 5
     assert end.obs.tolist() == [right] * 3 and end.memory is None
     assert {name: float(x) for name, x in metrics.items()} == {
         "episode_return": 1, "episode_length": 2, "episodes": 6

@@ -105,7 +105,10 @@ def find_call(name: str | None) -> Call | None:
 
 
 def without_number(name: str) -> str:
-    """The name under which a jitted function is compiled. The number is left out: it grows with every trace."""
+    """The name under which a jitted function is compiled.
+
+    The number of the call, which grows with every trace, is left out, so that equal programs have equal names.
+    """
     return name if not name.startswith(f"{PREFIX}:") else ".".join(name.split(":")[1:-1])
 
 
@@ -224,8 +227,10 @@ def host_fragment(role: Role, fn: Callable[..., PyTree], out_spec: PyTree, *, na
 
 @dataclass(frozen=True, eq=False)
 class HostFunction:
-    """A user's function on pytrees of numpy arrays, which is called with flat lists of leaves. It can be pickled and sent to a
-    worker."""
+    """Wraps a user's function on pytrees of numpy arrays, so that it can be called with a flat list of leaves.
+
+    It can be pickled and sent to a worker.
+    """
 
     name: str
     """The name for messages."""
@@ -272,7 +277,9 @@ class HostFunction:
 
 
 def host_method(role: Role, method: HostMethod) -> Fragment:
-    """Make a method of a Python object a fragment: flat arrays in, a tuple of arrays out, each with the env axis first.
+    """Turn a method of a Python object into a fragment. The method takes arrays (no pytrees) and returns a tuple of arrays.
+
+    The first axis of each array is the env axis.
 
     Unlike a `host_fragment`, this fragment can be replicated: each site makes an object for its own environments. Inside a
     compiled program, the method runs as a callback, on an object that this process keeps.
@@ -345,7 +352,7 @@ _REDUCERS = {"mean": jax.lax.pmean, "sum": jax.lax.psum, "max": jax.lax.pmax}
 
 @functools.cache
 def reducer(op: str) -> Callable[..., list[jax.Array]]:
-    """`all_reduce` on flat arrays, as a jit whose name Choreo recognises; the plan decides how replicas compute it."""
+    """`all_reduce` on the leaves of a pytree, as a jit whose name Choreo recognises; the plan decides how replicas compute it."""
 
     def reduce(*leaves):
         return [_REDUCERS[op](leaf, SHARD_AXIS) for leaf in leaves]
@@ -359,7 +366,10 @@ SHARD_NUMBERS = "choreo_shard_numbers"
 
 
 def shard_numbers(shards: int) -> jax.Array:
-    """The numbers 0 .. shards - 1, from a jit whose name Choreo recognises. The jit marks where the shard axis begins."""
+    """The numbers 0 .. shards - 1, from a jit with the name SHARD_NUMBERS.
+
+    In the traced program, Choreo recognises the shard axis by this jit: it is axis 0 of its result.
+    """
 
     def numbers():
         return jnp.arange(shards)
@@ -397,7 +407,7 @@ def metric(x: Any, reduce: str = "mean", *, weight: str = "") -> jax.Array:
     if weight and reduce != "mean":
         raise AlgorithmError(
             f"metric(reduce={reduce!r}, weight={weight!r}): only a mean has a weight.",
-            fix="Leave out weight, or reduce.",
+            fix="Leave out `weight`, or leave out `reduce`.",
         )
     return jnp.asarray(x) if unmarked.value else _declare(Reduction(reduce, weight))(x)
 
@@ -427,7 +437,7 @@ def find_declaration(name: str | None) -> Reduction | None:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["value"])
 @dataclass(frozen=True)
 class _Static:
-    """Carries a result that is not an array out of a jit."""
+    """A wrapper with which a jitted function returns a result that is not an array."""
 
     value: Any
     """The result."""

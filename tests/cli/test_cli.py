@@ -442,7 +442,7 @@ def test_environment_variables_choose_the_folder_of_compiled_programs(monkeypatc
         ),
         (
             ["train", "dqn", CARTPOLE, "--layout", "apex", "--buffers", "2"],
-            "LayoutError: 2 replicas of `buffer` cannot share 1 buffer shard: all replicas together would have",
+            "LayoutError: 1 buffer shard cannot be divided equally among 2 replicas of `buffer`.",
         ),
         (["check", "ppo"], "UsageError: `choreo check` needs an algorithm and an environment, in this order"),
         (

@@ -1,4 +1,4 @@
-"""Law levels 1 and 3 for replay buffers at sites of their own.
+"""Levels 1 and 3 of the law (docs/law.md) for replay buffers at separate sites.
 
 Floats agree with the reference, `jax.jit(iterate)`, up to 1e-5 after five iterations; by then, new steps have overwritten the
 oldest steps. Worker processes give the same bits as one process. A resumed run gives the same bits as an uninterrupted run.
@@ -40,7 +40,7 @@ def reference(algo: DQN):
     return reference_run(algo, CARTPOLE, KEY, iterations=5)
 
 
-@pytest.mark.long  # `make test` runs one buffer site in a test below, and two buffer sites in the matrix
+@pytest.mark.long  # `make test` need not run this: a test below has one buffer site, and test_matrix.py has two
 @pytest.mark.parametrize("algo", [SMALL(), SMALL(head="c51", prioritized=True)], ids=["uniform", "prioritized c51"])
 def test_a_buffer_at_its_own_site_gives_the_reference_result(algo):
     assert_close(run_of(InProcess(plan(algo, CARTPOLE, OWN_SITE)), KEY, iterations=5), reference(algo), 1e-5)
@@ -53,8 +53,8 @@ def test_buffer_shards_at_several_sites_give_the_reference_result(workers, buffe
     assert_close(run_of(InProcess(the_plan), KEY, iterations=5), reference(algo), 1e-5)
 
 
-def test_workers_with_python_environments_give_the_bits_of_one_process():
-    """One worker and one buffer site; the matrix has two of each."""
+def test_workers_with_python_environments_give_the_same_bits_as_one_process():
+    """One worker and one buffer site; test_matrix.py has two of each."""
     env = envs.make("CartPole-v1", 8)
     algo = SMALL(prioritized=True, buffer_shards=2)
     the_plan = plan(algo, env, apex(1, 1))

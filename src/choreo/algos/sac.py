@@ -24,7 +24,7 @@ class Learned(NamedTuple):
     policy: PyTree
     critics: PyTree
     log_temperature: jax.Array
-    """Logarithm of the temperature: the reward that one nat of entropy is worth."""
+    """Logarithm of the temperature. The temperature is the reward for one nat of entropy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 Invariant. Replica r of N holds block r of a value: rows [r L/N, (r+1) L/N) of an axis of length L that stands for the E
 environments. L is E; or B, after a reshape has divided the axis into B groups of E/B environments; or E x k, after a reshape
 has merged the axis with the next axis, of length k. A rule is given one equation of the full program, and for each operand the
-axis along which the operand is a block. It returns the axes along which operands and results are blocks, and the parameters at
-block size, such that
+axis along which the operand is a block. It returns the axes along which the operands must be blocks, the axes
+along which the results are blocks, and the equation's parameters for one block, such that
 
     block r of equation(full operands)  ==  equation at block size(block r of each divided operand, and all other operands).
 
@@ -53,7 +53,7 @@ def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     if eqn.primitive.name != "reshape":
         divided = [*zip(eqn.invars, result.ins, strict=True), *zip(eqn.outvars, result.outs, strict=True)]
         if {_shape(var)[axis] for var, axis in divided if axis is not None} != lengths or len(lengths) != 1:
-            raise Mixes("an axis of a different length would have to be divided")
+            raise Mixes("operands and results would be divided along axes of different lengths")
     return result
 
 
@@ -63,8 +63,8 @@ def _plain(axes: Sequence[Any]) -> tuple[Axis, ...]:
 
 def elementwise(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
     axis = _only(axes)
-    # An operand has the shape of the result, or length 1 along some axes, or is a scalar. An operand without rows to divide is
-    # given whole.
+    # An operand has the shape of the result, or length 1 along some axes, or is a scalar. If an operand
+    # does not have this axis, or has length 1 along it, every replica gets the whole operand.
     ins = tuple(axis if len(_shape(v)) > axis and _shape(v)[axis] != 1 else None for v in eqn.invars)
     return Split(ins, (axis,) * len(eqn.outvars), eqn.params)
 
@@ -286,7 +286,7 @@ def leading(*trailing: int) -> Rule:
 
 
 def fft(eqn, axes, size):
-    """A transform of the last dimensions, one for each entry of `fft_lengths`. The leading dimensions are a batch."""
+    """A transform of the last n dimensions, where n is the number of `fft_lengths`. The leading dimensions are a batch."""
     return leading(len(eqn.params["fft_lengths"]))(eqn, axes, size)
 
 
@@ -306,7 +306,7 @@ def bitcast_convert_type(eqn, axes, size):
 def drawn(eqn, axes, size):
     """The rule of `random_bits` and `random_split`, which make an array from each key."""
     if not draws_per_key(eqn):
-        raise Mixes(f"`{eqn.primitive.name}` draws for all {_dtype(eqn.invars[0]).name} keys of a batch together")
+        raise Mixes(_uses_first_key(eqn))
     return _one(axes, _only(axes), eqn.params)
 
 
@@ -322,12 +322,17 @@ def draws_per_key(eqn: jec.JaxprEqn) -> bool:
     return _compat.is_threefry(_dtype(eqn.invars[0]))
 
 
+def _uses_first_key(eqn: jec.JaxprEqn) -> str:
+    keys = f"{_dtype(eqn.invars[0]).name} keys"
+    return f"`{eqn.primitive.name}` of a batch of {keys} draws the numbers of all rows from the first key"
+
+
 def random_gamma(eqn, axes, size):
-    """The shape of the keys is the first part of the shape of the parameters. Each key is split among the remaining
-    dimensions."""
+    """The shape of the keys is a prefix of the shape of the second operand (the parameter `a` of the distribution). Each key is
+    split into one key for each remaining index of `a`."""
     axis = _only(axes)
     if not draws_per_key(eqn):
-        raise Mixes(f"`random_gamma` draws for all {_dtype(eqn.invars[0]).name} keys of a batch together")
+        raise Mixes(_uses_first_key(eqn))
     if axis >= len(_shape(eqn.invars[0])):
         raise Mixes("`random_gamma` draws for several environments from one key")
     return Split((axis, axis), (axis,), eqn.params)

@@ -24,7 +24,8 @@ from choreo.types import GroupName
 
 
 def plan(algo: Any, env: Any, layout: Layout) -> Plan:
-    """How `algo` would run on `env` in `layout`: the sites, their fragments, and the values that cross, with their bytes.
+    """How `algo` would run on `env` in `layout`: the sites, their fragments, and the values that are sent between
+    sites, with their sizes in bytes.
 
     Runs no iteration and starts no process. Raises PartitionError or LayoutError if the algorithm cannot be divided as
     the layout asks.
@@ -51,8 +52,8 @@ def _check_buffers(algo: Any, layout: Layout) -> None:
     if shards is not None and layout.shards == 1 and shards % buffers:
         name = type(algo).__name__
         raise LayoutError(
-            f"{buffers} replicas of `{layout.group_of('buffer').name}` cannot share {shards} buffer shard{'s' * (shards > 1)}: "
-            f"all replicas together would have to draw every batch of {name}.",
+            f"{shards} buffer shard{'s' * (shards > 1)} cannot be divided equally among {buffers} replicas of "
+            f"`{layout.group_of('buffer').name}`. A shard draws from all of its steps, so it must be at one replica.",
             fix=f"Use {name}(buffer_shards={buffers}) (--buffer-shards {buffers}), so that each replica has its own replay; "
             "this changes the results. Or use one replica.",
         )

@@ -67,7 +67,7 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         self.check(folder)
-        # The file name is random, so nobody can have put a link at its path.
+        # The file name is random, so that no other user can guess it and put a symbolic link there beforehand.
         self._writer = SummaryWriter(str(folder / "tensorboard"), filename_suffix=f".{secrets.token_hex(8)}")
 
     @staticmethod
