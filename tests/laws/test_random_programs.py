@@ -2,13 +2,13 @@
 
 A program has three lists of instructions: one before a scan over `env.step`, one inside the scan, one after it. An
 instruction names an op, the operands, and how the op is called. The call is glue, a fragment of some role, or a mapped fragment.
-Some ops have a scan, cond, while or jit around them. With E environments and T steps, the kinds of values are
+Some ops have a scan, cond, while loop or jit around them. With E environments and T steps, the kinds of values are
 
-    env [E, 3]     shared [3]     time [T, E, 3]     count [E] of integers
+    env [E, 3]     shared [3]     time [T, E, 3]     count [E] of integers     key (an operand only)
 
-All floats are squashed by tanh, so that rounding errors do not grow.
+The float results of all ops are squashed by tanh, so that rounding errors do not grow.
 
-A wide program also has odd leaves in its carry, the carry in a container, metrics out of order, and ops in other types. Its
+A wide program can also have odd leaves in its carry, the carry in a container, metrics out of order, and ops in other types. The
 number of environments can equal the width of a state, the number of steps in the scan, or the number of replicas.
 """
 
@@ -158,7 +158,7 @@ ROWS: dict[str, Any] = {
     "time total": lambda x: jnp.sum(x, axis=0),
     **OTHER_TYPES,
 }
-"""The functions that mapped fragments call. Each is the op of that name for one environment."""
+"""The functions that mapped fragments call. Each is the op of that name for one environment; "over E" divides by 6 for any E."""
 ROLES = ("env", "actor", "buffer", "learner")
 
 
@@ -168,7 +168,8 @@ class Instruction(NamedTuple):
     op: str
     """Name of the op."""
     kind: str
-    """How the op is called: as "glue", or in a "fragment" or a "mapped" fragment."""
+    """How the op is called: as "glue", or in a "fragment" or a "mapped" fragment. An op that is not in `ROWS` cannot be mapped; it
+    is then called as glue."""
     role: str
     """Role of the fragment."""
     around: str
@@ -289,7 +290,9 @@ def surround(around, fn, args):
         )[0]
     if around == "while":
         like = jax.eval_shape(fn, *args)
-        return lambda *args: lax.fori_loop(0, 2, lambda i, c: fn(*args) + c, jnp.zeros(like.shape, like.dtype))
+        return lambda *args: lax.while_loop(
+            lambda x: x[0] < 2, lambda x: (x[0] + 1, fn(*args) + x[1]), (0, jnp.zeros(like.shape, like.dtype))
+        )[1]
     return fn
 
 
@@ -364,7 +367,8 @@ class WideProgram:
     container: str
     """Container of the carry."""
     leaves: tuple[tuple[str, str], ...]
-    """Further leaves: the name of each in `LEAVES`, and its entry in `TREATMENTS`."""
+    """Further leaves, in pairs: a leaf of `LEAVES` and its changed value. For each pair: its name in `LEAVES`, and an entry of
+    `TREATMENTS`."""
     metrics: str
     """Container of the metrics."""
 

@@ -39,8 +39,11 @@ KEYS = ("keys", 0)
 
 @dataclass(frozen=True)
 class Case:
-    """A program. `ins` holds the shape (or "key", "keys", ("index", E)) and the env axis of each input; the axis is None if a
-    replica has the whole input. `outs` holds the env axis of each result, None for a whole result, or MIXED."""
+    """A program. `ins` holds the shape and the env axis of each input; the axis is None if a replica has the whole input.
+
+    In place of a shape, "key" means one random key, "keys" one key per environment, and ("index", E) one index per environment.
+    `outs` holds the env axis of each result, None for a whole result, or MIXED.
+    """
 
     fn: Callable[..., Any]
     ins: tuple[tuple[Any, Axis], ...]
@@ -52,14 +55,14 @@ def actor(fn):
 
 
 def nested(inner):
-    """A while around a cond around a scan."""
+    """A while loop around a cond around a scan."""
 
     def body(i, x):
         return lax.cond(
             i > 0, lambda x: lax.scan(lambda x, t: (inner(x) + t * x, x), x, jnp.arange(2.0))[0], jnp.cos, x
         )
 
-    return lambda x: lax.fori_loop(0, 3, body, x)
+    return lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, body(*c)), (0, x))[1]
 
 
 def scan_of_cond_of_while(x):
@@ -467,6 +470,8 @@ CASES |= {f"rows: {name}": case for name, case in IN_ROWS.items()}
 
 
 def values_of(case: Case) -> list[jax.Array]:
+    """The inputs of a case. An input of shape (E,) is `arange(E)`; inputs of other shapes are random numbers."""
+
     def value(i, shape):
         if shape == ("index", E):
             return jnp.array([0, -1, 5, 2, -4, 1])
@@ -482,7 +487,7 @@ def block(value: jax.Array, axis: Axis, r: int) -> jax.Array:
         return value
     if _compat.is_key(value.dtype):
         return lax.slice_in_dim(value, r * BLOCK, (r + 1) * BLOCK, axis=axis)
-    # In NumPy, because JAX would compile a program for each shape.
+    # NumPy takes the slice, because JAX would compile a program for each shape.
     return jnp.asarray(np.asarray(value)[(slice(None),) * axis + (slice(r * BLOCK, (r + 1) * BLOCK),)])
 
 
@@ -492,6 +497,7 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def emit_one(inference, order, wanted, o, axis, inputs, r):
+    """The piece `axis` of result `o`, at replica `r`. `order` names the pieces of each input that are in `inputs`."""
     given = [dict(zip(pieces, values, strict=True)) for pieces, values in zip(order, inputs, strict=True)]
     return emit(inference, given, wanted, r)[o][axis]
 

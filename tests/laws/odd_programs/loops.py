@@ -35,7 +35,7 @@ def unroll_of_zero(env, c, key):
 
 @program()
 def scan_inputs_with_an_env_axis(env, c, key):
-    """Scan inputs [time, E, 3] from one key. Inside the loop the env axis is the first one, outside it is the second."""
+    """Scan inputs [time, E, 3] from one key. The env axis is the first axis inside the loop, and the second axis outside."""
     xs = jax.random.normal(key, (4, E, 3))
 
     def step(s, x):
@@ -62,8 +62,8 @@ def scan_inputs_made_from_environments(env, c, key):
 
 @program()
 def scan_over_environments(env, c, key):
-    """A scan along the env axis: environment e sees the sum of all environments before it. Each replica would begin its sum at its
-    own first row."""
+    """A scan along the env axis: the action of environment e depends on the sum over all environments before e. Each replica would
+    begin its sum at its own first row."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
     total, partial = lax.scan(lambda t, row: (t + row, act(t, row)), c["w"], s)
     return {"s": s, "w": learn(total, s)}, {"m": partial}
@@ -99,7 +99,7 @@ def a_remat_scan_with_a_gradient(env, c, key):
 
 @program()
 def control_flow_nested_three_deep(env, c, key):
-    """A scan in a cond in a loop. No environment sees another, so replicas are allowed to run this on their blocks."""
+    """A scan in a cond in a while loop. Environments do not mix, so replicas are allowed to run the loop on their blocks."""
 
     def deep(s):
         def body(i, s):
@@ -107,7 +107,7 @@ def control_flow_nested_three_deep(env, c, key):
                 i > 0, lambda s: lax.scan(lambda s, t: (jnp.sin(s) + t * s, s), s, jnp.arange(2.0))[0], jnp.cos, s
             )
 
-        return lax.fori_loop(0, 3, body, s)
+        return lax.while_loop(lambda x: x[0] < 3, lambda x: (x[0] + 1, body(*x)), (0, s))[1]
 
     s = env.step(c["s"], choreo.fragment("actor")(deep)(c["s"]) + jax.vmap(choreo.fragment("actor")(deep))(c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -115,7 +115,7 @@ def control_flow_nested_three_deep(env, c, key):
 
 @program()
 def control_flow_that_mixes_three_deep(env, c, key):
-    """A scan in a cond in a loop, with a roll over environments in the innermost body: replicas must not run this
+    """A scan in a cond in a while loop, with a roll over environments in the innermost body: replicas must not run the loop
     on their blocks."""
 
     def deep(s):
@@ -127,7 +127,7 @@ def control_flow_that_mixes_three_deep(env, c, key):
                 s,
             )
 
-        return lax.fori_loop(0, 3, body, s)
+        return lax.while_loop(lambda x: x[0] < 3, lambda x: (x[0] + 1, body(*x)), (0, s))[1]
 
     s = env.step(c["s"], choreo.fragment("actor")(deep)(c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
@@ -137,7 +137,7 @@ def control_flow_that_mixes_three_deep(env, c, key):
 def a_loop_that_mixes_only_later(env, c, key):
     """The loop carries three arrays, which are zero at first. The first round stores the states in the third array. The states
     move on by one array per round, and the fourth round sums them over environments. An analysis that looks at the body only
-    once does not see this sum."""
+    once does not find this sum."""
 
     def body(carry, t):
         a, b, d = carry
@@ -192,9 +192,16 @@ def a_branch_with_fragments_of_two_roles(env, c, key):
 
 
 @program()
-def a_while_with_fragments_of_two_roles(env, c, key):
-    """A `fori_loop` calls fragments of two roles, so that values cross sites in each round."""
+def a_fori_loop_with_fragments_of_two_roles(env, c, key):
+    """A `fori_loop`, which JAX traces as a scan, calls fragments of two roles, so that values cross sites in each round."""
     s = lax.fori_loop(0, 2, lambda i, s: env.step(s, acts(c["w"], s)), c["s"])
+    return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
+
+
+@program()
+def a_while_with_fragments_of_two_roles(env, c, key):
+    """A while loop calls fragments of two roles. Only scans can be divided, so layouts that separate these roles are refused."""
+    s = lax.while_loop(lambda x: x[0] < 2, lambda x: (x[0] + 1, env.step(x[1], acts(c["w"], x[1]))), (0, c["s"]))[1]
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
 
 
