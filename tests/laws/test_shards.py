@@ -1,7 +1,8 @@
 """With S learner shards, results do not depend on the number of sites or devices on which the shards run.
 
-The reference is `vmap` of `iterate` on E/S environments, each shard with its own key. Results agree with it to 1e-10 in
-float64 with plain SGD, and to 1e-5 in float32 (levels 1 and 3 of docs/law.md). A program or layout that does not fit the shards is refused.
+The reference is `vmap` of `iterate` on E/S environments, where each shard has its own key. Results agree with the reference to
+1e-10 in float64 with plain SGD, and to 1e-5 in float32 (level 3 of docs/law.md). Worker processes give the bits of one process
+(level 1). A program or layout that does not fit the shards is refused.
 """
 
 import functools
@@ -77,7 +78,7 @@ def test_any_number_of_devices_gives_the_same_results(layout):
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ON_ONE_SITE)
 def test_any_number_of_devices_gives_the_same_results_in_float64(layout):
-    """With PPO, which compiles slowly. `make test` skips this test; the next test checks float64 with A2C."""
+    """`make test` skips this test, because PPO compiles slowly. The next test checks float64 with A2C."""
     with jax.enable_x64(True):
         run = run_of(InProcess(planned(ppo, True, layout)), KEY)
         assert_close(run, reference(ppo, float64=True), 1e-10)
@@ -95,7 +96,7 @@ def test_any_number_of_sites_or_devices_gives_the_same_results(layout):
 
 @pytest.mark.long
 def test_two_processes_give_the_same_results():
-    """`make test` skips this test; there, `test_python_environments_give_the_same_results` covers two processes."""
+    """`make test` skips this test, because `test_python_environments_give_the_same_results` also runs two processes."""
     with jax.enable_x64(True):
         the_plan = planned(ppo, True, "2 sites")
         run = run_of(Local(the_plan), KEY)
@@ -220,7 +221,7 @@ def step_and_learn(learn):
 
 @choreo.fragment("learner")
 def learn_from_flags(w, s):
-    """`all_reduce` of bools counts them as integers."""
+    """Learn from reductions of bools: the sum counts them, the maximum is a bool, the mean is a float."""
     flags = [choreo.all_reduce(s[:, 0] > 0.1, op) for op in ("sum", "max", "mean")]
     return w - 0.1 * choreo.all_reduce(jnp.mean(s, 0)) * sum(jnp.mean(flag.astype(s.dtype)) for flag in flags)
 
@@ -237,8 +238,6 @@ def test_all_reduce_of_bools(layout):
 )
 def test_the_type_of_all_reduce_does_not_depend_on_the_number_of_shards(dtype, op):
     x = jnp.ones((2, 3), dtype)
-    if op == "max" and dtype is bool:
-        pytest.skip("JAX cannot compute the maximum of bools along a named axis of `vmap`")
     several = jax.vmap(lambda x: choreo.all_reduce(x, op), axis_name=SHARD_AXIS)(x)
     assert choreo.all_reduce(x[0], op).dtype == several.dtype
 
