@@ -1,7 +1,7 @@
 """A plan as text, as `print(choreo.plan(...))` shows it before anything runs.
 
-The text shows the steps of every group, in order; the values that cross, how often and how large they are; and the promise.
-The text depends only on the plan, so a pickled plan prints the same text.
+The text shows the steps of every group, in order; the values that cross, how often and how large they are; and the promise:
+which level of the law (`docs/law.md`) holds. The text depends only on the plan, so a pickled plan prints the same text.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,8 @@ else:  # plan.py imports this module
 
 
 def format_plan(plan: Plan) -> str:
-    """The groups with their steps, a table of the values that cross, the promise, and warnings. Lines have at most 100 columns."""
+    """The groups with their steps, a table of the values that cross, the promise, and warnings. Lines have at most 100 columns,
+    unless a name is very long."""
     lines = [title(plan), *wrap(f"{plan.layout.name}: {plan.layout!r}", WIDTH), ""]
     for group in plan_groups(plan):
         steps = _format_steps(plan, plan.iterate.steps, group.name, "    ")
@@ -135,8 +136,8 @@ def _lockstep(plan: Plan) -> str:
     shards = f"vmap(iterate) over {plan.shards} learner shards" if plan.shards > 1 else "jax.jit(iterate)"
     if plan.layout.exact:
         return (
-            f"bit for bit what {shards} computes (on CPU), for any number of replicas (exact=True): "
-            "the blocks in which environments are computed do not depend on the number of replicas."
+            "the same bits for any number of replicas (on CPU, exact=True), because the blocks in which environments are "
+            f"computed do not depend on the number of replicas; up to rounding, what {shards} computes."
         )
     replicated = any(plan.processes(group.name) > 1 for group in plan_groups(plan))
     divided = any(group.devices > 1 for group in plan_groups(plan))
@@ -144,7 +145,7 @@ def _lockstep(plan: Plan) -> str:
         return f"bit for bit what {shards} computes (on CPU), because nothing is replicated."
     why = "replicas" if replicated else "devices" if divided else "several shards together"
     can_be = replicated and plan.shards == 1 and plan.layout.axis is None
-    exact = "; with exact=True, bit for bit" if can_be else ""
+    exact = "; with exact=True, the same bits for any number of replicas" if can_be else ""
     return (
         f"what {shards} computes, up to rounding ({why} compute arrays of other shapes): to 1e-5 in float32 "
         f"over 3 iterations, and in distribution over thousands{exact}."
