@@ -38,7 +38,7 @@ def test_tracing_makes_no_environment():
 
 
 def test_the_spaces_of_an_edited_class_are_read_again():
-    """As after an edit in a notebook: the function is the same, but it makes an environment of a different class."""
+    """The test imitates an edit in a notebook: the same function later makes an environment of a different class."""
     cell = {"made": Count}
     make = lambda: cell["made"]()  # noqa: E731
     before, same = envs.from_factory(make, 2), envs.from_factory(make, 2)
@@ -175,7 +175,7 @@ def test_classes_functions_and_values_give_environments():
 def test_wrong_environments_are_refused():
     with pytest.raises(EnvError, match="A Count was given; 8 environments cannot be made from it.\n.*lambda: MyEnv"):
         resolve.environment(Count())
-    with pytest.raises(EnvError, match="`difficulty` can be given only with the name of an environment"):
+    with pytest.raises(EnvError, match="`difficulty` can be given only with a name, function or class"):
         resolve.environment(envs.make("CartPole-v1", 3), difficulty=3)
     with pytest.raises(EnvError, match="needs at least one environment, not num_envs=0"):
         envs.make("CartPole-v1", 0)

@@ -11,7 +11,7 @@ def env_raised(name: str, which: str, part: str, error: BaseException) -> EnvErr
     """The EnvError for the exception `error`, which an environment raised in its method `part`."""
     return EnvError(
         f"{which} of `{name}` raised {type(error).__name__} in {part}: {error}",
-        fix="The traceback above is the environment's own.",
+        fix="The traceback shows where this happened in the environment's code.",
     )
 
 

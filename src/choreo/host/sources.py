@@ -40,7 +40,7 @@ class Source:
 
     def __init__(self, name: str, identity: Hashable, load: Callable[[], "FactoryCall"]):
         self.name, self.identity, self._load = name, identity, load
-        self._hash = hash(identity)  # computed once: every call of a host method needs it
+        self._hash = hash(identity)  # computed once, because every callback of a compiled program needs the hash
         self._factory_call: FactoryCall | None = None
 
     @classmethod
@@ -113,7 +113,7 @@ class Source:
         except Exception as error:
             raise EnvError(
                 f"`{self.name}` could not be made: {type(error).__name__}: {error}",
-                fix="The traceback above is the environment's own.",
+                fix="The traceback shows where this happened in the environment's code.",
             ) from error
 
     def __eq__(self, other: object) -> bool:

@@ -31,7 +31,7 @@ class Group:
     """Platform of the group's devices ("cpu", "gpu"); None for JAX's default."""
     devices: int
     """The number of devices, for a group that is one site. The devices share the learner shards; with a single shard, XLA
-    divides its arrays among the devices."""
+    divides the site's arrays among the devices."""
     axis: str | None
     """The name of the mapped axis that the replicas divide, as in `jax.vmap(..., axis_name="agent")`; None if they divide
     environments. With an axis but without `replicas`, there is one site for each index of the axis."""
@@ -125,8 +125,8 @@ class Layout:
         return f"Layout({', '.join([*map(repr, self.groups), *options])})"
 
     def group_of(self, role: Role) -> Group:
-        """The group of a role. A role that no group names belongs to the group of the learner; if no group names the learner
-        either, to the last group without replicas."""
+        """The group of a role. A role that no group names belongs to the group of the learner. If no group names the learner, it
+        belongs to the last group without replicas; if all groups have replicas, to the last group."""
         named = {r: group for group in self.groups for r in group.roles}
         undivided = [group for group in self.groups if group.replicas is None]
         return named.get(role) or named.get("learner") or (undivided or list(self.groups))[-1]
@@ -215,7 +215,7 @@ class Layout:
                 )
 
     def check_counts(self, num_envs: int) -> None:
-        """Refuse numbers of environments, shards and replicas that cannot be divided evenly."""
+        """Raise LayoutError if `merge` does not fit the groups, or if environments or shards cannot be divided evenly."""
         self._check_merge()
         self._check_shards(num_envs)
         for group in self.groups:
@@ -258,9 +258,10 @@ class Layout:
         total, what = (blocks or 1, "block") if self.exact else (num_envs, "environment")
         if total % wanted:
             near, more = _nearest_divisors(total, wanted), _round_up(num_envs, wanted)
-            ways = f"Use {' or '.join(map(str, near))} {'worker' if near == [1] else 'workers'}"
+            part, option = ("replicas", "worker") if group.replicas else ("devices", "device")
+            ways = f"Use {' or '.join(map(str, near))} {option if near == [1] else f'{option}s'}"
             raise LayoutError(
-                f"{total} {what}{'s' if total > 1 else ''} cannot be divided evenly among {wanted} replicas of `{group.name}`.",
+                f"{total} {what}{'s' if total > 1 else ''} cannot be divided evenly among {wanted} {part} of `{group.name}`.",
                 fix=f"{ways}." if self.exact else f"{ways}, or {more} environments (--num-envs {more}).",
             )
 

@@ -19,7 +19,7 @@ from choreo.runs.evaluation import initial_state
 from choreo.types import PyTree
 
 RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")
-"""Names of the numbers that every run adds to a row. Metrics of an algorithm must not have these names."""
+"""Names of the numbers that a run adds to its rows. Metrics of an algorithm must not have these names."""
 NEEDED = ("episode_return", "episodes")
 """The metrics that `train_return` is computed from."""
 NEEDED_REDUCTIONS = {"episodes": Reduction("sum"), "episode_return": Reduction("mean", "episodes")}
@@ -91,7 +91,7 @@ def check_metric_names(algo: Any, names: Collection[str]) -> None:
 
 
 def check_acts(algo: Any, env: Any, train: PyTree) -> None:
-    """Refuse an `act` whose result is not an action of the action space; `train` is the traced train state."""
+    """Refuse an `act` whose result is not an action of the action space; `train` is the form of the train state."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = jax.eval_shape(lambda key: env.reset(env.keys(key))[1], key)
     obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
@@ -112,7 +112,7 @@ def _act(algo: Any, params: PyTree, obs: PyTree, key: Any, *, greedy: bool) -> P
         what = "(action, extras, memory)" if memory else "(action, extras)"
         raise AlgorithmError(
             f"`{type(algo).__name__}.act` does not return {what}.",
-            fix=f"Write it as act(params, obs, key{', memory' * len(memory)}, *, greedy=False) -> {what}.",
+            fix=f"Write it as act(params, obs, key{', memory=None' * len(memory)}, *, greedy=False) -> {what}.",
         )
     return out[0]
 

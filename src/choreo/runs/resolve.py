@@ -92,8 +92,8 @@ def environment(env: Any, num_envs: int | None = None, **kwargs: Any) -> Any:
         return envs.from_factory(env, count, **kwargs)
     if kwargs:
         raise EnvError(
-            f"`{min(kwargs)}` can be given only with the name of an environment.",
-            fix="Pass this argument when you make the environment.",
+            f"`{min(kwargs)}` can be given only with a name, function or class that makes environments.",
+            fix="This environment is made already: pass the argument when you make it.",
         )
     return env if num_envs is None else env.with_num_envs(num_envs)
 
@@ -103,7 +103,7 @@ def _factory(name: str) -> Any:
     where, _, attribute = name.rpartition(":")
     if where.endswith(".py"):
         return load(name)
-    # A name such as `module:Id-v0` is for Gymnasium: it imports the module, and the module registers the id.
+    # A name such as `module:Id-v0` is for Gymnasium, which imports the module; the module registers the id.
     if not where or where in PREFIXES or not all(part.isidentifier() for part in [*where.split("."), attribute]):
         return None
     module = _import(where, name)
@@ -218,7 +218,7 @@ def load(target: str, *, lists: type | tuple[type, ...] = ()) -> Any:
             raise (
                 unknown_name(f"name in {where}", name, defined)
                 if defined
-                else UnknownNameError(f"There is no name in {where} `{name}`.")
+                else UnknownNameError(f"{where} defines no `{name}`, and nothing else either.")
             )
         value = getattr(value, part)
     return value

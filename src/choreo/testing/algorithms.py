@@ -9,7 +9,7 @@ An algorithm is a frozen dataclass of hyper-parameters with these parts. It need
     init(env, key) -> carry                       `carry.train` is the learned state
     iterate(env, carry, key) -> carry, metrics    one iteration, with functions marked by @choreo.fragment
     policy(train) -> params                       the parameters that acting needs
-    act(params, obs, key, *, greedy) -> action, extras
+    act(params, obs, key, *, greedy) -> action, extras            for one environment
 """
 
 import inspect
@@ -38,7 +38,7 @@ METRICS = ("episode_return", "episode_length", "episodes")
 
 
 def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
-    """Run every part of `algo` on `env` (default: 8 x CartPole) for one iteration; raise AlgorithmError if a part is wrong."""
+    """Run every part of `algo` on `env` (default: 8 CartPole environments); raise AlgorithmError if a part is wrong."""
     env = envs.make("jax:CartPole-v1", num_envs=8) if env is None else env
     require_parts(algo)
     key_init, key = jax.random.split(jax.random.key(0))
@@ -56,7 +56,7 @@ def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
 
 
 def require_parts(algo: Any) -> None:
-    """Check that every part exists and takes the right number of arguments; no part is called."""
+    """Check that every part exists, that methods take the right number of arguments, and that `algo` is hashable. Calls no part."""
     name = type(algo).__name__
     missing = [f"`{part}`: {what}" for part, what in PARTS.items() if not hasattr(algo, part)]
     if missing:
@@ -101,23 +101,25 @@ def check_iterate(algo: Any, env: envs.Env, carry: PyTree, key: jax.Array) -> No
 
 
 def check_act(algo: Any, env: envs.Env, carry: PyTree) -> None:
-    """Check that `act` for one environment returns an action of the action space, and with `greedy` always the same action."""
+    """Check the results of `act` for one environment: the action must be in the action space, and a memory must keep its form.
+
+    With `greedy`, the action must be the same for every key.
+    """
     name = type(algo).__name__
     params = algo.policy(carry.train)
     obs = jax.tree.map(lambda x: x[0], env.reset(env.keys(jax.random.key(1)))[1])
     memory = algo.initial_state(params) if hasattr(algo, "initial_state") else None
     args = (params, obs, jax.random.key(2), *(() if memory is None else (memory,)))
+    takes, returned = ("", "(action, extras)") if memory is None else (", memory=None", "(action, extras, memory)")
+    fix = f"Write it as act(params, obs, key{takes}, *, greedy=False) -> {returned}."
     for greedy in (False, True):
         try:
             out = algo.act(*args, greedy=greedy)
         except TypeError as error:
-            raise AlgorithmError(
-                f"`{name}.act` cannot be called: {error}.", fix=f"Write it as {PARTS['act']}."
-            ) from error
+            raise AlgorithmError(f"`{name}.act` cannot be called: {error}.", fix=fix) from error
         expected = 2 if memory is None else 3
         if not isinstance(out, tuple) or len(out) != expected:
-            what = "(action, extras)" if memory is None else "(action, extras, memory)"
-            raise AlgorithmError(f"`{name}.act` does not return {what}.", fix=f"Write it as {PARTS['act']}.")
+            raise AlgorithmError(f"`{name}.act` does not return {returned}.", fix=fix)
         algorithm_checks.check_action(name, out[0], env.action_space)
         if memory is not None:
             _same_form(name, memory, out[2], what="the memory that `act` returns")

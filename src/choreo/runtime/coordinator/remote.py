@@ -88,7 +88,7 @@ class RemoteProcess:
     def reach_worker(self, name: str, keys: KeyPair, deadline: float) -> Tunnel:
         """Wait until the worker has started, and return the control connection.
 
-        If the worker does not start, raises RunError with the worker's last output.
+        Raises RunError, with the worker's last output, if the worker does not start.
         """
         while self._started is None and self.returncode is None and self.is_connected:
             if not self._wait(deadline):
@@ -97,7 +97,8 @@ class RemoteProcess:
         printed = "".join(f"\n  {line}" for line in self._output.decode(errors="replace").splitlines()[-60:])
         where = f"`{name}` on {self.host.address}"
         if self._started is None:
-            ended = "its agent is gone" if self.returncode is None else f"it ended with exit code {self.returncode}"
+            late = "it did not answer in time" if self.is_connected else "its agent is gone"
+            ended = late if self.returncode is None else f"it ended with exit code {self.returncode}"
             raise RunError(f"{where} did not start: {ended}.{' Its output:' if printed else ''}{printed}",
                            fix="Check that the same version of Choreo is installed on this host.")  # fmt: skip
         port, key = self._started
@@ -147,7 +148,7 @@ class RemoteProcess:
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the exit code while the agent is connected. Returns None if the exit code does not come in time.
 
-        With `timeout=None`, does not wait, unlike `subprocess.Popen`.
+        With `timeout=None`, this method does not wait, unlike `subprocess.Popen.wait`.
         """
         deadline = time.monotonic() + (timeout or 0.0)
         while self.returncode is None and self.is_connected and self._wait(deadline):
