@@ -1,8 +1,8 @@
 """Experience replay: each step is stored once; tables say which windows of steps are drawn, how, and how often.
 
     storage     [env, time, ...]      a ring buffer of steps for each environment; new steps overwrite the oldest
-    item        (env, time)           the window of `table.length` steps that begins there
-    table       "items", "queue"      draws items in its own way; all tables share the storage
+    item        (env, time)           the window of `table.length` steps that begins at this place in the storage
+    tables      "items", "queue"      have names; each draws items in its own way from the same storage
 
                  oldest                               newest
     steps        |5 |6 |7 |8 |9 |10|11|12|13|14|15|16|
@@ -72,7 +72,8 @@ class Sample(NamedTuple):
     where: Draw
     """The place and the probability of each item."""
     ready: jax.Array
-    """False if nothing may be drawn yet (`min_size`, `samples_per_insert`); then `steps` is meaningless."""
+    """False if the table could not draw: too few steps or items are stored, or the draw would exceed `samples_per_insert`. Then
+    `steps` and `where` are meaningless."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ class Replay:
         """The length of the ring buffer of one environment: a multiple of `unroll`, so that each `add` writes one contiguous slice.
 
         The ring buffer always has room for `unroll` steps and one item, even if `capacity` is too small for that. This must
-        also hold for more environments than the run has: a plan traces the algorithm with twice as many.
+        also hold for more environments than the run has: a plan also traces `init` with twice as many environments.
         """
         longest = max(table.length for table in self.tables) + self.stack - 1
         steps = max(-(-self.capacity // num_envs), self.unroll + longest)
@@ -132,7 +133,7 @@ class Replay:
     ) -> ReplayState:
         """Add `unroll` steps of every environment: [time, env, ...].
 
-        `priority` computes the priority of one item from its steps; without it, new items have priority 1.
+        `priority` computes the priority of one item from its steps; without `priority`, new items have priority 1.
         """
         num_envs, ring = state.steps.last.shape
         self._check_added(steps, num_envs)
@@ -185,7 +186,7 @@ class Replay:
         steps = jax.tree.map(lambda x: x[at], state.steps._replace(obs=None))
         frames = ring_positions(time - (self.stack - 1), length + self.stack - 1, ring)  # [item, before + step]
         last = state.steps.last[env[:, None], frames[:, :-1]]
-        # Frames are missing only before the first step of the run: `Table.insert` removes items whose frames are overwritten.
+        # Frames are missing only before the first step of the run: a table draws no item of which a frame is overwritten.
         missing = (state.inserted.rest < ring) & (frames[:, : self.stack - 1] > time[:, None])
         of_stack = jax.vmap(lambda frames, source: frames[source])(frames, stacks(last, missing, self.stack))
         at = (env[:, None, None], of_stack)
@@ -194,7 +195,7 @@ class Replay:
     def set_priorities(
         self, state: ReplayState, where: Draw, priorities: jax.Array, table: str | None = None
     ) -> ReplayState:
-        """Set the priorities of items that were drawn from a table. Call it before the next `add`.
+        """Set the priorities of items that were drawn from a table, before the next `add` puts new items at their places.
 
         If a priority is NaN, the probabilities of all items drawn later are NaN. Then the loss is NaN too, and the run ends.
         """

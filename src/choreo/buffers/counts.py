@@ -2,10 +2,10 @@
 
     Count(rest, rounds)        total = rounds x round + rest
 
-A *round* is a fixed number; a count does not store it, so each use passes it as an argument. For steps, a round is a multiple of
-the ring's length, so `rest` alone gives the position of a step in the ring buffer. Once `rest` has reached the ring's length, it
-never falls below, so `rest` alone also tells whether enough steps are stored. Only ratios, such as samples per insert, need the
-total.
+A *round* is a fixed number. A count does not store this number, so its methods take it as an argument. For steps, a round is a
+multiple of the ring's length, so `rest` alone gives the position of a step in the ring buffer. Once `rest` has reached the ring's
+length, `rest` never falls below this length, so it also tells whether enough steps are stored. Only ratios, such as samples per
+insert, need the total.
 """
 
 from typing import NamedTuple
@@ -21,12 +21,12 @@ class Count(NamedTuple):
     """A counter that consists of two integers."""
 
     rest: jax.Array
-    """The count minus all whole rounds."""
+    """The count minus the rounds subtracted so far."""
     rounds: jax.Array
-    """How many whole rounds have been subtracted."""
+    """How many rounds have been subtracted so far."""
 
     def plus(self, more: int | jax.Array, round_: int = LARGEST_ROUND, kept: int = 0) -> "Count":
-        """The count plus `more`. A round is subtracted from `rest` if at least `kept` is left then."""
+        """The count plus `more`. A round is subtracted from `rest` if at least `kept` remains."""
         rest = self.rest + more
         is_round = rest >= round_ + kept
         return Count(jnp.where(is_round, rest - round_, rest), self.rounds + is_round.astype(jnp.int32))

@@ -7,7 +7,7 @@ Within an iteration, learning does not depend on acting: a step can be drawn onl
 collected it. So a site that acts and a site that learns work at the same time, also in lockstep.
 
     1 shard     [env]                     one replay over all environments
-    B shards    B x [env / B]             a replay for each shard's environments; a batch has the same number of items of each shard
+    B shards    B x [env / B]             a replay for each shard's environments; a batch has equally many items from each shard
 """
 
 import math
@@ -30,14 +30,14 @@ source_info_util.register_exclusion(__file__)
 
 
 Priority = Callable[[StoredStep], jax.Array]
-"""From the steps of an item to the priority of the item."""
+"""A function from the steps of an item to the priority of the item."""
 
 
 class Batches(NamedTuple):
     """The items that one iteration learns from."""
 
     steps: StoredStep
-    """[update, item, step, ...]"""
+    """The steps of each item: [update, item, step, ...]"""
     probability: jax.Array
     """Probability with which each item was drawn: [update, item]"""
     ready: jax.Array
@@ -59,7 +59,7 @@ def make_replay(
 ) -> Replay:
     """The replay of one buffer shard. `capacity`, `batch_size` and `min_size` are totals over all shards.
 
-    An item has `length` steps. One draw returns the items of all `updates` of an iteration.
+    An item has `length` steps. One draw returns the items of all `updates` updates of an iteration.
     """
     if shards < 1 or batch_size % shards:
         raise AlgorithmError(
@@ -129,7 +129,7 @@ def init_replay(replay: Replay, step: StoredStep, num_envs: int, shards: int) ->
 def draw(
     replay: Replay, state: ReplayState, key: Key, *, updates: int, shards: int
 ) -> tuple[ReplayState, Batches, Draw]:
-    """The items to learn from in this iteration, and their places in the replay."""
+    """Draw the items to learn from in this iteration. Returns the new state, the items, and their places in the replay."""
     if shards == 1:
         tables, sample = sample_items(replay, state, key)
         sample = sample._replace(**jax.tree.map(lambda x: x[None], {"steps": sample.steps, "where": sample.where}))
@@ -185,7 +185,7 @@ def add(
 
 
 def _env_axis(x: jax.Array) -> int | None:
-    """The env axis of an array of the replay: the first, unless the array is one number for all environments."""
+    """The env axis of an array of the replay: the first axis; None if the array is one number for all environments."""
     return 0 if x.ndim else None
 
 

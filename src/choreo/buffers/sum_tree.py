@@ -5,9 +5,10 @@
     last level      one node, the root
 
 A draw descends from the root to a leaf, with a few small vector operations in each level. (A tree of only two levels would need
-nodes of a thousand children for a million items, and a CPU reads each child.) When a weight changes, all sums above it are computed
-again from their children, so rounding errors do not accumulate: a sum is 0 if and only if there is no item below. All levels are
-in one array, so that the number of arrays in a carry does not depend on the number of environments.
+nodes of a thousand children for a million items, and a CPU reads all children of a node.) When a weight changes, all sums above
+it are computed again from their children, so rounding errors do not accumulate: a sum is 0 if and only if there is no item below.
+The number of levels depends on the number of environments, but the number of arrays in a carry must not. So all levels are in one
+array.
 """
 
 import jax
@@ -100,7 +101,7 @@ def _levels(tree: jax.Array) -> list[tuple[int, int]]:
 
 
 def _levels_over_envs(sums: jax.Array, fan_out: int) -> list[jax.Array]:
-    """A sum tree over the totals of the environments: its levels, each [node, child]."""
+    """A sum tree over the totals of the environments: its levels, each an array [node, child]."""
     levels = []
     while len(sums) > 1:
         nodes = jnp.pad(sums, (0, -len(sums) % fan_out)).reshape(-1, fan_out)
@@ -115,7 +116,7 @@ def _descend(children: jax.Array, node: jax.Array, rest: jax.Array) -> tuple[jax
     Returns the child's number in its level, the rest within the child, and the child's weight. A child of weight 0 is never
     chosen, unless all children have weight 0.
     """
-    # `before` is an exclusive cumulative sum. It is computed as a product, because `cumsum` is slow on a CPU.
+    # `before` is an exclusive cumulative sum. It is computed as a matrix product, because `cumsum` is slow on a CPU.
     fan_out = children.shape[-1]
     before = jnp.dot(children, jnp.triu(jnp.ones((fan_out, fan_out), children.dtype), k=1), precision="highest")
     number = jnp.broadcast_to(jnp.arange(fan_out, dtype=node.dtype), children.shape)

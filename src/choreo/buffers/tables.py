@@ -2,8 +2,8 @@
 
 An item is identified by its environment and by the position of its first step in the ring buffer. It exists from the moment
 its last step is stored until its first step is overwritten. All environments add their steps at the same time, so
-uniform and FIFO tables need only a count. A table with priorities, or with a bound on how often an item is drawn, keeps a weight
-for each item, in sum trees (`sum_tree.py`).
+counts tell which items exist. A table with priorities, or a uniform table with `max_times_sampled`, also keeps a weight for each
+item, in sum trees (`sum_tree.py`).
 """
 
 from dataclasses import dataclass
@@ -73,7 +73,8 @@ class Table:
     samples_per_insert: float | None = None
     """Upper bound on the ratio of drawn items to inserted steps; None: no bound."""
     max_times_sampled: int | None = None
-    """Number of draws after which an item is removed. With priorities, an item can be drawn a few times more in its last batch."""
+    """Number of draws after which an item is removed; None: no bound. With priorities, an item can be drawn a few times more in its
+    last batch."""
 
     def __post_init__(self):
         if self.sampler not in ("uniform", "prioritized", "fifo"):
@@ -136,7 +137,7 @@ class Table:
         ready = self._may_draw(state, inserted, ring, num_envs, num_items)
         if state.tree is not None:
             found, where = self._draw_by_weight(state.tree, key)
-            if self.max_times_sampled is not None:  # otherwise every item has a weight, and num_items > 0 is enough
+            if self.max_times_sampled is not None:  # without it, every item has a weight, so num_items > 0 is enough
                 ready &= found
             state = self._count_draws(state, where, ready)
         elif self.sampler == "fifo":
@@ -214,5 +215,5 @@ class Table:
 
 
 def new_item_starts(inserted: jax.Array, added: int, length: int) -> jax.Array:
-    """The numbers of the first steps of the items that are complete once `added` more steps are stored."""
+    """The numbers of the first steps of the items that `added` more steps complete."""
     return inserted - (length - 1) + jnp.arange(added, dtype=inserted.dtype)

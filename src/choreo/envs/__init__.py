@@ -43,7 +43,10 @@ def make(name: str, num_envs: int, **kwargs: Any) -> Env:
 
 
 def settings_of(env: Any) -> dict[str, Any] | None:
-    """The settings with which `make(env.name, env.num_envs, **settings)` makes this environment; None if `make` cannot make it."""
+    """The settings with which `make(env.name, env.num_envs, **settings)` makes this JAX environment.
+
+    None for a user's JAX environment, which `make` cannot make, and for an environment in Python (see `HostEnv.arguments`).
+    """
     if not isinstance(env, VmapEnv):
         return None
     one: Any = env.env

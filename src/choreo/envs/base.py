@@ -3,7 +3,8 @@
     reset(keys[E]) -> state, obs[E, ...]         step(state, action[E, ...]) -> state, TimeStep         E: `num_envs`
 
 An environment resets itself within the step that ends an episode. So a step gives two observations: `obs`, on which the
-actor acts next, and `next_obs`, the true successor. They differ only where `last` is True.
+actor acts next, and `next_obs`, the true successor. They differ only where `last` is True. A prime (o0')
+marks the next episode.
 
     action  a0   a1   a2           a3
     obs    o0   o1   o2     |    o0'   o1'        the third step ends the episode: its TimeStep has
@@ -34,7 +35,7 @@ class TimeStep(NamedTuple):
     next_obs: PyTree
     """True successor of the observation before the step; differs from `obs` only where `last` is True."""
     info: dict[str, jax.Array]
-    """`episode_return` and `episode_length`: totals of the episode up to and including this step."""
+    """`episode_return` and `episode_length`: totals of the episode up to and including this step. Other numbers may follow."""
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ class CartPoleState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CartPole:
-    """Keep a pole upright by pushing its cart to the left (0) or to the right (1); +1 per step."""
+    """Keep a pole upright by pushing its cart to the left (0) or to the right (1); each step gives reward 1."""
 
     time_limit: int = 500
     """Steps after which an episode is truncated."""

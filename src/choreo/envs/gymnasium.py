@@ -3,8 +3,8 @@
     make_gymnasium("CartPole-v1", 8)            HostEnv: the value that an algorithm uses; it contains no environment
           reset, step   ->   host methods       choreo.host.gymnasium.GymBatch: the environments, on the site where they run
 
-The state of a HostEnv is a token that counts steps and so keeps the calls in order. A probe finds the spaces: once per process,
-it makes one environment, inspects it and closes it. Tracing makes no environment.
+The state of a HostEnv is a token that counts steps and so keeps the calls in order. A probe finds the spaces: it makes one
+environment, inspects it and closes it. The result of the probe is kept, so tracing makes no environment.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def make_gymnasium(
 ) -> "HostEnv":
     """The Gymnasium environment with the id `name` (`CartPole-v1`, `module:Id-v0`); `kwargs` are arguments of the environment.
 
-    `gymnasium.make` makes each environment, with its wrappers. With `vectorization_mode="vector_entry_point"`, the
+    By default, `gymnasium.make` makes each environment, with its wrappers. With `vectorization_mode="vector_entry_point"`, the
     environments of a site are one vector environment, made by the entry point that the authors registered.
     """
     if vectorization_mode not in (None, "vector_entry_point"):
@@ -61,7 +61,7 @@ def make_envpool(name: str, num_envs: int, *, info_keys: InfoKeys = (), **kwargs
 
 
 def makes_environments(value: Any) -> bool:
-    """Whether to call `from_factory` with `value`: a function, a class, or a single environment.
+    """True if `value` should be passed to `from_factory`: if it is a function, a class, or a single environment.
 
     `from_factory` accepts a single environment only if it is a `JaxEnv`, and otherwise raises an error that helps.
     """
@@ -172,7 +172,7 @@ class HostEnv:
         return dataclasses.replace(self, num_envs=num_envs)
 
     def _action_leaves(self, action: PyTree) -> list[jax.Array]:
-        """The arrays of an action, after a check of shapes and types; without it, a wrong action would fail only during the run."""
+        """The arrays of an action, after a check of shapes and types. Unchecked, a wrong action would fail only during the run."""
         declared = spaces.leaves(self.action_space, what=self.name)
         given = jax.tree.leaves(action)
         expected = [(self.num_envs, *(space.shape or ())) for _, space in declared]

@@ -38,9 +38,9 @@ class GymnaxEnv:
     """One environment of gymnax, as a `JaxEnv`."""
 
     env_id: str
-    """Its name in gymnax."""
+    """The environment's name in gymnax."""
     params: tuple[tuple[str, Any], ...] = ()
-    """Parameters that differ from gymnax's defaults."""
+    """Parameters that replace gymnax's defaults."""
 
     @property
     def name(self) -> str:

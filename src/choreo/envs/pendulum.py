@@ -26,7 +26,7 @@ class PendulumState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pendulum:
-    """Swing a pendulum up and hold it there; the cost is a weighted sum of squared angle, velocity and torque."""
+    """Swing a pendulum up and hold it upright; the cost is a weighted sum of squared angle, velocity and torque."""
 
     gravity: float = 10.0
     """Acceleration of gravity."""

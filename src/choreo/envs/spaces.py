@@ -1,4 +1,4 @@
-"""Spaces as networks see them: an observation as one vector, a mask of actions, the bounds of continuous actions.
+"""Spaces in the form that networks need: an observation as one vector, a mask of actions, the bounds of continuous actions.
 
 `encoder` accepts nested Dict and Tuple spaces and concatenates their leaves to one vector. The key `action_mask` of a Dict is
 not part of this vector: it says which actions are allowed.
@@ -48,7 +48,7 @@ jax.tree_util.register_static(Encoder)
 
 @dataclass(frozen=True)
 class Numbers:
-    """A Box or MultiBinary as a vector. Pixels of type uint8 are divided by `pixel_scale`; floats are not."""
+    """A Box or MultiBinary as a vector. Pixels of type uint8 are divided by `pixel_scale`; other types are not."""
 
     size: int
     """Length of the vector."""
@@ -81,7 +81,7 @@ class OneHot:
 
 
 def encoder(space: gymnasium.Space) -> Encoder:
-    """The encoder of an observation space; `AlgorithmError` if an observation would be an empty vector."""
+    """The encoder of an observation space; `AlgorithmError` if it cannot encode a part, or if the vector would be empty."""
     encode = Encoder(tuple(_encode_leaf(path, leaf) for path, leaf in leaves(without_mask(space))))
     if encode.size == 0:
         raise AlgorithmError(
@@ -140,7 +140,10 @@ def without_mask(obs: PyTree) -> PyTree:
 
 
 def check_action_mask(observation_space: gymnasium.Space, action_space: gymnasium.Space) -> None:
-    """Raise AlgorithmError if the action mask does not fit the action space; without this check it would be ignored."""
+    """Raise AlgorithmError if the observation has an action mask that does not fit the action space.
+
+    Without this check, a mask for Box or MultiBinary actions would be ignored.
+    """
     if not isinstance(observation_space, spaces.Dict) or ACTION_MASK not in observation_space.spaces:
         return
     rename = f"If the key {ACTION_MASK!r} is an ordinary observation, give the key a different name."

@@ -1,8 +1,8 @@
 """Make a batch of environments from one environment written in JAX.
 
-An author writes a `JaxEnv`: the dynamics of one environment, without resets, time limit and episode totals. `VmapEnv` adds
-these and maps over environments. It calls the fragments under `vmap`, instead of `vmap` inside a fragment: then the traced
-program proves that environments are independent of each other.
+An author writes a `JaxEnv`: the dynamics of one environment, without automatic resets, time limit and episode totals.
+`VmapEnv` adds these and maps over environments. It calls fragments under `vmap`, and does not call `vmap` inside a fragment. So the
+traced program proves that environments are independent of each other.
 """
 
 import dataclasses

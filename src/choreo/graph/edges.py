@@ -3,8 +3,8 @@
     act --i32[8]--> step_one --f32[8,4]--> act, in the next round
 
 An end of an edge is a fragment, the carry or the metrics. A *round* is one step of a scan. Random keys and constants make no
-edges, because every site computes them itself. The functions here also accept graphs that are not valid, because `verify`
-prints the graphs that it refuses. So `zip` is not strict here.
+edges, because every site computes them itself. The functions of this file also accept graphs that are not valid, because
+`verify` prints the graphs that it refuses. So their `zip` is not strict.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ class Edge:
 
     @property
     def next_of(self) -> Op | None:
-        """The scan whose next round reads the values; None if they are read in the round that produces them."""
+        """The outermost scan of which a later round reads the values; None if there is no such scan."""
         return next((scan for scan, kind in self.rounds if kind == "next"), None)
 
     @property

@@ -30,7 +30,7 @@ def format_graph(graph: Graph) -> str:
 
 
 def end_names(graph: Graph) -> dict[End, str]:
-    """Names of the fragments, the carry and the metrics. The second fragment of the same name is `act#2`."""
+    """Names of the fragments, the carry and the metrics. The second fragment with the name `act` is `act#2`."""
     seen: Counter[str] = Counter()
     names: dict[End, str] = {"carry": "carry", "metrics": "metrics"}
     for op in graph.fragments():

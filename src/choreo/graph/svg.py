@@ -58,7 +58,7 @@ class Arrow:
     what: str
     """Names and types of the values, above the line."""
     size: str
-    """Their size, below the line."""
+    """The size of the values, below the line."""
     dashed: bool = False
     """True if the values are read later: in the next round of a loop, or some updates later."""
 

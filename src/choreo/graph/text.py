@@ -65,7 +65,10 @@ def _parts(label: str) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, align: str, flexible: int) -> list[str]:
-    """The lines of a table. If it would be wider than `WIDTH`, the column `flexible` is wrapped."""
+    """The lines of a table. If the table would be wider than `WIDTH`, column number `flexible` is wrapped.
+
+    `align` has one character for each column: "<" for left, ">" for right.
+    """
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     rest = sum(widths) - widths[flexible] + 2 * (len(head) - 1)
     widths[flexible] = min(widths[flexible], max(WIDTH - rest, 20))

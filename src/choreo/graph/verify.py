@@ -1,4 +1,4 @@
-"""Check the rules of a graph after every pass. If a check fails, this is a bug in Choreo, not in the user's code."""
+"""Check the rules of a graph after every pass that makes a graph. A failed check is a bug in Choreo, not in the user's code."""
 
 from typing import Any
 

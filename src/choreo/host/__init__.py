@@ -37,8 +37,8 @@ class HostMethod:
     """
 
     make: Callable[[range], Any]
-    """Makes the object from the numbers of the site's environments. Methods with an equal `make` share one object, which is
-    closed at the end (`close`). If `make.exact` is true, results are neither checked nor copied."""
+    """Makes the object from the numbers of the site's environments, such as range(4, 8). Methods with an equal `make` share one
+    object, which is closed at the end (`close`). If `make.exact` is true, results are neither checked nor copied."""
     method: str
     """The name of the method."""
     outs: tuple[Spec, ...]
@@ -62,7 +62,7 @@ class HostObjects:
     """The Python objects of one site, which has block `replica` of `replicas` equal blocks of environments.
 
     With `each`, `outs` of the methods to bind are declared for one block, not for all environments. With `sharing`, this site
-    uses the objects of that other site instead of new ones.
+    uses the objects of the site `sharing` instead of new objects.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HostObjects:
         """Incremented at the beginning and at the end of every call; odd while a call is running."""
 
     def bind(self, fn: HostFn, shards: int = 1) -> Callable[..., tuple[np.ndarray, ...]]:
-        """The function to call at this site. With several shards, `fn` is for one shard, and arrays are [shard, env, ...]."""
+        """The function to call at this site. With several shards, `fn` is declared for one shard; arrays are [shard, env, ...]."""
         if not isinstance(fn, HostMethod):
             return self._counted(fn)
         if shards > 1:
@@ -111,7 +111,7 @@ class HostObjects:
         return call
 
     def current(self) -> int | None:
-        """The number of the environment that is running now, from the attribute `current` of an object; None if none has it."""
+        """The number of the environment that is running now, from the attribute `current` of the objects; None if there is none."""
         found = (getattr(obj, "current", None) for obj in self.made.values())
         return next((index for index in found if index is not None), None)
 

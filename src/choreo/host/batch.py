@@ -20,7 +20,7 @@ from choreo.host import spaces
 from choreo.host.probe import EnvForm
 
 Prepare = Callable[[np.ndarray], np.ndarray]
-"""Clips and converts sampled actions to actions of the space; always returns a copy, because the environment may keep it."""
+"""Clips and converts sampled actions to actions of the space; always returns a copy, because the environment may keep the array."""
 
 
 class Batch:
@@ -98,8 +98,8 @@ class Batch:
     ) -> tuple[np.ndarray, ...]:
         """Update the episode totals, begin new episodes and return the results of `step`.
 
-        `ended` are the indices of the environments whose episode ended, `terminal` those where it terminated. `restart` writes the
-        first observations of the new episodes into the arrays that it gets.
+        `ended` are the indices of the environments whose episode ended, `terminal` those whose episode terminated. `restart` writes
+        the first observations of the new episodes into the arrays that it gets.
         """
         self.refuse_nan(next_obs, "step")
         if math.isnan(reward.dot(reward)):

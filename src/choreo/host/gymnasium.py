@@ -100,7 +100,7 @@ class GymBatch(Batch):
 
     def _masked(self, seen: Any, info: dict[str, Any], i: int, part: str) -> dict[str, Any]:
         if MASK not in info:
-            self.wrong(i, part, f"an observation without info[{MASK!r}], which its first reset had")
+            self.wrong(i, part, f"an observation without info[{MASK!r}], although the first reset returned one")
         return {"obs": seen, MASK: info[MASK]}
 
     def _refuse_malformed(self, results: list[Any]) -> NoReturn:
@@ -111,7 +111,7 @@ class GymBatch(Batch):
             for name, value in zip(("terminated", "truncated"), result[2:4], strict=True):
                 if np.ndim(value):
                     self.wrong(i, "step", f"{describe(value)} as {name}, not a truth value")
-        raise AssertionError("one of the results is malformed")
+        raise AssertionError("the results could not be unpacked, but none of them is malformed")
 
     def _stack(self, seen: Sequence[Any], part: str, which: Sequence[int] | None = None) -> list[np.ndarray]:
         """The observations as new arrays, one for each leaf. `which` are the indices of their environments; None: all."""
@@ -136,7 +136,7 @@ class GymBatch(Batch):
         try:
             reward = np.array(rewards, self.float)
         except (TypeError, ValueError):
-            reward = np.empty(())  # has a wrong shape, so that the next lines find the wrong reward
+            reward = np.empty(())  # no valid shape, so the check below names the reward that is not a number
         if reward.shape != (len(rewards),):
             bad = next(i for i, x in enumerate(rewards) if np.ndim(x) or not isinstance(x, float | int | np.generic))
             self.wrong(bad, "step", f"{describe(rewards[bad])} as reward, not a number")
@@ -146,9 +146,9 @@ class GymBatch(Batch):
 def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
     """Return the `step` method below the wrappers that only count or check, and the time limit of these wrappers.
 
-    `gymnasium.make` wraps every environment in TimeLimit, OrderEnforcing and PassiveEnvChecker. A batch does not
-    need them: it counts steps itself and always resets first, and PassiveEnvChecker checks only the first step. With a fast
-    environment these wrappers would take a tenth of the time.
+    `gymnasium.make` wraps an environment in PassiveEnvChecker, OrderEnforcing and, if it has a time limit, TimeLimit. A batch
+    does not need these wrappers: it counts steps itself and always resets first, and PassiveEnvChecker checks only the first
+    step. With a fast environment, the wrappers would take a tenth of the time of a step.
     """
     limit = math.inf
     while type(env) in (TimeLimit, OrderEnforcing) or (type(env) is PassiveEnvChecker and env.checked_step):
@@ -159,7 +159,7 @@ def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:
 
 
 def _action_splitter(space: gymnasium.Space, prepare: list[Prepare], count: int) -> Callable[..., Sequence[Any]]:
-    """A function from the leaves of all actions to a sequence with the action of each environment."""
+    """Return a function that takes the actions of all environments, one array per leaf, and returns one action per environment."""
     if isinstance(space, gymnasium.spaces.Discrete):
         return lambda leaves: list(map(DiscreteAction, leaves[0].tolist()))
     if not isinstance(space, gymnasium.spaces.Dict | gymnasium.spaces.Tuple):

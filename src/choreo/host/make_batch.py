@@ -24,8 +24,8 @@ class MakeBatch:
     """Whether JAX computes in 64 bits."""
 
     exact = True
-    """Tells `HostObjects` not to check or copy the results: a batch checks everything that an environment returns, and returns
-    only new arrays."""
+    """Tells `HostObjects` not to check or copy the results: a batch checks the results of its environments itself, and never
+    changes an array that it returned."""
 
     def __call__(self, envs: range) -> Batch:
         make = VectorBatch if self.form.vector else GymBatch

@@ -37,7 +37,7 @@ class EnvForm:
 
 
 def probe(source: Source) -> EnvForm:
-    """The form of the environments of `source`; each source is probed once per process."""
+    """The form of the environments of `source`. The first call for a source makes one environment; later calls do not."""
     if source not in _forms:
         _forms[source] = _inspect(source)
     return _forms[source]

@@ -1,4 +1,4 @@
-"""Convert values of a Gymnasium space to flat arrays and back, without JAX.
+"""Convert values of a Gymnasium space to flat lists of arrays and back, without JAX.
 
     Dict(position=Box(3), count=Discrete(5))   ->   leaves  ['count'] int32[]   ['position'] float32[3]
 

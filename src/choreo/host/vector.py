@@ -4,7 +4,8 @@
     DISABLED     we reset it in the same step: reset(options={"reset_mask": ...})
     NEXT_STEP    Gymnasium's SyncVectorEnv and AsyncVectorEnv also accept a `reset_mask`, so we treat them as DISABLED.
                  Other vector environments use one extra step, t + 1 below, to begin the next episode, and ignore the action
-                 of this step. We cannot hide the extra step, so it appears as an episode of length 0.
+                 of this step. We cannot hide the extra step, so it appears as an episode of length 0. In the table, `obs` is
+                 the observation from which the next action is chosen, and `next_obs` is the true successor of the step:
 
                  step     t                     t + 1                      t + 2
                  obs      o_T                   o0'                        o1'
@@ -14,9 +15,9 @@
                  discount 0 if terminated       as in step t               1
                  length   T                     0: not counted             1
 
-From step t, a learner learns the same as in the other modes. From step t + 1, it learns about the value of o_T. If o_T is
-terminal, it learns that this value is 0, which is true. Otherwise it learns that this value is the discounted value of o_T itself,
-which changes little.
+From step t, a learner learns the same as in the other modes. From step t + 1, a learner learns about the value of o_T. If o_T
+is terminal, the target of this value is 0, which is right. Otherwise the target is gamma times the value of o_T itself. If gamma
+is close to 1, this target changes the value only a little.
 
 The vector environment gets a list of seeds, one for each environment. A vector environment that accepts only one seed gets
 the first seed; then its episodes depend on how the environments are divided among sites.
@@ -50,7 +51,7 @@ class VectorBatch(Batch):
         self.idle_terminal = np.zeros(len(envs), np.bool_)
         """Which idle environments ended their episode by termination."""
         self.final: list[np.ndarray] = []
-        """The latest observations; for an idle environment, the last observation of its episode."""
+        """`next_obs` of the latest step. Only those of idle environments are read: the last observations of their episodes."""
 
     def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
         self.idle[:] = False
@@ -68,7 +69,7 @@ class VectorBatch(Batch):
         terminated, done = np.asarray(terminated, np.bool_), np.logical_or(terminated, truncated)
         if reward.shape != (len(self.envs),) or done.shape != reward.shape:
             self.wrong(
-                0, "step", f"rewards {list(reward.shape)} and ends {list(done.shape)}, not [{len(self.envs)}] each"
+                0, "step", f"rewards {reward.shape} and ends {done.shape}; both must have the shape ({len(self.envs)},)"
             )
         if self.info_keys:
             self._keep_info(info, done)
@@ -158,7 +159,7 @@ class VectorBatch(Batch):
             self.wrong(i, "step", f"as final_obs {wrong}")
 
     def _keep_info(self, info: dict[str, Any], done: np.ndarray) -> None:
-        """Store the numbers of `info_keys`; for ended episodes, take them from `info["final_info"]` if it exists."""
+        """Store the values of `info_keys`. If `info["final_info"]` exists, it has the values of the episodes that ended."""
         final = info.get("final_info")
         for key, values in zip(self.info_keys, self.infos, strict=True):
             for found, among in ((info, ~done if isinstance(final, dict) else np.ones_like(done)), (final, done)):
@@ -174,7 +175,7 @@ def _mode(env: VectorEnv, name: str) -> AutoresetMode:
     if not isinstance(mode, AutoresetMode):
         raise EnvError(
             f"The vector environment `{name}` does not say how it begins the next episode.",
-            fix='Set its metadata to {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}, or to the mode that it has.',
+            fix='Set metadata["autoreset_mode"] to the mode that it uses, for example gymnasium.vector.AutoresetMode.SAME_STEP.',
         )
     return mode
 

@@ -1,11 +1,11 @@
 """Networks, and the factories that build them.
 
 A *factory* `(observation_space, action_space, key) -> module` builds a network. A network is any pytree of arrays with one of
-these interfaces, each for one environment:
+these interfaces. They take the observation of a single environment, without a batch axis:
 
     module(obs) -> (pi, value)                       an actor-critic: mlp, atari_cnn; pi is an `ops.Distribution`
     module(obs, memory) -> (pi, value, memory)       an actor-critic with memory: lstm; derives from `Recurrent`
-    module(obs) -> [action, atom]                    values of Discrete actions: q_mlp, q_cnn; see q.py for atoms
+    module(obs) -> values                            values of Discrete actions [action, atom]: q_mlp, q_cnn; see q.py for atoms
     module.policy(obs), module.critics               control of continuous actions: deterministic, squashed
 
 Change the options of a factory with `functools.partial(mlp, hidden=(256, 256))`.

@@ -72,7 +72,7 @@ def normalise(moments: PyTree, obs: PyTree, *, limit: float = 10.0) -> PyTree:
 
 
 def update_moments(moments: PyTree, obs: PyTree) -> PyTree:
-    """The statistics after each shard has seen a batch of observations [..., *obs]; the result is equal on all shards."""
+    """The statistics after one more batch of observations [..., *obs] on each shard; the result is equal on all shards."""
 
     def update(moments: Moments, batch: jax.Array) -> Moments:
         batch = batch.reshape(-1, *moments.mean.shape).astype(moments.mean.dtype)
@@ -96,7 +96,7 @@ def look(moments: PyTree, obs: PyTree) -> PyTree:
 
 
 def merge_moments(moments: PyTree, seen: PyTree, count: Float[Array, ""]) -> PyTree:
-    """The statistics after `count` more observations, counted over all shards; `seen` is the mean of their results of `look`."""
+    """The statistics after `count` more observations on all shards; `seen` is the mean of the shards' results of `look`."""
 
     def merge(moments: Moments, seen: Seen) -> Moments:
         var = jnp.maximum(seen.square - (seen.mean - seen.around) ** 2, 0)

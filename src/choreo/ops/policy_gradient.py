@@ -149,7 +149,10 @@ class Shifted(NamedTuple):
 
 
 def masked(logits: Float[Array, "n"], mask: Bool[Array, "n"] | None) -> Float[Array, "n"]:
-    """Logits that allow an action only where `mask` is True. A mask that is None, or False everywhere, allows all actions."""
+    """Logits that allow an action only where `mask` is True.
+
+    With None, the logits do not change. If `mask` is False everywhere, all actions are equally likely.
+    """
     if mask is None:
         return logits
     # If all logits were MASKED, sampling would always draw the first action, because rounding removes the noise added to -1e9.
@@ -188,7 +191,7 @@ def lambda_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, value_t
 
 
 def discounted_return(reward_t: PerStep, discount_t: PerStep, last_t: Flags, value_t: PerStep) -> PerStep:
-    """The discounted sum of rewards up to the end of the episode or of the trajectory, plus the discounted `value_t` there."""
+    """The discounted sum of rewards up to the end of the episode or trajectory, plus the discounted `value_t` at this end."""
     return lambda_return(reward_t, discount_t, last_t, value_t, 1.0)
 
 
@@ -198,7 +201,7 @@ class VTrace(NamedTuple):
     target_tm1: PerStep
     """v_s of equation 1: the critic's target."""
     advantage_t: PerStep
-    """rho_s (r_s + gamma v_{s+1} - V(x_s)), if `lambda_` is 1: the factor of the log-probability's gradient."""
+    """The factor of the log-probability's gradient: rho_s (r_s + gamma v_{s+1} - V(x_s)), if `lambda_` is 1."""
 
 
 def vtrace(

@@ -1,4 +1,4 @@
-"""The parts of learning action values: n-step returns, and distributions of a return. Docstrings name the paper's equation."""
+"""Functions for learning action values: n-step returns, and distributions of returns. Docstrings name the paper's equation."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 Atoms = Float[Array, " atom"]
+"""One number for each atom, or for each quantile, of a distribution."""
 
 
 class NStep(NamedTuple):
@@ -19,7 +20,7 @@ class NStep(NamedTuple):
     steps: jax.Array
     """Number of steps that count; also the index, in the window, of the observation to bootstrap from."""
     weight: jax.Array
-    """1, or 0 if no step counts: a time limit ended the episode at the first step, and the observation after it is not stored."""
+    """1; 0 if no step counts, because a time limit ended the episode at the first step (see `n_step`)."""
 
 
 def n_step(
@@ -27,12 +28,13 @@ def n_step(
 ) -> NStep:
     """The n-step return of the first step of a window of n + 1 steps (Sutton & Barto 2018, eq. 7.1).
 
-    The last step of the window only gives the observation to bootstrap from. The other steps count up to the end of an episode.
-    If a time limit ended the episode, its last step does not count, because the observation after it is not stored.
+    The last step of the window only gives the observation to bootstrap from. The other steps count up to the first end of an
+    episode. If a time limit ended this episode, the last step of the episode does not count, because the observation after that
+    step is not stored.
     """
     reward_t, discount_t, last_t = reward_t[:-1], discount_t[:-1], last_t[:-1]
     cut_t = last_t & (discount_t > 0)
-    # A step counts if no episode ended before it, and no time limit ended the episode at it.
+    # A step counts if no episode ended at an earlier step, and no time limit ended the episode at this step.
     counts_t = jnp.cumprod(jnp.where(cut_t, 0, 1)) * jnp.cumprod(jnp.roll(jnp.where(last_t, 0, 1), 1).at[0].set(1))
     factor_t = jnp.cumprod(jnp.where(counts_t > 0, gamma * discount_t, 1.0))
     before_t = jnp.roll(factor_t, 1).at[0].set(1.0)
@@ -45,7 +47,7 @@ def categorical_projection(support: Atoms, probs: Atoms, onto: Atoms) -> Atoms:
     """A distribution over `support`, projected onto the evenly spaced atoms `onto` (Bellemare et al. 2017, eq. 7)."""
     spacing = onto[1] - onto[0]
     inside = jnp.clip(support, onto[0], onto[-1])
-    near = jnp.clip(1 - jnp.abs(inside[None, :] - onto[:, None]) / spacing, 0, 1)  # [onto, support]
+    near = jnp.clip(1 - jnp.abs(inside[None, :] - onto[:, None]) / spacing, 0, 1)  # rows: `onto`; columns: `support`
     return near @ probs
 
 
@@ -62,7 +64,7 @@ def quantile_huber(quantiles: Atoms, target: Atoms, delta: float = 1.0) -> Float
 
 
 def huber(error: Float[Array, "..."], delta: float = 1.0) -> Float[Array, "..."]:
-    """Huber's loss (Huber 1964): half the square of the error, but linear where the error exceeds `delta`."""
+    """Huber's loss (Huber 1964): half the square of the error, but linear where |error| exceeds `delta`."""
     size = jnp.abs(error)
     within = jnp.minimum(size, delta)
     return 0.5 * within**2 + delta * (size - within)

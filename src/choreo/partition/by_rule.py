@@ -11,13 +11,13 @@ from choreo.partition.rules import Split, split
 
 
 def by_rule(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size) -> "ByRule":
-    """The way of a primitive, made by its rule. Raises `Mixes` if the primitive has no rule, or if the rule raises it."""
+    """The way of a primitive, made by its rule. Raises `Mixes` if the primitive has no rule, or if its rule does not fit."""
     axes = [form.axis for form in forms]
     try:
         return ByRule(eqn, split(eqn, axes, size), forms)
     except Mixes:
-        # The axis of a whole operand is only a proposal. Try again with these operands whole: for example, a table that all
-        # environments read.
+        # For a whole operand, the axis is only a proposal. Try again without these proposals: a table that all environments
+        # read, for example, must stay whole.
         fewer = [None if form.whole else form.axis for form in forms]
         if fewer == axes or all(axis is None for axis in fewer):
             raise

@@ -4,11 +4,11 @@
           float32[3]   int32[]            0.5          False                its form, if `iterate` changes `updates`
 
 The *form of a carry* is the carry with a `jax.ShapeDtypeStruct` in place of each array. Only the form decides which leaves
-are arrays: `leaves_of` and `with_leaves` never look at the leaves themselves.
+count as arrays: a Python number in a carry is an array if its place in the form has a type.
 
 A Python leaf is static at first. If `iterate` returns it with the same type and bits, it stays static: by induction over
 iterations, it never changes. A number that comes back with a different type or value becomes an array of the type that JAX
-gives it, as in `jax.jit(iterate)`, and `iterate` is traced again. All other leaves (functions, strings) must not change.
+gives it, as in `jax.jit(iterate)`, and `iterate` is traced again. All other static leaves (functions, strings) must not change.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ NUMBERS = (bool, int, float, complex)
 NEEDS_PYTHON = (
     jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
 )  # fmt: skip
-"""The errors that JAX raises where an array is used as a Python number."""
+"""The errors that JAX raises where a traced array is used as a Python number or as a NumPy array."""
 
 
 def form_of(make: Callable[..., PyTree], *args: Any) -> PyTree:
-    """The form of the carry that `make` returns. Computes nothing."""
+    """The form of the carry that `make` returns. `make` is traced, so no array is computed."""
     found = []
     # The function returns None to JAX, because a carry may have leaves that JAX does not accept as results.
     jax.eval_shape(lambda *args: found.append(as_form(make(*args))), *args)
@@ -47,12 +47,12 @@ def form_of(make: Callable[..., PyTree], *args: Any) -> PyTree:
 
 
 def as_form(carry: PyTree) -> PyTree:
-    """The form of a carry. NumPy arrays and numbers count as arrays, Python numbers do not."""
+    """The form of a carry. NumPy arrays and NumPy numbers count as arrays, Python numbers do not."""
     return jax.tree.map(lambda leaf: _type_of(leaf) if _is_numeric(leaf) else leaf, carry)
 
 
 def leaves_of(carry: PyTree, form: PyTree) -> list[Any]:
-    """The leaves of a carry that are arrays in its form."""
+    """The leaves of a carry that are arrays in its form, as JAX arrays."""
     pairs = zip(jax.tree.leaves(carry), jax.tree.leaves(form), strict=True)
     return [
         leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf, like.dtype) for leaf, like in pairs if is_type(like)
@@ -113,7 +113,9 @@ TracedT = TypeVar("TracedT", bound=TracedOnce)
 
 
 def settle(name: str, first: PyTree, trace: Callable[[PyTree], TracedT]) -> tuple[PyTree, TracedT]:
-    """Return the form of the carry that fits every iteration, and `iterate` traced for it. Numbers that change become arrays.
+    """Return the form of the carry that fits every iteration, and `iterate` traced for this form.
+
+    Numbers that change become arrays.
 
     `first`: the form that `init` returns; `trace`: traces `iterate` for a carry of a given form; `name`: the name of the
     algorithm, for messages.
@@ -148,7 +150,8 @@ def _needs_python(name: str, first: PyTree, form: PyTree, after: PyTree) -> Algo
 
 
 def changed_leaves(name: str, first: PyTree, form: PyTree, after: PyTree) -> frozenset[int]:
-    """The positions of the static leaves that come back as a different number or as an array. Raises if any other leaf changes.
+    """The positions of the static leaves that come back as a different number or as an array. Raises if the form
+    changes in any other way, weak types excepted.
 
     `form`: the form that goes into `iterate`; `after`: the form that comes back; `first`: the form that `init` returns,
     before any number became an array.

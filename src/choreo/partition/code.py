@@ -54,12 +54,12 @@ class SegmentCode(ABC):
 
     @property
     def name(self) -> str:
-        """The names of the fragments in it, joined by "+"."""
+        """The names of the fragments in this code, joined by "+"; "glue" if there are none."""
         return "+".join(dict.fromkeys(_fragment_names(self.ops))) or "glue"
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The roles of the fragments in it, in order."""
+        """The roles of the fragments in this code, in order."""
         return tuple(dict.fromkeys(role for op in self.ops for role in sorted(op.roles)))
 
     @property
@@ -105,13 +105,13 @@ class OpsCode(SegmentCode):
     __name__ = "segment"
 
     group: GroupName
-    """Where it runs."""
+    """The group that runs the code."""
     ins: tuple[CodeInput, ...]
     consts: Mapping[Value, Any]
     """Values that are known arrays."""
     steps: tuple[OpStep, ...]
     outs: tuple[tuple[Value, Axis], ...]
-    """The pieces of values that it returns."""
+    """The pieces of values that the code returns."""
     size: Size | None
     """The size of the replica's block; None: the site sees all environments."""
 
@@ -140,7 +140,7 @@ class JoinedCode(SegmentCode):
 
     first: SegmentCode
     num_first: int
-    """How many inputs `first` has; they stand before all others."""
+    """How many inputs `first` has; these are the first inputs of the `JoinedCode`."""
     then: SegmentCode
     reads: tuple[int, ...]
     """For each input of `then`: its position in the list [all inputs of the `JoinedCode`, results of `first`]."""
@@ -224,7 +224,7 @@ class RestCode(SegmentCode):
 
 
 def as_segment(code: SegmentCode, group: GroupName, ins: Sequence[Input], outs: Sequence[Slot]) -> Segment:
-    """The step of a program that evaluates the code. This step repeats facts about the code: workers get no `SegmentCode`."""
+    """The step of a program that evaluates the code. It repeats facts about the code, because workers get no `SegmentCode`."""
     return Segment(
         group, code.name, tuple(ins), tuple(outs), code.out_avals, code,
         roles=code.roles, out_axes=code.out_axes, combines=code.combines,

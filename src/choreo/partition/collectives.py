@@ -4,7 +4,8 @@
     fn(0, t, x[:2])    fn(1, t, x[2:])
        └──── psum over REPLICA_AXIS ────┘
 
-With one device for each replica, in one process or in several, the program uses `shard_map`; on a single device, `vmap`.
+`fn(replica index, step of the loop, arrays)` is the function of the segment. With one device for each replica, in one process or
+in several, the program uses `shard_map`; on a single device, `vmap`.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from choreo.partition.reduce import REPLICA_AXIS
 
 
 def over_devices(segment: Segment, mesh: Mesh | AbstractMesh) -> Callable[..., list[Any]]:
-    """Return `(indices [N], step, *whole arrays) -> whole results`. Each array is divided among the devices along its axis."""
+    """Return `(indices of the replicas, step, *whole arrays) -> whole results`. Each array is divided among the devices along the
+    axis of its `Input`."""
 
     def at_one(index, t, *values):
         return segment.fn(index[0], t, *values)

@@ -1,4 +1,4 @@
-"""Calls, loops and branches on blocks. Each class here infers the programs inside an equation and runs them on blocks.
+"""Calls, loops and branches on blocks. Each class is the `Way` of one kind of equation that contains programs.
 
     Called         jit, remat, a custom derivative: the program inside, evaluated in place
     Scan           a loop over time: the same loop over a body on blocks
@@ -8,8 +8,8 @@
     Solve          `custom_linear_solve`: the program of its solver
 
 The forms of a loop's carry are a least fixed point: they start as the forms of the initial values, and rise until a round
-changes none. `inference.py` imports this file. Therefore the classes here get the function that infers a program (`Infer`) as
-an argument.
+changes none. `inference.py` imports this file, so this file cannot import `inference.py`. The classes that infer the programs
+inside an equation get the function for this (`Infer`) as an argument.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -144,7 +144,7 @@ class While:
         self.native = [form.axis for form in self.carry]
 
     def _predicate_axis(self) -> Axis:
-        """The axis along which the predicate is a block; None if it is whole.
+        """The axis along which the predicate must be a block; None if it can be computed whole.
 
         A predicate that has axes was made by `vmap`. Its axes are the first axes of every carried value. The loop runs until
         the predicate of every row is false, and a row whose predicate is false keeps its values. If the predicate of a row

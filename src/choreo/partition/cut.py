@@ -4,8 +4,8 @@
     program  segment at workers | transfer | segment at the learner
 
 The pass is greedy and goes in program order: take the first remaining op that can run, put every op of its group that can run
-into one segment, send the results that other groups need, and repeat. An op without a home is computed inside every segment
-that uses its result.
+into one segment, send the results that other groups need, and repeat. A split scan becomes a `Loop`, and a host fragment a
+`HostCall`. An op without a home is computed inside every segment that uses its result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -81,7 +81,7 @@ class _Cutter:
         return Constant(self.consts[operand]) if constant else self.slot(operand, axis)
 
     def port(self, name: str, value: Value) -> Port:
-        """An input of the program. Its home holds it; if it has no home, every group that needs it holds it."""
+        """The port of an input. The home of the value holds it; a value without a home is held by every group that needs it."""
         groups = [group for group in self.needs.groups(value) if self.placement.home(value) in (None, group)]
         axes = {group: self.placement.natural(value, group) for group in groups}
         return Port(name, value.aval, {group: (self.slot(value, axis), axis) for group, axis in axes.items()})
@@ -92,7 +92,7 @@ class _Cutter:
         """The steps of a body.
 
         `exits`: the pieces that must exist at the end of the body; `stacked`: the inputs of the body that hold one slice per
-        step of the loop around the body; `fixed`: the values that this loop carries unchanged.
+        step of the loop around the body; `fixed`: the values that the same loop carries unchanged.
         """
         self.consts.update(body.consts)
         steps: list[Step] = []
@@ -224,8 +224,8 @@ class _Cutter:
 
     def _ends(self, exits: Iterable[PieceAt], group: GroupName, made: set[PieceAt],
               ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
-        """The pieces of outputs that no segment returns yet, and that the last segment of a group can return as well. Without this,
-        a counter in the carry would need a segment of its own."""
+        """The pieces of outputs that no segment returns yet, and that the last segment of a group can return as well. If it did
+        not return them, a counter in the carry would need a segment of its own."""
         here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
         return self._unmade(here, made, producers).get(group, [])
 
@@ -318,7 +318,7 @@ class _Cutter:
         return op not in self.placement.ops or self.placement.ops[op] in (None, group)
 
     def _stacked_here(self, op: Op, around: Body) -> list[tuple[Value, GroupName, Operand]]:
-        """Return (stack, group, slice) for every stacked result that a group builds itself, because it holds every slice."""
+        """Return (stack, group, slice) for every stacked result that a group builds itself, because the group holds every slice."""
         body = op.body
         assert body is not None
         found = []
@@ -337,7 +337,7 @@ class _Cutter:
         return value in body.outs or any(value in op.ins and self._runs_at(op, group) for op in body.ops)
 
     def _sees(self, inner: Operand, outer: Value, group: GroupName) -> bool:
-        """The group needs some pieces of the stack `outer`. Does it hold the slices of these pieces in each step?"""
+        """Does the group hold, in each step of the loop, the slices of those pieces of the stack `outer` that it needs?"""
         shifted = {axis if axis is None else axis - 1 for axis in self.needs.at(outer, group)}
         return 0 not in self.needs.at(outer, group) and shifted <= self.needs.at(inner, group)
 

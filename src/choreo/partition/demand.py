@@ -47,8 +47,8 @@ class Needs:
         return [group for group in self.sites.replicas if self.at(value, group)]
 
     def add(self, operand: Operand, group: GroupName, axes: Iterable[Axis]) -> None:
-        """Note that a group needs these pieces of a value. If the group is not the value's home, also note that the home needs the
-        piece that it sends."""
+        """Record that a group needs these pieces of a value. If the group is not the value's home, also record that the home needs
+        the piece that the home sends."""
         if not isinstance(operand, Value):
             return
         home = self.placement.home(operand)
@@ -61,8 +61,11 @@ class Needs:
             self.add(operand, home, {self.placement.natural(operand, home)})
 
     def held(self, value: Value, group: GroupName, axes: Iterable[Axis]) -> set[Axis]:
-        """The pieces that a group holds if it needs the pieces `axes`: the same pieces, or only the whole value, if the group
-        slices its blocks from the whole."""
+        """The pieces that a group holds if it needs the pieces `axes`: usually the same pieces.
+
+        A group holds only the whole value in two cases: it sees all environments; or the value comes from outside of the segments
+        and the group can hold the whole. In the second case the group slices its blocks from the whole.
+        """
         home_here = self.placement.home(value) in (None, group)
         whole = not self.sites.size(group) or (value in self.outside and home_here and self.placement.form(value).whole)
         return ({None} if whole else set(axes)) if axes else set()
@@ -83,7 +86,7 @@ class Needs:
         return self._inferred[op, group]
 
     def pruned(self, op: Op, wanted: Demand) -> Pruned:
-        """An op at a group that sees all environments, without the equations that its wanted results do not need."""
+        """The op as a group that sees all environments runs it: only the inner equations that the wanted results need."""
         key = (op, tuple(bool(axes) for axes in wanted))
         if key not in self._pruned:
             self._pruned[key] = Pruned.of_eqn(op.eqn, key[1])
@@ -151,8 +154,8 @@ def _refusal(op: Op, group: GroupName, needs: Needs, mixes: Mixes) -> PartitionE
     return PartitionError(
         f"{mixed.why}: {what} cannot run on `{group}`, which is divided into {needs.sites.replicas[group]} blocks of environments.",
         at=mixed.at or op.at,
-        fix=f"Use one site for `{group}`, move this computation to a group that is not replicated (the learner's, say), or "
-            + (f"vouch for it, if you know that no environment sees another in it: {mixed.vouch}." if mixed.vouch
+        fix=f"Use one site for `{group}`, move this computation to a group that is not replicated (for example, the learner's), or "
+            + (f"vouch for it, if you know that it does not mix environments: {mixed.vouch}." if mixed.vouch
                else "write it for one environment and call it under jax.vmap."))  # fmt: skip
 
 
@@ -185,7 +188,7 @@ def _split_needs(needs: Needs, op: Op) -> None:
         home = placement.home(inner)
         for group in needs.groups(inner):
             if carried and not invariant and home not in (None, group):
-                continue  # the home sends the value at every step
+                continue  # the home sends the value to this group in every step of the loop
             shift = 1 if position >= c + k else 0
             axes = {axis if axis is None else axis + shift for axis in needs.at(inner, group)}
             needs.add(outer, group, axes)

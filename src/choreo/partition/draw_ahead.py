@@ -29,7 +29,10 @@ DRAWS = {"random_bits", "threefry2x32"}
 
 
 def draw_ahead(program: Program) -> Program:
-    """The program in which the draws of each loop that calls Python have moved to a place before the loop."""
+    """The program in which the draws of each loop that calls Python have moved to a place before the loop.
+
+    Loops inside of other loops stay unchanged.
+    """
     slots = itertools.count(1 + max(_slots(program), default=0))
     steps: list[Step] = []
     for step in program.steps:
@@ -87,7 +90,10 @@ def _before_and_loop(loop: Loop, slots: Iterator[Slot]) -> tuple[list[Segment], 
 
 
 def _divide(segment: Segment, part: LoopPart, length: int, slots: Iterator[Slot]) -> Any:
-    """Return (segment that draws, segment without draws, slots of the numbers inside and outside of the loop); None: no draws."""
+    """Return (segment that draws, segment without draws, slots of the numbers inside and outside of the loop).
+
+    None if nothing can be drawn before the loop.
+    """
     outside = dict(part.xs)
     of_keys = [given.stacked and isinstance(outside[given.slot], Slot) and _is_threefry(given) for given in segment.ins]
     if segment.combines or not any(of_keys):

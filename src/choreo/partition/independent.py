@@ -1,12 +1,12 @@
 """Find out whether a program mixes rows if it is called under `vmap`. A row is what one index of the mapped axis selects.
 
-A program mixes no rows if every primitive in it computes row i of its results from row i of its operands only. But `vmap` asks
-each primitive's batching rule what to do with a whole batch, and a rule can do anything: Equinox's `unvmap_any` reads all rows
-at once. So Choreo accepts a program only if every primitive in it is on the list below and has JAX's own batching rule. The
-list is written by hand. It names JAX's own primitive objects; a user's primitive of the same name is a different object.
+A program mixes no rows if every primitive in it computes row i of its results from row i of its operands only. But
+`vmap` calls the batching rule of each primitive, and a batching rule can do anything: that of Equinox's `unvmap_any` reads all
+rows at once. So Choreo accepts a program only if every primitive in it is on the list below and has JAX's own batching rule.
+The list is written by hand. It names JAX's own primitive objects; a user's primitive of the same name is a different object.
 `tests/partition/test_independent.py` tests each primitive of the list: if all rows but one are replaced by NaN, infinity or
-noise, the bits of the one row do not change. The test also fails if the installed JAX has a primitive that is neither on the
-list nor known to be unsafe.
+noise, the bits of the result for the remaining row do not change. The tests also fail if the installed JAX has a primitive that
+is neither on the list nor known to be unsafe.
 
 Control flow and custom derivatives mix no rows if the programs inside them mix none. This also holds if a predicate differs
 between rows. Under `vmap`, a `while` then runs until the predicate of every row is false, and a row whose predicate is false

@@ -8,7 +8,8 @@
     host method  ->  mapped fragment  ->  all_reduce  ->  call  ->  control flow  ->  rule of the primitive
     ->  gather or scatter of each environment's own rows
 
-If there is no way, the results are mixed, unless all operands are whole.
+If there is no way, the results are mixed. They are whole, however, if all operands are whole and the equation gives the same
+results at every replica.
 """
 
 from collections.abc import Sequence

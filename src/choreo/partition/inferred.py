@@ -33,7 +33,7 @@ class InferredEqn:
     """The forms of its results."""
 
     def uses(self, wanted: Demand) -> tuple[bool, list[bool]]:
-        """Return whether the equation must run whole, and which results its way must compute, to give the wanted pieces."""
+        """Return whether the equation must run on whole operands, and which results its way must compute, to give these pieces."""
         run_whole, native = False, [False] * len(wanted)
         for o, pieces in enumerate(wanted):
             for axis in pieces:

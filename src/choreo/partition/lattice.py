@@ -12,7 +12,8 @@ Forms only rise. In a loop, the forms of the carry start as the forms of its ini
 few rounds.
 
 A *transfer function*, from forms of operands to forms of results, is a `Way`: one object for one equation, which also
-computes the equation on blocks. A transfer function whose result is top raises `Mixes`.
+computes the equation on blocks. Making a `Way` raises `Mixes` if the equation cannot run on blocks. For a call, a scan or a
+branch, some results can be top while the others are not.
 
 A *piece* of a value is the part of it that a replica holds. A piece is named by an axis: None for the whole value, k for the
 replica's block along axis k.
@@ -61,7 +62,7 @@ WHOLE = Form(True)
 Demand = Sequence[Set[Axis]]
 """For each of several values, the pieces that are needed of it."""
 Get = Callable[[int, Axis], Any]
-"""(number of an operand, axis) -> the piece of this operand along this axis."""
+"""(position of an operand, axis) -> the piece of this operand along this axis."""
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ class Mapped:
     """The way of a fragment that is called under `vmap` and does not mix environments. `independent.py` proves this, or the
     user vouches for it.
 
-    It runs `vmap` of the program for one environment, at block size. This program was recorded when the fragment was called.
+    This way runs `vmap` of the program for one environment, at block size. This program was recorded when the fragment was called.
     The record is trusted only if `vmap` over all environments gives exactly the program in the equation: under `grad`, an
     equation of the same name and types may be the transposed program.
     """
@@ -33,7 +33,8 @@ class Mapped:
 
     @staticmethod
     def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
-        """The way of a call; None if it is not mapped over environments, or may mix them and the user does not vouch."""
+        """The way of a call. None if it does not apply: the call is not mapped over environments, the record does not fit the
+        equation, or environments may mix and the user does not vouch for the fragment."""
         if len(call.vmaps) != 1 or call.vmaps[0].size % size.blocks or call.host or call.jaxpr is None:
             return None
         if eqn.effects and not call.independent:

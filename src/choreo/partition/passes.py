@@ -1,4 +1,6 @@
-"""The passes, in order: from a traced algorithm and a group for each role to one program in which every site takes part.
+"""The passes, in order: from an algorithm and a group for each role to one program in which every site takes part.
+
+`partition` runs all passes except `trace`, whose result it gets.
 
 trace       algorithm, environment -> graphs of `init` and `iterate`
 place       a home for every op and value: the group that computes it

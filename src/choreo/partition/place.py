@@ -2,10 +2,10 @@
 
 - The home of a fragment is the group of its role.
 - All other ops are *glue*. Glue goes to the group where it causes the fewest bytes to be sent.
-- Glue that reads nothing but keys and constants has no home (None): every site that needs its result computes it, and the
-  result never crosses.
+- Glue that reads only values without a home, such as keys and constants, has no home itself (None): every site that needs its
+  result computes it, and the result never crosses.
 - Glue that mixes environments goes to a group that is not replicated.
-- A scan is *split* if its fragments have different homes, or if one of them is Python, or if something in it mixes
+- A scan with fragments is *split* if the fragments have different homes, or if one of them is Python, or if something in it mixes
   environments and cannot run where the rest runs. Otherwise the scan has one home.
 """
 
@@ -26,8 +26,8 @@ from choreo.roles import SHARD_AXIS
 from choreo.types import GroupName, Role
 
 MOST_SWAPS = 8
-"""Glue can change its home in every round. Once the forms have reached their fixed point, placing stops after this many rounds
-more than there are carried values."""
+"""Glue can change its home in every round, forever. Once the forms have reached their fixed point, `_settle` therefore
+ends at the latest when it has made this many rounds more than there are carried values."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class _Placer:
         return form._replace(mixed=form.mixed._replace(fragment=op.name, group=home))
 
     def _infer(self, op: Op, group: GroupName | None) -> tuple[list[Form], bool]:
-        """The forms of an op's results if it runs in that group, and whether environments mix in it."""
+        """The forms of an op's results if `group` runs the op, and whether the op mixes environments."""
         size = (self.sites.size(group) if group else None) or self.sites.any_size()
         if size is None:
             return [WHOLE] * len(op.outs), False
@@ -268,7 +268,7 @@ class _Placer:
             sent_on = sum(v.nbytes * len(self._consumer_groups(v) - {group}) for v in op.outs if v)
             return sent_here + sent_on
 
-        # At equal cost, prefer a single site, then the default group: most ops that read the result are there.
+        # At equal cost, prefer a single site, then the default group, which runs most of the ops that read the result.
         return min(allowed, key=lambda group: (cost(group), bool(self.sites.size(group)), group != self.sites.default))
 
     def _fallback(self) -> list[GroupName]:

@@ -6,7 +6,7 @@
     HostCall  Python on numpy arrays, at every replica of a group
 
 There is no deadlock: all sites run subsequences of the same order, and a transfer has the same position for sender and receiver.
-A *slot* names one piece of one value; each site has its own array in it. Importing this file does not import JAX.
+A *slot* names one piece of one value; under this slot, each site stores its own array. Importing this file does not import JAX.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -85,7 +85,7 @@ class Segment:
 
     group: GroupName
     name: str
-    """The names of its fragments, joined by "+"."""
+    """The names of its fragments, joined by "+"; "glue" if it has none, "draws" if it only draws random numbers."""
     ins: tuple[Input, ...]
     outs: tuple[Slot, ...]
     out_avals: tuple[Any, ...]

@@ -1,9 +1,9 @@
 """Which transfers of a program may bring values that are out of date: values that one group carries, and another only reads.
 
-Lag belongs to a pair of groups. A pair can have lag only if everything that one group sends to the other is carried from
-iteration to iteration: parameters for workers, for example. These values travel as one bundle, so that a reader never sees
-half of an update. If data of the same iteration goes the same way, as actions do in the layout `fine`, the pair cannot have
-lag.
+Lag belongs to a pair (sender, receiver) of groups. A pair can have lag only if everything that the sender sends to the receiver
+is carried from iteration to iteration: parameters for workers, for example. These values travel as one bundle, so that a reader
+never gets half of an update. If data of the same iteration goes the same way, as actions do in the layout `fine`, the pair
+cannot have lag.
 
 Often glue stands between a carried value and its reader: a cast, a broadcast, a product with a constant. A copy of the glue
 is then computed at the reader, so that only the carried value crosses:
@@ -75,7 +75,7 @@ class _Copier:
         return away and value in self.producers and self._is_of_carried(value)
 
     def _is_of_carried(self, operand: Operand) -> bool:
-        """Is the operand carried, or without a home, or computed from such values by pure glue?"""
+        """Is the operand an input, a constant or without a home, or the result of pure glue on such values?"""
         if not isinstance(operand, Value) or operand not in self.producers or self.placement.home(operand) is None:
             return True
         if operand not in self.pure:

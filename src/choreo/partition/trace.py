@@ -155,7 +155,7 @@ def _sharded(algo: Any, env: Any, iterate: Callable, shards: int, carry_axes: tu
 
 
 def _fails_in_a_shard(algo: Any, num_envs: int, shards: int, error: Exception) -> AlgorithmError:
-    """JAX's error, in a message that mentions the shards, because JAX knows nothing of shards."""
+    """JAX's error, in a message that mentions the shards, because JAX's own message does not."""
     ours = (os.path.dirname(__file__), choreo.roles.__file__, os.sep + "site-packages" + os.sep)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
     return AlgorithmError(
@@ -240,15 +240,15 @@ def _reductions(algo_name: str, iterate: Iteration) -> dict[str, Reduction]:
     for name, reduction in found.items():
         if reduction.weight and found.get(reduction.weight, Reduction()).op != "sum":
             raise AlgorithmError(
-                f"The metric `{name}` of `{algo_name}` is weighted by `{reduction.weight}`, but there is no such "
-                "metric that is summed up.",
+                f"The metric `{name}` of `{algo_name}` is weighted by `{reduction.weight}`, but `iterate` returns no metric "
+                f'`{reduction.weight}` with reduce="sum".',
                 fix=f'Return it as well: {{"{reduction.weight}": choreo.metric(count, reduce="sum")}}.',
             )
     return found
 
 
 def _declared_reduction(closed: jec.ClosedJaxpr, position: int) -> Reduction:
-    """The reduction that `choreo.metric` declared for an output; the declaration may stand inside of calls."""
+    """The reduction that `choreo.metric` declared for the output at `position`; the declaration may be inside of calls."""
     var = closed.jaxpr.outvars[position]
     eqn = next((eqn for eqn in closed.jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
     # If a number is the same on all shards, the vmap over shards adds a broadcast.

@@ -1,4 +1,4 @@
-"""Check the rules of a program: in the global order, no site reads a slot before the slot is written."""
+"""Check the rules of a program. The main rule: in the global order, no site reads a slot before the slot is written."""
 
 from choreo.partition.program import Constant, HostCall, Loop, Program, Ref, Segment, Slot, Step, Transfer
 from choreo.types import GroupName

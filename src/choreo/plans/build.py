@@ -24,11 +24,11 @@ from choreo.types import GroupName
 
 
 def plan(algo: Any, env: Any, layout: Layout) -> Plan:
-    """How `algo` would run on `env` in `layout`: the sites, their fragments, and the values that are sent between
+    """Return how `algo` would run on `env` in `layout`: the sites, their fragments, and the values that are sent between
     sites, with their sizes in bytes.
 
     Runs no iteration and starts no process. Raises PartitionError or LayoutError if the algorithm cannot be divided as
-    the layout asks.
+    the layout says.
     """
     title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
     return plan_traced(trace_for(algo, env, layout), layout, title=title)
@@ -115,15 +115,15 @@ def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
 def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
     """For each leaf of the carry, the first axis of this length. This is only a proposal: `partition/inference.py` proves it.
 
-    If several axes have this length, the first one may be the wrong one. Then the proof fails, or both axes give the same
-    result.
+    If several axes have this length, the first one may be the wrong one. Then either the proof fails, or dividing the leaf
+    along this axis gives the same result.
     """
     shapes = [value.aval.shape for value in traced.iterate.body.carry_ins]
     return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
 
 
 def _python_groups(traced: Traced, sites: Sites) -> frozenset[GroupName]:
-    """Groups whose fragments are all host fragments: their sites compile nothing."""
+    """Groups whose fragments are all host fragments: their sites compile nothing. The default group is never among them."""
     compiled = {sites.default}
     for program in (traced.init, traced.iterate):
         for op in program.fragments():
@@ -170,5 +170,5 @@ def _trusted(traced: Traced, sites: Sites) -> tuple[str, ...]:
 
 
 def graph(algo: Any, env: Any) -> Graph:
-    """The fragmented dataflow graph of one iteration."""
+    """Trace `algo`, and return the fragmented dataflow graph of one iteration."""
     return trace(algo, env).iterate

@@ -33,7 +33,7 @@ class Crossing:
     times: int
     """How often the transfer happens while the program runs once."""
     num_messages: int
-    """Messages each time: one for every pair of sender and receiver that have some of the values in common."""
+    """Messages each time: one for every pair (sender, receiver) in which the receiver gets something from the sender."""
     nbytes: int
     """Bytes each time, over all messages."""
 
@@ -81,8 +81,8 @@ class Costs:
 def communication(program: Program, processes: Mapping[GroupName, int], *, num_workers: int = 1) -> Communication:
     """The messages and bytes of a program. `processes`: how many processes each group has.
 
-    With merge="any", `num_workers` is the number of workers, and `program` is the program of the learner and of one worker. It
-    runs once for each worker.
+    With merge="any", `num_workers` is the number of workers, and `program` is the program of the learner and of one worker. This
+    program runs once for each worker.
     """
     processes = processes if num_workers == 1 else dict.fromkeys(processes, 1)
     names = _slot_names(program)
@@ -116,7 +116,7 @@ def _pairs(move: Move, senders: int, receivers: int) -> Iterator[tuple[int, int]
     for r in range(receivers):
         for s in range(senders):
             overlap = s * receivers < (r + 1) * senders and r * senders < (s + 1) * receivers
-            own = s == r * senders // receivers  # if all senders hold the value, each receiver gets it from one sender
+            own = s == r * senders // receivers  # each receiver gets a whole value from one sender only
             if own if have is None else overlap or have != want:
                 yield s, r
 

@@ -1,4 +1,4 @@
-"""Draw a plan: one lane for each group. Its steps are boxes, in order, and transfers are arrows."""
+"""Draw a plan: one lane for each group. The steps of a group are boxes, in order, and transfers are arrows."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any

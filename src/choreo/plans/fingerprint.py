@@ -1,4 +1,5 @@
-"""The fingerprint of a plan: two plans are equal if they print the same and their workers receive the same programs."""
+"""The fingerprint of a plan: two plans are equal if they print the same (apart from warnings) and their workers receive the same
+programs."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""merge="any": `init` is traced for all environments, `iterate` for the environments of one worker. Check that they fit."""
+"""merge="any": `init` is traced for all environments, `iterate` for the environments of one worker. Check that the two fit."""
 
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ def indivisible_leaf_error(name: str, whole: Traced, part: Traced) -> AlgorithmE
     equal to it; None if there is no such leaf.
 
     `name` is the algorithm's name. `whole` is the algorithm traced for all environments, `part` for those of one worker.
+    Raises AlgorithmError if the carries of both have different structures.
     """
     axes, num_workers = iter(whole.carry_axes), whole.num_envs // part.num_envs
     if not same_structure(jax.tree.structure(whole.carry), jax.tree.structure(part.carry)):

@@ -1,7 +1,7 @@
 """A plan: plain data that says, before anything starts, what every site computes and which values cross between sites.
 
 A plan can be printed, compared, pickled and drawn. In a pickled plan, segments are serialised StableHLO (`jax.export`), so
-that a worker neither imports nor traces the user's code.
+that a worker never traces the user's code. A worker imports this code only for host calls.
 """
 
 import functools
@@ -96,7 +96,10 @@ class Plan:
 
     @property
     def partitioned(self) -> dict[GroupName, int]:
-        """The groups whose single program XLA divides among several devices, with the number of devices."""
+        """The groups whose single program XLA divides among several devices, with the number of devices.
+
+        Raises LayoutError if there is such a group in a plan with several programs.
+        """
         groups = [g for g in self.layout.groups if g.devices > 1 and self.sites.replicas.get(g.name, 1) is None]
         if groups and self.single is None and self.iterate.steps:
             raise LayoutError(
@@ -122,7 +125,7 @@ class Plan:
         return steps[0] if only and isinstance(steps[0], Segment) else None
 
     def combine(self, leaves: list[Any]) -> PyTree:
-        """The carry, made from its array leaves in the form that sites hold: with several shards, they have a shard axis."""
+        """The carry, made from its array leaves as sites hold them: with several shards, [shard, env] in place of [env]."""
         leaves = [self._merged(leaf, axis) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
         typed = [typed_as(leaf, like) for leaf, like in zip(leaves, types_of(self.carry), strict=True)]
         return with_leaves(self.carry, typed)
@@ -149,7 +152,7 @@ class Plan:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the printed plan and of the programs that workers receive."""
+        """SHA-256 of the printed plan and of the programs that workers receive. The first access exports these programs."""
         # Leave out warnings: they name lines of the user's file, and the fingerprint must not change if the code moves.
         text = f"{format_plan(replace(self, warnings=()))}{self.layout!r}"
         return hash_programs(text, (self.init, self.iterate), self.sites.replicas)

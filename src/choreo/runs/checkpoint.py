@@ -1,6 +1,6 @@
 """Save a pytree as one safetensors file, and load it: every array is stored under its path. Pickle is never used.
 
-    Carry(train=Train(params=...), key=...)   ->   ".train.params.weight"  float32[64, 4]
+    Carry(train=Train(params, half), key)     ->   ".train.params.weight"  float32[64, 4]
                                                    ".key"                  uint32[2], and its generator in the header
                                                    ".train.half"           uint8[64, 4, 2], and "bfloat16" in the header
 
@@ -30,7 +30,7 @@ from choreo.types import PyTree
 
 FORMAT = "choreo-1"
 STORED_DIRECTLY = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split())
-"""Types that safetensors can store. Other arrays are stored as bytes, and the header has the names of their types."""
+"""Types that `safetensors.numpy` can store. Other arrays are stored as bytes, and the header has the names of their types."""
 
 
 def save(path: Path, tree: PyTree, *, iteration: int) -> None:
@@ -79,7 +79,7 @@ def load(path: Path, like: PyTree) -> PyTree:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header: `iteration`, the generator of each random key (`keys`), the type of each array stored as bytes (`views`)."""
+    """Read the header: `iteration`, the generator of each random key (`keys`), the type of each array stored as bytes (`views`)."""
     if not path.is_file():
         raise RunError(
             f"There is no checkpoint at {path}.",

@@ -28,7 +28,7 @@ class Clock:
 
     @contextlib.contextmanager
     def running(self, runtime: Runtime, *, steps: int) -> Iterator[None]:
-        """Measure the time of this block, which runs `steps` environment steps. The time for compiling is not counted."""
+        """Measure the body of the `with` statement, which runs `steps` environment steps. The time for compiling is not counted."""
         start, compiled = time.perf_counter(), runtime.compile_seconds
         yield
         self._running += time.perf_counter() - start - (runtime.compile_seconds - compiled)

@@ -1,8 +1,9 @@
 """Compare runs: return over steps and over time, speed-up, final return.
 
 Everything is read from `run.toml`, `metrics.jsonl` and `summary.json`: no algorithm or environment is made. An unfinished
-run is compared up to its last row of metrics. The return of a run is the mean over its last 100 training episodes. Time is
-counted from the call of `train`, compiling included, and is known at boundaries only. Speed-ups are relative to the first run.
+run is compared up to its last row of metrics. The return of a run is the mean over its last training episodes, at least 100.
+Time is counted from the call of `train`, compiling included, and is known at boundaries only. Speed-ups are relative to the
+first run.
 """
 
 import math
@@ -86,7 +87,8 @@ class Record:
     def seconds(self) -> np.ndarray:
         """Seconds since the start, at each row.
 
-        If the stored number decreases at a row, its clock had started again from 0; then the time of the rows before is added.
+        If the stored number is smaller than in the row before, the run's clock had started again from 0. Then the last time of the
+        rows before is added.
         """
         seconds = self._column("seconds")
         before = np.where(np.diff(seconds) < 0, seconds[:-1], 0.0)
@@ -178,11 +180,11 @@ class Comparison:
     records: tuple[Record, ...]
     """The runs, in the order in which the user named them."""
     at_return: float
-    """The comparison has the time that each run needed to reach this return; NaN: it has no such times."""
+    """The comparison gives the time that each run needed to reach this return. NaN: the comparison gives no such times."""
 
     @classmethod
     def of(cls, paths: Sequence[str | Path], *, at_return: float | int | None = None) -> "Comparison":
-        """Read the runs. By default, `at_return` is the highest return that all runs reached."""
+        """Read the runs. By default, `at_return` is the highest return that all runs reached; NaN if environments differ."""
         records = tuple(Record.read(path) for path in paths)
         if at_return is None:
             same = len({record.environment for record in records}) == 1
@@ -208,7 +210,7 @@ class Comparison:
         return float(min(record.seconds[-1] for record in self.records))
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers; NaN where a number is not known."""
+        """All numbers; NaN where a number of a run is not known. `at_return` is None in place of NaN."""
         at = None if math.isnan(self.at_return) else self.at_return
         return {"title": self.title, "at_return": at, "runs": [self._numbers(record) for record in self.records]}
 

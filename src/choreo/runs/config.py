@@ -59,13 +59,13 @@ class RunConfig:
     runtime: str | None
     """Name of the runtime that executes the plan; None: `local` for several processes or a cluster, else `inprocess`."""
     eval_every: int | None
-    """Iterations between evaluations."""
+    """Iterations between evaluations; None: no evaluations."""
     eval_episodes: int
     """Episodes per evaluation during training."""
     stop_at_return: float | int | None
-    """The run ends when this return is reached."""
+    """The run ends at the first boundary at which this return is reached (see `is_good_enough`); None: no such end."""
     checkpoint_every: int | None
-    """Iterations between checkpoints."""
+    """Iterations between checkpoints; None: see `checkpoint_period`."""
     init_from: InitFrom | None = None
     """The run that the first weights came from; None: the algorithm's `init` makes them."""
 
@@ -98,8 +98,7 @@ class RunConfig:
     def chunk(self) -> int:
         """The number of iterations per call of the runtime.
 
-        It divides `eval_every` and `checkpoint_every`, so that all calls except the last one have the same length. The runtime
-        compiles a separate program for each length.
+        It divides `eval_every` and `checkpoint_every`, so that boundaries fall on their multiples.
         """
         most = max(1, STEPS_PER_CHUNK // self.steps_per_iteration)
         period = math.gcd(*(every for every in (self.eval_every, self.checkpoint_every) if every))
@@ -146,13 +145,15 @@ class RunConfig:
         return iteration % self.checkpoint_period == 0 or iteration == self.iterations
 
     def is_good_enough(self, row: Row) -> bool:
-        """Whether the metrics at a boundary reach `stop_at_return`."""
+        """Whether the metrics at a boundary reach `stop_at_return`: with `eval_every`, the return of an evaluation, else that of
+        training."""
         if self.stop_at_return is None:
             return False
         return row.get("eval_return" if self.eval_every else "train_return", math.nan) >= self.stop_at_return
 
     def carry_structure(self) -> PyTree:
-        """The carry with a type in place of each array; static leaves are kept. `init` is only traced, not run."""
+        """The carry with a type in place of each array; static leaves are kept. `init` is only traced, not run;
+        if `iterate` could change the form, `iterate` is traced as well."""
         form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
         algorithm_checks.check_carry(self.algo, form)
         if not may_change(form):

@@ -43,7 +43,8 @@ from choreo.runtime.make import make_runtime
 from choreo.types import PyTree
 
 OnIteration = Callable[[int, Metrics], bool | None]
-"""Called with the number and the metrics of each iteration. If it returns True, the run ends at the next boundary."""
+"""Called at each boundary, once for each iteration since the boundary before, with the number and the metrics of the iteration.
+If a call returns True, the run ends at this boundary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a run is executed and watched. The result of the run does not depend on these options."""
+    """How a run is executed and watched. In lockstep, results do not depend on these options, up to rounding on other hosts."""
 
     env_timeout_s: float = 60.0
     """Seconds after which an environment that does not return counts as hanging."""
@@ -186,7 +187,7 @@ def _load_carry(runtime: Runtime, start: Start, config: RunConfig) -> None:
 
 
 def _mean_return(config: RunConfig, runtime: Runtime, iteration: int) -> float:
-    """The mean return of greedy episodes with the parameters after `iteration` iterations."""
+    """Run greedy episodes with the parameters after `iteration` iterations, and return the mean of their returns."""
     algo = config.algo_with_horizon
     params = algo.policy(runtime.carry().train)
     key = jax.random.fold_in(config.key_evaluate, iteration)

@@ -1,4 +1,4 @@
-"""`train_return`, computed after each iteration: the mean return of the last training episodes, at least 100."""
+"""The metric `train_return`: after each iteration, the mean return of the last 100 or more training episodes."""
 
 import collections
 import math
@@ -11,7 +11,7 @@ EPISODES_PER_RETURN = 100
 
 
 class EpisodeReturns:
-    """A moving window: the newest iterations, as few as have at least 100 episodes together."""
+    """A moving window: the smallest number of newest iterations that together have at least 100 episodes."""
 
     def __init__(self, rows: Sequence[Row]):
         """`rows`: the metrics of earlier iterations, in order."""
@@ -21,7 +21,7 @@ class EpisodeReturns:
             self.add(row)
 
     def add(self, row: Row) -> float:
-        """Add the episodes of one iteration. Returns the mean return over the window, NaN if the window has no episode."""
+        """Add the episodes of one iteration. Returns the mean return over the window, or NaN if the window has no episode."""
         if row["episodes"] > 0:
             self._window.append((row["episodes"], row["episode_return"]))
             self._episodes += row["episodes"]

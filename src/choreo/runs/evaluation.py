@@ -3,7 +3,7 @@
 The number of episodes that each environment plays is fixed beforehand. Otherwise short episodes would be counted too often,
 because they end first.
 
-    100 episodes on 64 environments:   environments 0..35 play two, environments 36..63 play one
+    200 episodes on 128 environments:   environments 0..71 play two, environments 72..127 play one
 """
 
 import inspect
@@ -22,7 +22,7 @@ from choreo.types import Key, PyTree
 MAX_ENVS = 128
 """The largest number of environments that play in parallel. With more episodes, an environment plays several of them."""
 MAX_HOST_ENVS = 16
-"""The same for environments in Python. Making one of them can take a second and a gigabyte of memory."""
+"""The largest number of Python environments that play in parallel. Each can need a second to make and a gigabyte of memory."""
 STEPS_PER_CALL = 1024
 """Steps per compiled call. Ctrl-C takes effect between two calls."""
 
@@ -129,9 +129,9 @@ class Game(NamedTuple):
     ended: jax.Array
     """Number of episodes that have ended, per environment."""
     returns: jax.Array
-    """Returns of the ended episodes, [env, episode]."""
+    """Returns of the ended episodes: a row for each environment, a column for each of its episodes."""
     lengths: jax.Array
-    """Lengths of the ended episodes, [env, episode]."""
+    """Lengths of the ended episodes, in the same order as `returns`."""
 
 
 @static_key.jit

@@ -36,7 +36,7 @@ LABELS = {
 
 
 def learning_curve(metrics: Mapping[str, np.ndarray], *, title: str) -> Figure:
-    """A figure with three curves over environment steps: the return of each iteration, the running mean, the evaluations."""
+    """A figure of the training returns, their running mean and the evaluations (if there were any), over environment steps."""
     # `pyplot` is not used: it keeps figures in memory, and its backend depends on the display.
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)

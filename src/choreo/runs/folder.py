@@ -5,10 +5,12 @@
              checkpoint.safetensors   the whole state at the last checkpoint
              reads.jsonl              which versions of the parameters were read, if that depended on timing
              graph.svg  curve.png     the fragmented dataflow graph; the learning curve
-             summary.json             the numbers of the final table
+             summary.json             the numbers of the final table, except the return of the final evaluation
+             trace.json               a timeline of each site's work, with train(profile=True)
 
 One process writes at a time: it holds a lock, which the system releases when the process ends for any reason. Files are
-replaced atomically; the .jsonl files grow by whole lines. A run that never reached its first boundary leaves no folder.
+replaced atomically; the .jsonl files grow by whole lines. If a run ends before its first boundary, the folder is removed again,
+unless it existed before.
 
 A folder may come from a stranger. Every file is checked when it is read: it must have the form that a run writes, and no
 control characters, which can change what a terminal shows. Nothing is written through a link (`choreo.runs.safe_files`).
@@ -88,7 +90,7 @@ class RunFolder:
             raise RunError(f"{self.path} {what}.", fix="Name the folder that `choreo train --out` wrote.")
 
     def open(self) -> None:
-        """Take the lock; makes the folder if it is missing. Raises RunError if another process holds the lock."""
+        """Make the folder if it is missing, and take the lock. Raises RunError if another process holds the lock."""
         self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.fdopen(safe_files.open_to_write(self._lock_file), "w")
@@ -117,9 +119,10 @@ class RunFolder:
         self._lock = None
 
     def write_config(self, data: Mapping[str, Any]) -> None:
-        """Write run.toml. If it names the user's code, list it among this account's own runs.
+        """Write run.toml. A run.toml that names the user's code is also listed among this account's own runs.
 
-        If another account wrote the old run.toml, the new one is not listed: resuming a stranger's run does not make it trusted.
+        If the folder has a run.toml that is not listed, the new run.toml is not listed either: a stranger's run does not become
+        trusted when it is resumed.
         """
         from choreo.runs import (
             toml_values,  # not at the top: it imports JAX, and `choreo compare` must start without JAX

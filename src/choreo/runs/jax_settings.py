@@ -3,8 +3,8 @@
     jax_compilation_cache_dir, ..._max_size, jax_persistent_cache_min_compile_time_secs     see compilation_cache.py
     jax_cpu_enable_async_dispatch, jax_num_cpu_devices                                      JAX reads them when it starts
 
-If the user has chosen the value of a setting, Choreo does not change it. The number of devices is not restored if JAX has
-started meanwhile: JAX refuses to change it then.
+If the user has chosen the value of a setting, Choreo does not change it. After JAX has started, Choreo cannot restore the number
+of devices: JAX then refuses to change this number.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ OURS = (
     DISPATCH,
     DEVICES,
 )
-"""The settings that `put_back` restores. All other settings, which the user's code may change meanwhile, are left alone."""
+"""The settings that `put_back` restores. It leaves all other settings alone, because the user's code may change them."""
 
 
 @contextlib.contextmanager
 def put_back() -> Iterator[None]:
-    """At the end of this block, restore the settings that Choreo has changed, as far as JAX allows it."""
+    """Return a context manager that, at its end, restores the settings that Choreo has changed, as far as JAX allows it."""
     before = {name: jax.config.values[name] for name in OURS}
     try:
         yield
@@ -46,9 +46,9 @@ def put_back() -> Iterator[None]:
 
 
 def prepare(layout: Layout, env: Env | None = None) -> None:
-    """Change the settings that JAX reads when it starts, except for those whose values the user has chosen.
+    """Set the number of CPU devices that the layout needs, and turn off asynchronous dispatch for Python environments.
 
-    Does nothing if JAX has started already.
+    JAX reads both settings when it starts, so this function does nothing after that. It keeps values that the user has chosen.
     """
     if _compat.clients_exist():
         return

@@ -20,7 +20,7 @@ class Logger(Protocol):
     """Receives one row per iteration, in order."""
 
     def log(self, row: Metrics) -> None:
-        """Record one iteration; a value may be NaN, if no episode ended."""
+        """Record one iteration. Metrics of episodes are NaN if no episode has ended."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The progress of a run: one live line in a terminal; elsewhere, ten plain lines per run.
+"""The progress of a run: one live line in a terminal; elsewhere, at most ten plain lines per run.
 
 PPO  62%  184k steps  211k steps/s  return 318  loss 0.041  0:01 left
 """
@@ -15,7 +15,7 @@ from rich.text import Text
 from choreo.runs.loggers import Metrics
 
 PLAIN_LINES = 10
-"""Lines per run if the output is not a terminal."""
+"""The largest number of progress lines per run if the output is not a terminal."""
 
 
 class Progress:
@@ -70,7 +70,7 @@ class Progress:
 
 
 def progress_line(title: str, row: Metrics, *, total_steps: int, steps_per_second: float) -> str:
-    """The text of the progress line; it fits into 80 columns."""
+    """The text of the progress line. With a short title, the line fits into 80 columns."""
     steps = int(row["env_steps"])
     parts = [f"{title} {100 * steps // total_steps:>3}%", f"{short(steps)} steps", f"{short(steps_per_second)} steps/s"]
     loss = next((name for name in row if "loss" in name), None)

@@ -65,7 +65,7 @@ class Run:
 
     @functools.cached_property
     def params(self) -> PyTree:
-        """The parameters that `act` takes: policy(train_state)."""
+        """The parameters with which the algorithm acts: `algo.policy(train_state)`."""
         return self.algo.policy(self.train_state)
 
     @functools.cached_property
@@ -116,12 +116,12 @@ class Run:
 
     @functools.cached_property
     def summary(self) -> dict[str, Any]:
-        """The numbers of the final table. When it is first read, 100 evaluation episodes are played."""
+        """The numbers of the table that `choreo train` prints at the end. The first access plays 100 evaluation episodes."""
         return {"return": self.evaluate(episodes=100).mean} | self.training_summary
 
     @property
     def training_summary(self) -> dict[str, Any]:
-        """The numbers of the final table without the evaluation."""
+        """The numbers of `summary` without the evaluation."""
         return {
             "train_return": self.train_return,
             "iterations": len(self.rows),

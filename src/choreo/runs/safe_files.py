@@ -35,12 +35,12 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def open_to_write(path: Path, flags: int = 0, *, mode: int = 0o666) -> int:
-    """A descriptor to write to `path`; makes the file if it is missing. `flags`: further flags for `os.open`."""
+    """Open `path` for writing, and return the descriptor. A missing file is made. `flags`: further flags for `os.open`."""
     return _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, mode)
 
 
 def open_to_read(path: Path) -> int:
-    """A descriptor to read `path`; links are refused."""
+    """Open `path` for reading, and return the descriptor. Links are refused."""
     return _open(path, os.O_RDONLY | os.O_NOFOLLOW, 0)
 
 

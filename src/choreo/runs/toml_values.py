@@ -57,7 +57,7 @@ class Code:
         self.entries: list[str] = []
 
     def may_run(self, entry: str, value: Any) -> bool:
-        """Record that an entry names code; returns whether the code may be run."""
+        """Record that an entry names code, and return whether the code may be run."""
         shown = f'"{value}"' if isinstance(value, str) else str(value)
         self.entries.append(f"`{entry} = {shown[:100]}`")
         return self.trusted
@@ -85,7 +85,7 @@ def maker(data: Any, *, at: str, code: Code) -> Make:
     """Return a function that makes the value again from `data`, which is a result of `describe`.
 
     Entries that name code are recorded in `code`. Call `code.check` before you call the returned function, because the returned
-    function imports the code. It raises RunError if the description is wrong in any other way.
+    function imports the code. The returned function raises RunError for all other mistakes in the description.
     """
     match data:
         case bool() | int() | float() | str():
@@ -130,7 +130,7 @@ def _mapping(items: dict[str, Any], at: str, code: Code) -> Make:
 
 
 def finder(target: str, at: str, code: Code) -> Make:
-    """Return a function that finds `target`: it looks up a public name, and imports code."""
+    """Return a function that finds `target`: the function looks up a public name, or imports code."""
     if target in public_names.table():
         return lambda: public_names.table()[target]
     if ":" not in target:

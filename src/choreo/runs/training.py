@@ -65,10 +65,11 @@ def train(
     - `stop_at_return`: ends the run when an evaluation reaches this return. Without `eval_every`, the mean return of the last
       100 training episodes must reach it.
     - `init_from`: a run folder whose weights the run begins with; optimiser, counters and environments start anew.
-    - `runtime`: "inprocess" runs all sites in this process, "local" in worker processes. None: workers if the layout has
-      several sites.
+    - `runtime`: "inprocess" runs all sites in this process, "local" in worker processes. None: worker processes if the plan
+      needs several processes or if a cluster is given.
     - `cluster`: a Cluster, or the path of a `cluster.toml`; names the hosts of workers.
-    - `env_timeout`: if an environment does not return within this number of seconds, its worker ends the run.
+    - `env_timeout`: if an environment in a worker process does not return within this number of seconds, the worker ends the
+      run; 0: no limit.
     - `profile`: records a timeline of each site's work, also as `trace.json` in the run folder (open it in Perfetto).
     - `allow_versions`: accepts hosts whose versions differ from those of this machine. By default they are refused.
     - `same_bits`: refuses hosts whose CPU or XLA_FLAGS differ from those of this machine. By default they give a warning.
@@ -123,7 +124,7 @@ def train(
 def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = None) -> Plan:
     """The plan of `algo` on `env` in `layout`: sites, fragments, and the values that cross between sites.
 
-    Takes values or names, as `train` does. Only traces: nothing is compiled or started.
+    The arguments are values or names, as in `train`. The algorithm is only traced: nothing is compiled or started.
     """
     algo, env = resolve.algorithm(algo), resolve.environment(env, num_envs)
     algorithm_checks.check_parts(algo, env)
@@ -147,7 +148,8 @@ def resume(
 
     The result is the same, bit for bit, as that of a run that was never interrupted. If `steps` differs from the number that
     the run began with, schedules (of the learning rate, for example) stretch to the new end. They do not stretch if the
-    algorithm was given `total_steps`. Only runs with one site can be resumed. `algo`, `env` and `trust` mean the same as in `load`.
+    algorithm was given `total_steps`. Only runs with one site and with environments in JAX can be resumed. `algo`, `env` and
+    `trust` mean the same as in `load`.
     """
     with jax_settings.put_back():
         folder = RunFolder(path)

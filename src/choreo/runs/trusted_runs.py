@@ -28,7 +28,7 @@ def is_own(file: Path, text: bytes) -> bool:
 
 
 def remember(file: Path, text: bytes) -> None:
-    """Add a run.toml that was just written to the list. If that fails, warn: the run goes on."""
+    """Add the run.toml at `file`, whose content is `text`, to the list. If that fails, warn, because the run can go on."""
     path, folder = str(file.resolve()), _folder()
     if not path.isprintable():
         _warn("its path has characters that are not printable", file)
@@ -46,7 +46,7 @@ def remember(file: Path, text: bytes) -> None:
 
 
 def _folder() -> Path | None:
-    """The state folder of Choreo. A relative $XDG_STATE_HOME is ignored, as its specification demands."""
+    """The state folder of Choreo. A relative $XDG_STATE_HOME is ignored, as the XDG specification demands."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():
         state = Path(os.path.expanduser("~")) / ".local" / "state"
@@ -55,7 +55,7 @@ def _folder() -> Path | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of the list, so that no other process changes it; makes the folder if it is missing."""
+    """Make the folder if it is missing, and hold the lock of the list, so that no other process changes the list."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     if not _is_private(folder.stat()):

@@ -3,9 +3,9 @@
     Train(params, optimizer, iterations)     `policy(train)` returns `params`
           └── read from the checkpoint of runs/x, leaf by leaf, by name; all other leaves are as `init` made them
 
-The weights are the leaves of `train` that `policy` returns. An algorithm that keeps its weights twice (a target network),
+The weights are the leaves of `train` that `policy` reads. An algorithm that keeps its weights twice (a target network),
 or whose policy computes the parameters, needs a method `with_policy(train, params) -> train`. This method puts the parameters
-into `train`. The algorithm of the other run is not made again, so neither its code nor its environment is needed. Weights
+into `train`. The algorithm of the other run is not made again, so its code and its environment are not needed. Weights
 that do not fit are refused when they are read, before anything is written.
 """
 
@@ -124,7 +124,7 @@ def _from_checkpoint(folder: RunFolder, train: Mapping[str, Any], wanted: set[st
 
 
 def _check_names(folder: RunFolder, train: Mapping[str, Any], wanted: set[str], stored: set[str]) -> None:
-    """Refuse a checkpoint that lacks a wanted leaf. If all leaves of a field are wanted, refuse further leaves in this field.
+    """Refuse a checkpoint that lacks a wanted leaf, or has unknown leaves in a field whose leaves are all wanted.
 
     `stored`: the names in the checkpoint. `_field` gives the field of a leaf.
     """

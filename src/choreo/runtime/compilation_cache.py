@@ -2,7 +2,7 @@
 
 Programs that compile in less than 0.3 s are not kept. The programs are in the user's cache folder.
 `CHOREO_CACHE=/some/folder` chooses a different folder, and `CHOREO_CACHE=off` turns the cache off. If the user has set a
-cache folder in JAX itself, JAX uses that folder, and Choreo changes no settings of JAX.
+cache folder in JAX itself, JAX uses that folder, and Choreo changes no settings of JAX's cache.
 """
 
 import os

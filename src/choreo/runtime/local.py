@@ -63,7 +63,7 @@ class Local:
 
         carrier           "shm" or "tcp", for channels between workers on this machine
         cluster           the hosts to use; None for only this machine
-        env_timeout_s     an environment that does not return for this time counts as hanging; 0 turns the check off
+        env_timeout_s     seconds after which an environment that does not return counts as hanging; 0 turns the check off
         profile           time the steps of the workers
         allow_versions    accept hosts with different versions of Python or of packages
         same_bits         refuse hosts whose results may differ in some bit: different versions, CPU or XLA_FLAGS
@@ -75,7 +75,7 @@ class Local:
         self.plan, self.deployment = plan, Deployment.of(plan, cluster_of_run, over_tcp=carrier == "tcp")
         check_collectives(plan, self.deployment.hosts, trust_network=trust_network)
         token = cluster_of_run.token()
-        # Pickle the programs before any worker is started: this raises an error if an environment cannot be pickled.
+        # Pickle the programs before any worker is started: pickling raises an error if an environment cannot be pickled.
         programs = {worker: pickled_programs(self.deployment, worker) for worker in self.deployment.workers}
         self.log: list[VersionRead] = []
         """In a relaxed layout, the version that each worker read for each update."""

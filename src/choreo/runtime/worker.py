@@ -13,7 +13,7 @@ main module.
     versions   names of packages, folders of Python modules                      versions: of packages, CPU, XLA_FLAGS
     set_up     name, process of each site, channels, programs                    ready
     start      the keys of `init` and of the iterations                          done
-    run        first and stop                                                    ran: metrics, log of versions read
+    run        the numbers of the iterations: first .. stop - 1                  ran: metrics, log of versions read
     carry                                                                        carry: the leaves that its sites hold
     restore    the leaves for its sites, the key of the iterations               done
     profile                                                                      profile: the times of its steps
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socket.socket, threading.Thread, Any]:
-    """Wait for the coordinator of a worker on another host.
+    """Wait until the coordinator, which is on another host, connects to this worker.
 
     Returns the control socket, the thread that relays bytes between this socket and the tunnel, and the worker's new key pair.
     """
@@ -241,7 +241,7 @@ class Worker:
         """If an environment was running when `error` was raised, return an EnvError with its number; otherwise return `error`.
 
         Errors of Choreo are returned unchanged: an EnvError already names the environment. Most errors of environments were
-        converted to EnvErrors before. This function is for the others, such as KeyboardInterrupt.
+        converted to EnvErrors before. This function is for the other errors, such as KeyboardInterrupt.
         """
         index = None if self.execution is None or isinstance(error, ChoreoError) else self.execution.current_env()
         if index is None:
@@ -268,7 +268,7 @@ class Worker:
                 _end_now()
 
     def _watch(self) -> None:
-        """Report an environment that hangs, and end the process.
+        """Poll until an environment hangs. Then report the environment, and end the process.
 
         This thread counts its own polls instead of seconds, so that the time in which the process is stopped (SIGSTOP) does
         not count. An environment that hangs may also hold the interpreter lock, so that this thread cannot run. Then the timer of
@@ -318,7 +318,7 @@ def _load(programs: bytes) -> Any:
 
 
 def _free_address(host: str) -> str:
-    """An address of this host with a free port. JAX's coordination service for a group will listen there."""
+    """Find a free port of this host. Returns the address at which JAX's coordination service for a group will listen."""
     with socket.socket() as free:
         free.bind((host, 0))
         return f"{host}:{free.getsockname()[1]}"

@@ -4,7 +4,7 @@
     check_channel(make)        # returns None, or raises a ChannelError that says how the channel breaks the contract
 
 `make(slot_bytes, slots=, timeout_s=)` returns a connected pair `(sender, receiver)` in this process. Tests that use
-both ends at the same time run in threads. The death of a process is not tested here.
+both ends at the same time run in threads. The death of a process is not tested.
 """
 
 import threading
@@ -150,7 +150,7 @@ def check_finish(make: MakeChannel) -> None:
 
 
 def check_receiver_closed(make: MakeChannel) -> None:
-    """Check that `send` raises ReceiverClosed after the receiver closed: after at most `slots` messages, or while it waits."""
+    """Check that `send` raises ReceiverClosed at most `slots` messages after the receiver closed, and also while `send` waits."""
     sender, receiver = _pair(make, slots=2)
     with sender:
         receiver.close()
@@ -174,7 +174,7 @@ def check_closed(make: MakeChannel) -> None:
 
 
 def check_failure(make: MakeChannel) -> None:
-    """Check that one end raises PeerLost after the `with` block of the other end was left by an exception."""
+    """Check that one end raises PeerLost after an exception has ended the `with` statement of the other end."""
     sender, receiver = _pair(make, slots=2)
     with receiver:
         _fail(sender)
@@ -201,8 +201,8 @@ def check_mismatch(make: MakeChannel) -> None:
 
 
 def check_statistics(make: MakeChannel) -> None:
-    """Check that both ends count messages, bytes and waiting time."""
-    arrays = [np.zeros((3, 4), np.float32), np.zeros(5, bool)]
+    """Check that both ends count messages and bytes, and that the receiver counts its waiting time."""
+    arrays = [np.zeros((3, 4), np.float32), np.zeros(5, bool)]  # 53 bytes
     sender, receiver = _pair(make, arrays, slots=2, timeout_s=0.1)
     with sender, receiver:
         for _ in range(3):
@@ -254,7 +254,7 @@ MESSAGES: dict[str, list[np.ndarray]] = {
 
 
 class _Failure(Exception):
-    """The exception with which `_fail` leaves a `with` block."""
+    """The exception with which `_fail` ends a `with` statement."""
 
 
 def _pair(
@@ -278,7 +278,7 @@ def _drain(receiver: Receiver, arrived: list[int]) -> None:
 
 
 def _fail(end: Sender | Receiver) -> None:
-    """Leave the `with` block of an end by an exception; a sender sends one message first."""
+    """End the `with` statement of an end by an exception; a sender sends one message first."""
     try:
         with end:
             if isinstance(end, Sender):

@@ -1,7 +1,7 @@
 """`check_env`: test whether an environment keeps the contract in `choreo.envs.base`.
 
 from choreo.testing import check_env
-check_env(MyEnv(num_envs=4))        # returns None, or raises an EnvError that says how it breaks the contract
+check_env(MyEnv(num_envs=4))        # returns None, or raises an EnvError that says how the environment breaks the contract
 """
 
 import contextlib
@@ -25,7 +25,8 @@ PARTS = ("name", "num_envs", "observation_space", "action_space", "keys", "reset
 def check_env(env: Any, *, steps: int = 300, seed: int = 0) -> None:
     """Step `env` with random actions, and raise EnvError if a result breaks the contract.
 
-    Use at least 3 environments and enough steps for some episodes to end. The steps are run several times.
+    Use enough steps for some episodes to end, and at least 3 environments: the test of independence exchanges the keys and
+    actions of all environments but the first. The steps are run several times.
     """
     check_parts(env)
     key_reset, key_action = jax.random.split(jax.random.key(seed))
@@ -41,7 +42,7 @@ def check_env(env: Any, *, steps: int = 300, seed: int = 0) -> None:
 
 
 def check_parts(env: Any) -> None:
-    """Check that every part exists, that the spaces are Gymnasium spaces, and that the environment is a hashable value."""
+    """Check that every part exists, that spaces are Gymnasium spaces, that `env` is hashable, and that `with_num_envs` works."""
     missing = [part for part in PARTS if not hasattr(env, part)]
     if missing:
         raise EnvError(
@@ -122,7 +123,7 @@ def first_obs(env: Env, keys: Key) -> PyTree:
 
 
 def check_types(env: Env, ts: TimeStep) -> None:
-    """Check shapes and types of every leaf, and that observations are within their space."""
+    """Check the shapes and types in a TimeStep, and that observations are within their space."""
     _require(isinstance(ts, tuple) and ts._fields == TimeStep._fields, env, "`step` does not return a TimeStep.")
     shape, floating = ts.last.shape, jnp.result_type(float)
     _check_obs(env, "step", ts.obs, time=True)
@@ -158,7 +159,7 @@ def check_episodes(env: Env, ts: TimeStep) -> None:
 
 
 def check_determinism(env: Env, keys: Key, actions: PyTree, ts: TimeStep) -> None:
-    """Check that equal keys and actions give equal episodes, and that environments with different keys begin differently."""
+    """Check that equal keys and actions give equal episodes, and that environments with different keys do not all begin alike."""
     _require(_equal(ts, play(env, keys, actions)[1]), env, "the same keys and actions give different results.")
     # It is very unlikely that 16 or 64 environments all begin equally by chance, even with only two possible first observations.
     many = env.with_num_envs(16 if isinstance(env, HostEnv) else 64)

@@ -2,7 +2,8 @@
 
 A row is the input of one environment. The test runs the fragment on a batch of random rows. Then it replaces all rows but one by
 other numbers, NaN and infinity, and runs the fragment again. If a single bit in the results of the unchanged row differs, this row
-depends on the other rows. Finally the test runs one row alone. The test can find a counterexample; it cannot prove independence.
+depends on the other rows. Finally the test runs one row alone, and compares its results with those in the batch. The test can find
+a counterexample; it cannot prove independence.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from choreo.partition.trace import trace
 from choreo.roles import Call
 
 OTHERS = {"large numbers": 7.5, "negative numbers": -7.5, "NaN": jnp.nan, "infinity": jnp.inf}
-"""The values that replace the other rows."""
+"""The values that replace floats in the other rows."""
 MOST_ROWS = 8
 """The largest number of rows that are tested."""
 
@@ -83,7 +84,7 @@ def _try_other_rows(call: Call, run: Callable[..., Any], arguments: list[jax.Arr
 
 
 def _try_one_row(call: Call, run: Callable[..., Any], arguments: list[jax.Array], results: list[jax.Array]) -> None:
-    """Check that a row alone gives the same results as in the batch, up to rounding, which depends on shapes."""
+    """Check that the last row alone gives the same results as in the batch, up to rounding, which depends on shapes."""
     (vmap, *_) = call.vmaps
     row = vmap.size - 1
     one = [

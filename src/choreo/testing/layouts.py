@@ -3,11 +3,13 @@
     deviations    the difference of every leaf of the carry and every metric from the reference, and the allowed difference
     check_layout  returns the largest difference, or raises a PartitionError that names the worst deviation
 
-The references, and the allowed differences (`docs/law.md`):
+`docs/law.md` names the references and the allowed differences:
 
+    layout                    reference              allowed
     same compiled shapes      jax.jit(iterate)       0
-    replicas, shards          jax.jit(iterate)       1e-5
-    exact=True                one worker             0       and also jax.jit(iterate), 1e-5
+    replicas                  jax.jit(iterate)       1e-5
+    shards                    jax.vmap(iterate)      1e-5
+    exact=True                one worker             0       is also compared with jax.jit(iterate), as above
     relaxed                   its log, replayed      0       with merge="all", the layout is also tested in lockstep, as above
 """
 
@@ -89,9 +91,7 @@ def deviations(
     if layout.is_relaxed:
         again, _ = _planned_run(the_plan, key, iterations, replay=log)
         found = _compare(planned, again, reference="its log, replayed", allowed=tolerance or 0.0)
-        if (
-            layout.merge == "any"
-        ):  # here the part of one worker is one update; lockstep has no such updates to compare with
+        if layout.merge == "any":  # each update uses the data of one worker, so no run in lockstep has the same updates
             return found
         # A lag may explain any difference from the plain program. So test the same layout in lockstep as well.
         in_lockstep = deviations(algo, env, _in_lockstep(layout), iterations=iterations, tolerance=tolerance, seed=seed)
@@ -227,7 +227,7 @@ def _stacked(rows: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 
 def _named(carry: Any, metrics: Mapping[str, np.ndarray]) -> Values:
     leaves = jax.tree_util.tree_leaves_with_path(carry)
-    # Compare Python numbers too: a run may have changed them.
+    # Compare Python numbers too: `iterate` may have changed them in the run without a layout.
     named = {f"carry{jax.tree_util.keystr(path)}": _as_numpy(leaf) for path, leaf in leaves if eqx.is_array_like(leaf)}
     return named | {f"metrics[{name!r}]": np.asarray(values) for name, values in metrics.items()}
 

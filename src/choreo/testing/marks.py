@@ -8,7 +8,7 @@ from choreo import roles
 
 @contextlib.contextmanager
 def unmarked() -> Iterator[None]:
-    """Within this block every fragment calls its plain function, without Choreo's cache of traced functions.
+    """Within the `with` statement every fragment calls its plain function, without Choreo's cache of traced functions.
 
     The reference of the law (docs/law.md) is computed in this way: otherwise `jax.jit(iterate)` would use the same cache as a plan.
 

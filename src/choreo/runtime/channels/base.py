@@ -1,10 +1,11 @@
 """The interface of a channel, which sends messages in order from one process to one other process.
 
-    sender.send([obs, reward]) ──▶ slot 0 │ slot 1 ──▶ receiver.receive([batch_obs[:, 2:4], batch_reward[2:4]])
+    sender.send([obs, reward]) ──▶ slot 0 │ slot 1 ──▶ receiver.receive([batch_obs[:, 2:4], batch_reward[:, 2:4]])
 
-A message is a sequence of arrays. Both ends know the shapes and dtypes from the plan, so a message carries no schema. It
-carries only its number and its size, and the receiver checks both. A channel has room for a fixed number of unread messages,
-its slots. When all slots are full, `send` waits (back-pressure). Only one thread at a time may use an end.
+A message is a sequence of arrays. The receiver copies them into arrays of its caller, here parts of a batch. Both ends know the
+shapes and dtypes from the plan, so a message carries no schema. Besides the arrays, it carries only its number and its size,
+and the receiver checks both. A channel has room for a fixed number of unread messages, its slots. When all slots are full,
+`send` waits (back-pressure). Only one thread at a time may use an end.
 
 A channel can end in four ways. Each way has its own error, which `send` or `receive` raises:
 
@@ -13,9 +14,9 @@ A channel can end in four ways. Each way has its own error, which `send` or `rec
     ReceiverClosed    the receiver was closed in good order
     PeerLost          the peer failed, its process died, or the connection to it was cut
 
-`close` closes an end *in good order*. The end of a `with` block does so only if the block has finished its work; see
-`in_good_order`. If an error ends the block, the peer gets `PeerLost`. A `send` or `receive` that is already waiting raises these
-errors, too, so no end waits for a lost peer.
+`close` closes an end *in good order*. A `with` statement also closes its end in good order, unless the statement fails; see
+`in_good_order`. If it fails, the peer gets `PeerLost`. A `send` or `receive` that is already waiting raises these errors, too,
+so no end waits for a lost peer.
 
 This module and the carriers (`shm`, `tcp`) import numpy but not JAX, so that a process that runs only Python environments
 stays small.
@@ -91,7 +92,7 @@ class ChannelStatistics:
 
 @runtime_checkable
 class Sender(Protocol):
-    """The sending end. The end of its `with` block closes it: in good order, unless the block has failed; see `in_good_order`."""
+    """The sending end of a channel. A `with` statement closes the end, in good order unless the statement fails."""
 
     peer: str
     """The name of the receiving process."""
@@ -115,7 +116,7 @@ class Sender(Protocol):
 
 @runtime_checkable
 class Receiver(Protocol):
-    """The receiving end. The end of its `with` block closes it: in good order, unless the block has failed; see `in_good_order`."""
+    """The receiving end of a channel. A `with` statement closes the end, in good order unless the statement fails."""
 
     peer: str
     """The name of the sending process."""
@@ -127,7 +128,7 @@ class Receiver(Protocol):
     def ready(self) -> bool:
         """Return True if a message has arrived or the sender has finished, so that `receive` does not wait.
 
-        A sender that was lost is not always noticed here.
+        In shared memory, this method does not notice a lost sender.
         """
         ...
 
@@ -214,10 +215,10 @@ def message_bytes(arrays: Iterable[Any]) -> int:
 
 
 def in_good_order(error: BaseException | None) -> bool:
-    """Return True if a `with` block has finished its work. `error` is the exception that left the block, or None.
+    """Return True if a `with` statement has not failed. `error` is the exception that ended the statement, or None.
 
-    EndOfChannel and ReceiverClosed also count as finished, because they say that the peer has closed its end in good order. Any
-    other exception counts as a failure: the peer then gets PeerLost, so that it can tell a failed process from a finished one.
+    EndOfChannel and ReceiverClosed are not failures, because they say that the peer has closed its end in good order. Any other
+    exception is a failure: the peer then gets PeerLost, so that it can tell a failed process from a finished one.
     """
     return error is None or isinstance(error, EndOfChannel | ReceiverClosed)
 

@@ -17,7 +17,7 @@ class FrameCipher:
         self._cipher, self._count = AESGCM(key), 0
 
     def _nonce(self) -> bytes:
-        """The number of the next frame, as a nonce. Both ends count frames, so the nonce need not be sent."""
+        """Count one more frame, and return its number as a nonce. Both ends count frames, so the nonce need not be sent."""
         self._count += 1
         return self._count.to_bytes(12, "little")
 
@@ -28,7 +28,7 @@ class FrameCipher:
         self._cipher.encrypt_into(self._nonce(), frame.data, None, sealed.data)
 
     def open(self, sealed: bytes) -> bytes:
-        """The content of a sealed frame. Raises InvalidTag if this is not the next frame that the other end sealed."""
+        """Return the content of the next frame. Raises InvalidTag if `sealed` is not the next frame that the other end sealed."""
         return self._cipher.decrypt(self._nonce(), sealed, None)
 
     def open_into(self, frame: np.ndarray, sealed: memoryview) -> None:

@@ -4,8 +4,8 @@
     a worker ─────▶ its own key pair, made when it starts                 only the public key leaves the process
 
 CURVE, ZeroMQ's own protocol, encrypts connections. A client must know the public key of the server. For each client that
-connects, ZeroMQ asks a ZAP server (ZAP is its authentication protocol) whether to admit the client's public key.
-`Authenticator` is this ZAP server. It admits only clients that were announced to it. Every bound socket must be guarded by it.
+connects, ZeroMQ asks a ZAP server (ZAP is ZeroMQ's authentication protocol) whether to admit the client. `Authenticator` is this
+ZAP server, and must guard every bound socket. It admits only clients whose public key or ticket it was given before.
 
 The package zmq.auth also has a ZAP server. But that server starts an asyncio loop in every worker, and it admits unknown
 clients by default.

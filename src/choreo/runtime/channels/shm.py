@@ -13,8 +13,8 @@ closes its own copies. From then on, the stream of the doorbell ends exactly whe
 
 **No wake-up is lost.** Only one end writes each word of the control memory. An end that wants to sleep sets its flag, passes
 a fence, and reads the peer's counter once more. An end that hands over a slot writes its counter, passes a fence, and reads
-the peer's flag. In every interleaving at least one of them sees the other's write: either the first end does not sleep, or
-the second end wakes it.
+the peer's flag. In every interleaving, at least one of the two ends reads the value that the other end has written. So either
+the first end does not sleep, or the second end wakes the first end.
 
 **The fence** releases and acquires a private lock. Both are atomic read-modify-write operations. On x86 each of them is a
 full barrier. On other CPUs they are a release and then an acquire of the same word: no store before the fence and no load
@@ -128,7 +128,7 @@ def _aligned(size: int) -> int:
 
 
 _SlotViews: TypeAlias = tuple[int, list[tuple[int, list[np.ndarray]]]]
-"""The payload of a message in bytes, and then for each slot: the word where the slot begins, and a view for each array."""
+"""The size of a message without gaps, in bytes. Then for each slot: the position of its first word, and a view for each array."""
 
 
 _R = TypeVar("_R", bound="_Ring")
@@ -140,7 +140,7 @@ class _Ring(ChannelEnd):
     _closed_word: int
     """The position of the word that this end sets when it is closed in good order."""
     _idle: str
-    """The words for an idle peer in the message of a timeout: "read nothing" or "sent nothing"."""
+    """What an idle peer has done, for the error after a timeout: "read nothing" or "sent nothing"."""
 
     @classmethod
     def open(
@@ -154,7 +154,7 @@ class _Ring(ChannelEnd):
         timeout_s: float | None = None,
         spin_us: float = 0.0,
     ) -> _R:
-        """Open an end from its file descriptors. From now on the descriptors belong to this object."""
+        """Open an end from its file descriptors. From then on, the descriptors belong to the end that is returned."""
         return cls(memory_fd, doorbell_fd, slot_bytes, slots, peer=peer, timeout_s=timeout_s, spin_us=spin_us)
 
     def __init__(
@@ -231,7 +231,7 @@ class _Ring(ChannelEnd):
         ]
 
     def _hand_over(self, counter: int, their_flag: int, payload: int) -> bool:
-        """Publish one more message (sender) or one more free slot (receiver). Returns False if the peer is gone."""
+        """Publish one more message (sender) or one more free slot (receiver). Returns False if the peer slept and is gone."""
         words, self._number, self._bytes = self._words, self._number + 1, self._bytes + payload
         self._fence()  # between writing the slot and writing the counter
         words[counter] = self._number

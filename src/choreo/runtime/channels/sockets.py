@@ -23,7 +23,7 @@ _EVENT = struct.Struct("=Hi")
 
 @functools.cache
 def context_of_process() -> zmq.Context:
-    """The ZeroMQ context of this process. At exit it waits up to LINGER_S for the last messages to be transmitted."""
+    """The ZeroMQ context of this process. At exit, the process waits up to LINGER_S for the last messages to be transmitted."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 16384)
     atexit.register(context.destroy, int(1000 * LINGER_S))
@@ -31,7 +31,7 @@ def context_of_process() -> zmq.Context:
 
 
 class Connections:
-    """Tracks the connections of a socket by the events of its monitor. Construct it before the socket is bound or connected.
+    """Tracks the connections of a socket by the events of its monitor. Make this object before the socket is bound or connected.
 
     Any client may connect to a bound socket and leave, so a connection is identified by its file descriptor. `fd_of` returns
     the descriptor of the connection through which a message came. The system reuses descriptors, and events may come late.
@@ -77,7 +77,8 @@ class Connections:
     def peer_gone(self) -> bool:
         """Whether the peer's connection had ended when `read_events` was last called.
 
-        Before the first call of `follow`, the peer's connection is unknown. Then this is True if all connections had ended.
+        Before the first call of `follow`, the peer's connection is unknown. Then this is True only for a socket that had connected
+        to a server, and whose connections had all ended.
         """
         return self._peer_ended if self._peer is not None else self.connected and not self.open
 

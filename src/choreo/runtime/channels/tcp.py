@@ -1,7 +1,7 @@
 """The channel between machines: ZeroMQ over TCP. This file does the handshake; `tcp_ends.py` is the channel itself.
 
     connector                         listener
-      ══ CURVE ═════════════════════════      each side knows the other's public key, and demands a proof of its secret key
+      ══ CURVE ═════════════════════════      each side demands a proof that the other has the expected key pair
       ── channel, end ─────────────────▶      hello
       ◀────────── port, ticket, keys ──       two new keys, one for each direction
       ── ticket ───────────────────────▶      goes to the new port; its socket admits only the client with the ticket
@@ -109,7 +109,7 @@ class TcpListener:
         self.close()
 
     def _note(self, frames: list[zmq.Frame]) -> None:
-        """Keep a hello until this process accepts its channel. The caller's key gives its name, so the name cannot be faked."""
+        """Keep a hello until this process accepts its channel. The name comes from the caller's key, so it cannot be faked."""
         if len(frames) == 3:
             identity, channel, end = (frame.bytes for frame in frames)
             caller = _Caller(identity, end, str(frames[-1].get("Peer-Address")))
@@ -194,7 +194,10 @@ def connect(
 def _say_hello(
     address: str, name: str, keys: KeyPair, peer: str, peer_key: bytes, end: Side, deadline: float
 ) -> tuple[int, bytes, bytes, bytes]:
-    """Return the port and the ticket of the channel's socket, the key for frames to the peer, and the key for frames from it."""
+    """Ask the listener of the peer for a channel, and wait for its answer.
+
+    Returns the port and the ticket of the channel's socket, the key for frames to the peer, and the key for frames from the peer.
+    """
     host, _, port = address.rpartition(":")
     with context_of_process().socket(zmq.DEALER) as hello:
         hello.set(zmq.LINGER, 0)

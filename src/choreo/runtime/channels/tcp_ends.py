@@ -7,10 +7,9 @@
 Every frame, in both directions, is sealed with AES-GCM, with the keys from the handshake. Only the handshake uses CURVE,
 ZeroMQ's own encryption. For large arrays, CURVE would take four times as long as AES-GCM.
 
-When `slots` messages are unread, the sender waits until the receiver says that it has read more. If the peer's process
-ends, its kernel closes the connection, and this end notices at once. If the peer becomes silent (a cut cable, a host without
-power), its heartbeats stop, and this end notices after `silence_s` seconds. `silence_s` must be longer than any pause of a
-healthy process.
+When `slots` messages are unread, the sender waits for the next credit. If the peer's process ends, its kernel closes the
+connection, and this end notices at once. If the peer becomes silent (a cut cable, a host without power), its heartbeats stop,
+and this end notices after `silence_s` seconds. `silence_s` must be longer than any pause of a healthy process.
 """
 
 import abc
@@ -75,7 +74,7 @@ class TcpConnection:
     """The socket of one channel: sends and receives sealed frames, and notices when the connection ends."""
 
     def __init__(self, peer: str, options: TcpOptions, *, send_key: bytes, receive_key: bytes):
-        """`send_key` seals the frames to the peer; `receive_key` opens the frames from it."""
+        """`send_key` seals the frames to the peer; `receive_key` opens the frames from the peer."""
         silence_s, slot_bytes = options.get("silence_s", CHANNEL_SILENCE_S), options.get("slot_bytes")
         self.peer, self._outgoing, self._incoming = peer, FrameCipher(send_key), FrameCipher(receive_key)
         self.lost = False
@@ -129,7 +128,7 @@ class TcpConnection:
             raise _forged(self.peer) from error
 
     def receive_rest(self) -> list[zmq.Frame]:
-        """The other frames of the message, still sealed."""
+        """Return the other frames of the message that `receive_first` began, still sealed."""
         return self.socket.recv_multipart(copy=False) if self.socket.get(zmq.RCVMORE) else []
 
     def open_into(self, array: np.ndarray, sealed: zmq.Frame) -> None:
@@ -175,7 +174,7 @@ class _TcpEnd(ChannelEnd):
     """The base class of sender and receiver. It holds the connection, and waits for frames of the peer."""
 
     _idle: str
-    """The words for an idle peer in the message of a timeout: "read nothing" or "sent nothing"."""
+    """What an idle peer has done, for the error after a timeout: "read nothing" or "sent nothing"."""
 
     def __init__(self, connection: TcpConnection, peer: str, options: TcpOptions):
         slots = options.get("slots", 2)
@@ -249,7 +248,7 @@ class TcpSender(_TcpEnd):
     def _read_credit(self, frame: bytes | None) -> None:
         """Store the number of messages that the receiver has read, from a frame of the receiver.
 
-        Raises ReceiverClosed if the frame is the receiver's goodbye, and PeerLost if it is None.
+        Raises ReceiverClosed if `frame` is the receiver's goodbye, and PeerLost if `frame` is None.
         """
         self._receiver_closed |= frame == _CLOSED
         if self._receiver_closed:
@@ -350,7 +349,7 @@ def _or_never(timeout_s: float | None) -> int:
 
 
 _finished: list[tuple[TcpConnection, int]] = []
-"""For each closed sender, its connection, and the count that its receiver sends when it has read everything."""
+"""For each closed sender: its connection, and the count that the receiver sends when the receiver has read everything."""
 _finished_lock = threading.Lock()
 
 

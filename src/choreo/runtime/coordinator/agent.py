@@ -36,11 +36,11 @@ MAX_BYTES = 64 * 1024
 OUTPUT_BYTES = 16 * 1024
 """The largest piece of a worker's output that the agent sends in one message."""
 CHECK_S = 0.5
-"""How often an agent checks for workers that have ended without closing their output."""
+"""The longest time between two checks for workers that have ended without closing their output."""
 
 
 def serve(address: str, port: int, token: bytes) -> int:
-    """Start workers for coordinators that know the token, until Ctrl-C or SIGTERM. Returns the exit code."""
+    """Start workers for coordinators that have the token, until Ctrl-C or SIGTERM. Returns the exit code."""
     _allow_many_connections()
     agent = Agent(address, port, token)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -104,7 +104,7 @@ class Agent:
         self._socket.close()
 
     def _take_request(self, frames: list[zmq.Frame]) -> None:
-        """Start the worker that a client asks for. The client knows the token, but its message may still be invalid."""
+        """Start the worker that a client asks for. The client has the token, but its message may still be invalid."""
         identity, peer = frames[0].bytes, str(frames[-1].get("Peer-Address"))
         try:
             if len(frames) != 2:

@@ -39,7 +39,7 @@ def environment_variables(deployment: Deployment, worker: str) -> dict[str, str]
     limits |= dict.fromkeys(XLA_THREADS, str(useful_threads(plan, cores)))
     platforms = {plan.platform(group) for group in deployment.groups(worker)}
     chosen = {"JAX_PLATFORMS": ",".join(sorted(p for p in platforms if p))} if None not in platforms else {}
-    # Several workers may share an accelerator, so a worker must not reserve most of its memory at the start.
+    # Several workers may share an accelerator, so no worker may reserve most of the accelerator's memory.
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     set_by_user = {name: os.environ[name] for name in (*limits, *shared) if name in os.environ}
     # Hide the warnings that JAX's coordination service prints about the options that `worker.py` sets.

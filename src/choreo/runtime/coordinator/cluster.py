@@ -12,8 +12,8 @@
     port = 7000                       the port of `choreo agent` on this host; the coordinator's machine needs no agent
     cpus = 16
 
-Without such a file, the cluster consists of this machine only. A layout says how many sites there are, and `place` chooses a
-host for each site. This module does not import JAX, and does not check whether a host can be reached.
+Without such a file, the cluster consists of this machine only. A layout says how many worker processes there are, and `place`
+chooses a host for each of them. This module does not import JAX, and does not check whether a host can be reached.
 """
 
 import difflib
@@ -171,26 +171,26 @@ class Cluster:
 
 
 class SiteHost(NamedTuple):
-    """The host of one site."""
+    """The host of one worker process."""
 
     group: GroupName
-    """The group of the site."""
+    """The group whose sites the process runs."""
     replica: int
-    """The replica of the group; 0 for a group that is not replicated."""
+    """The number of the process in its group; 0 for a group that is not replicated."""
     host: Host
-    """The host where the site runs."""
+    """The host where the process runs."""
 
 
 def place(
     sites: Mapping[GroupName, int | None], cluster: Cluster, *, devices: Mapping[GroupName, str | None] | None = None
 ) -> list[SiteHost]:
-    """Choose a host for every site.
+    """Choose a host for every worker process.
 
-    `sites` is the number of replicas of each group, or None for a group that is not replicated. `devices` is the kind of
-    device that each group needs; None stands for any kind.
+    `sites` is the number of processes of each group, or None for a group that is not replicated. Several sites may share a
+    process: see `deployment.assign_processes`. `devices` is the kind of device that each group needs; None stands for any kind.
 
-    Hosts get replicas in proportion to their cpus. If two groups have the same number of replicas and need the same device,
-    their replicas with the same number are on the same host. A group that is not replicated is on the first host that has
+    Hosts get processes in proportion to their cpus. If two groups have the same number of processes and need the same device,
+    their processes with the same number are on the same host. A group that is not replicated is on the first host that has
     the device.
     """
     placements = []

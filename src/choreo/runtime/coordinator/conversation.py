@@ -1,4 +1,7 @@
-"""Commands to workers and their replies. A worker answers every command except `stop` with one frame."""
+"""Commands to workers and their replies. A worker answers every command except `stop` with one reply.
+
+Before its reply, a worker may send progress frames, which this module ignores.
+"""
 
 import time
 from collections.abc import Iterable
@@ -14,7 +17,10 @@ from choreo.runtime.coordinator.supervision import WorkerError, end_run
 
 
 class Conversation:
-    """Talks with all workers of a run. If a worker ends, kills all others and raises the error of the worker that failed first."""
+    """Sends commands to all workers of a run, and receives their replies.
+
+    If a worker ends, each method kills all other workers and raises the error of the worker that failed first.
+    """
 
     def __init__(self, pool: WorkerPool, deployment: Deployment):
         self.pool, self.deployment = pool, deployment
@@ -37,7 +43,7 @@ class Conversation:
         handle.state = header["kind"]
 
     def await_replies(self, kind: str, *, doing: str, timeout_s: float | None = None) -> dict[str, Frame]:
-        """Wait for the reply of every worker, and return the replies by worker. Passes on the workers' output meanwhile.
+        """Wait for the reply of every worker, and return the replies by worker. Until then, print what the workers print.
 
         All replies must be of this `kind`. `doing` describes the command in an error message.
         """

@@ -1,6 +1,6 @@
 """Where a plan runs: the worker process of each site, and the host of each worker. For example:
 
-    sites         env+actor 0 .. 3 (four blocks, exact=True), learner 0
+    sites         env+actor 0 .. 3 (with exact=True, 8 environments have four blocks), learner 0
     processes     env+actor-0 and env+actor-1 (workers=2) run two sites each, and learner runs one site
     hosts         `cluster.place` chooses the host of each process
 
@@ -87,8 +87,10 @@ class Deployment:
 
 
 def assign_processes(plan: Plan) -> dict[Site, str]:
-    """The worker process of each site. Each site has its own process, except that with `exact` several sites (blocks)
-    of a group may share a process."""
+    """The worker process of each site. Usually, each site has its own process.
+
+    With `exact`, or if a group has several devices, several sites of a group may share a process.
+    """
     processes = {}
     for group, r in plan.all_sites:
         blocks = plan.replicas(group)

@@ -116,7 +116,7 @@ class WorkerHandle:
     def kill(self) -> None:
         """Kill a worker on this machine, and the processes that its environments have started.
 
-        Does nothing for a worker on another host: `close` ends that worker.
+        For a worker on another host, this method does nothing: `close` ends that worker.
         """
         if isinstance(self.process, subprocess.Popen):
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the worker has already ended

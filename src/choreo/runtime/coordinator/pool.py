@@ -1,7 +1,7 @@
 """All workers of a run. The pool waits for them, reads their frames, passes on their output, and ends them.
 
-The pool has no threads: it reads output and frames while the coordinator waits for workers. The pool notices the end of a
-worker at once, because the worker's control connection closes.
+The pool has no threads: it reads output and frames while the coordinator waits for workers. The pool usually notices the end of
+a worker at once, because the worker's control connection closes; see `ended` for the exception.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class WorkerPool:
         return {name: handle.state for name, handle in self.handles.items()}
 
     def select(self, *, timeout_s: float) -> list[WorkerHandle]:
-        """Wait until a worker prints or sends something. Passes on the output of all workers.
+        """Wait up to `timeout_s` seconds until a worker prints or sends something. Pass on the output of all workers.
 
         Returns the workers from which `receive` can read a frame, or the end of the connection, without waiting.
         """
@@ -70,8 +70,8 @@ class WorkerPool:
         return [handle for handle in talking if handle.has_frame(ready.intersection(handle.control_sources))]
 
     def receive(self, handle: WorkerHandle) -> Frame | None:
-        """A worker's next frame, or None if the worker ended or reported an error. Then `handle.error` is the report, if any."""
-        # If Ctrl-C interrupts the reading of a frame, this stays False, because the rest of the frame cannot be read any more.
+        """Receive a worker's next frame. Returns None if the worker ended or reported an error; the report is in `handle.error`."""
+        # If Ctrl-C interrupts `receive_frame`, `control_open` stays False, because the rest of the frame cannot be read any more.
         handle.control_open = False
         try:
             frame = receive_frame(handle.control)

@@ -48,7 +48,7 @@ def end_run(pool: WorkerPool, first: WorkerHandle, deployment: Deployment) -> Ch
 
 
 def _gather(pool: WorkerPool, first: WorkerHandle) -> list[WorkerHandle]:
-    """The workers that have ended, including `first`. Waits up to GRACE_S until the culprit is among them."""
+    """Wait up to GRACE_S for the end of the culprit. Returns all workers that have ended, including `first`."""
     ended, deadline = [first], time.monotonic() + GRACE_S
     while first.control_open and first in pool.select(timeout_s=0.0):
         pool.receive(first)
@@ -74,9 +74,10 @@ def lost_a_peer(handle: WorkerHandle) -> bool:
 def find_silent(
     ended: Collection[WorkerHandle], handles: Mapping[str, WorkerHandle]
 ) -> tuple[WorkerHandle, WorkerHandle] | None:
-    """Find a worker that still runs although a peer has lost the connection to it. Returns this worker and the peer.
+    """Find a worker to which a peer has lost the connection. Returns this worker and the peer.
 
-    The process of this worker is stopped, or its network connection is cut.
+    Call this only if no worker has ended for another reason. Then the process of the worker is stopped, or its network
+    connection is cut.
     """
     for handle in ended:
         if handle.error is not None and handle.error["type"] == "PeerLost":

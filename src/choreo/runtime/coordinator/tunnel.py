@@ -51,7 +51,7 @@ class Tunnel:
             self.socket.set(option, value)
         self._connections = Connections(self.socket)
         self._sent = self._received = 0
-        """The numbers of messages so far. Each message carries its number, because CURVE does not detect a missing message."""
+        """How many messages were sent and received. Messages carry these numbers: CURVE does not detect a missing message."""
         self._unread = memoryview(b"")
         """Bytes of the last message that `recv_into` has not returned yet."""
         self._timeout_s: float | None = None

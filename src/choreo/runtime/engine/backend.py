@@ -31,7 +31,7 @@ class Backend(Protocol):
     """Operations on compiled functions and device arrays."""
 
     def load(self, segment: Segment, replica: int = 0) -> Loaded:
-        """The function `(replica, step, *inputs) -> results` of a segment, compiled for the device of one replica."""
+        """Load a segment for the device of one replica. `call` of the result is `(replica, step, *inputs) -> results`."""
         ...
 
     def scalar(self, number: int) -> Any:
@@ -137,13 +137,13 @@ class PythonOnly:
         return data
 
     def fold_in(self, key: Any, number: int) -> np.ndarray:
-        return key  # nothing here draws random numbers
+        return key  # a process without JAX draws no random numbers
 
     def copy(self, value: Any) -> Any:
         return np.array(value)
 
     def own(self, values: list[Any], refs: Sequence[Ref | None]) -> list[Any]:
-        return values  # nothing here donates memory
+        return values  # a process without JAX donates no memory
 
     def iteration_loop(self, program: Program, segment: Segment, num_carry: int, here: Sequence[int]) -> Any:
         raise AssertionError("a process that runs only Python has no compiled segment")

@@ -28,7 +28,7 @@ class Programs:
     iterate: Program
     """Computes the next carry and metrics from the carry, the key of the iterations and the number of the iteration."""
     num_carry: int
-    """The number of leaves of the carry. They are the first inputs and the first outputs of `iterate`."""
+    """The number of leaves of the carry. The leaves are the first inputs and the first outputs of `iterate`."""
     carry_axes: tuple[Axis, ...] = ()
     """The env axis of each leaf of the carry."""
     shards: int = 1
@@ -86,7 +86,7 @@ class Execution:
         self._set_keys(run_key)
 
     def restore(self, leaves: SiteValues, run_key: np.ndarray) -> None:
-        """Use this carry instead of running `init`."""
+        """Use `leaves` as the carry, instead of running `init`."""
         self.leaves = leaves
         self._set_keys(run_key)
 
@@ -97,7 +97,7 @@ class Execution:
 
     @property
     def has_all_sites(self) -> bool:
-        """Whether all sites are in this process. If so, the versions to read are drawn at random from the key of the run."""
+        """Whether all sites are in this process. If so, the versions to read are drawn from the key of the run, or are replayed."""
         return len(self.topology.sites) == len(self.topology.process_of_site)
 
     def replay(self, log: list[VersionRead]) -> None:
@@ -112,7 +112,7 @@ class Execution:
     ) -> dict[Site, dict[str, np.ndarray]]:
         """Run iterations first .. stop - 1. Returns the metrics of each site, with one entry per iteration.
 
-        Calls `begins` with the number of each iteration when it begins, but not if one compiled loop runs all iterations.
+        Calls `begins(i)` when iteration i begins, but not if one compiled loop runs all iterations.
         """
         if self.loop is not None and stop > first:
             return self._run_loop(first, stop)

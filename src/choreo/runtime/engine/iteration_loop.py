@@ -1,7 +1,8 @@
 """Runs several iterations in one compiled loop, for plans whose iteration is a single segment.
 
 One call runs many iterations without returning to Python. The number of iterations is an argument of the compiled function,
-so a later call with fewer iterations uses the same compiled function. A call with more iterations compiles a new function.
+so a later call with fewer iterations uses the same compiled function. A call with more iterations than any call before compiles
+a new function.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +21,17 @@ from choreo.partition.reduce import REPLICA_AXIS
 
 
 class IterationLoop:
-    """Runs iterations of a program that consists of a single segment. `here` are the replicas of its group in this process."""
+    """Runs iterations of a program that consists of a single segment."""
 
     def __init__(self, backend: Any, program: Program, segment: Segment, num_carry: int, here: Sequence[int]):
-        """`backend` is the `JaxBackend` that makes this object. Its type is `Any`, because `jax_backend.py` imports this module."""
+        """`backend` is the `JaxBackend` that makes this object. `here` are the replicas of the segment's group in this process.
+
+        The type of `backend` is `Any`, because `jax_backend.py` imports this module: importing `JaxBackend` would be circular.
+        """
         self.backend, self.program, self.segment, self.num_carry = backend, program, segment, num_carry
         self.group, self.here = segment.group, here
         self.capacity = 0
-        """The largest number of iterations that `call` can run. The arrays of metrics that `call` returns have this many rows."""
+        """The largest number of iterations that `call` can run. The arrays of metrics that `call` returns have `capacity` rows."""
         self.call: Callable[..., list[Sequence[Any]]] | None = None
         """The compiled loop."""
 
@@ -55,7 +59,10 @@ class IterationLoop:
         return lambda rows: [loaded.call(index, zero, *row) for (index, loaded), row in zip(each, rows, strict=True)]
 
     def _partitioned(self, loop: Segment) -> Callable[..., list[Sequence[Any]]]:
-        """The loop as one program on several devices. The env axes are divided over the devices; XLA partitions everything else."""
+        """Return a function that runs the loop as one program on several devices.
+
+        The env axes of the carry are divided over the devices. XLA decides how to divide the computation.
+        """
         backend, count = self.backend, self.backend.partitioned[self.group]
         mesh = Mesh(np.array(backend.devices[self.group][:count]), (REPLICA_AXIS,))
         everywhere = NamedSharding(mesh, spec(None))
@@ -74,7 +81,10 @@ class IterationLoop:
         return call
 
     def _loop(self, capacity: int) -> Segment:
-        """The segment `(replica, _, key, first, stop, *carry) -> carry, metrics`, which can run up to `capacity` iterations."""
+        """The segment `(replica, _, key, first, stop, *carry) -> carry, metrics`, which can run up to `capacity` iterations.
+
+        `_` is the step of a loop around the segment. There is no such loop here.
+        """
         segment, program, num_carry, group = self.segment, self.program, self.num_carry, self.group
         in_slots = [port.held.get(group, (None, None))[0] for port in program.ins]
         out_refs = [port.held[group][0] for port in program.outs]

@@ -67,7 +67,7 @@ class JaxBackend:
         self.loaded: dict[Any, LazyCompiled] = {}
 
     def check_devices(self, group: GroupName, wanted: int) -> None:
-        """Raise LayoutError if the group wants more devices than JAX sees here."""
+        """Raise LayoutError if the group wants more devices than JAX sees in this process."""
         devices = self.devices[group]
         if wanted > len(devices):
             raise LayoutError(
@@ -82,7 +82,7 @@ class JaxBackend:
         return self.devices[group][r if self._has_own_devices(group) else 0]
 
     def _has_own_devices(self, group: GroupName) -> bool:
-        """Return True if each replica of a group has its own device."""
+        """Return True if a group wants several devices and JAX sees enough of them. Then each replica has its own device."""
         return 1 < self.num_devices.get(group, 1) <= len(self.devices[group])
 
     def load(self, segment: Segment, replica: int = 0) -> "LazyCompiled":
@@ -95,14 +95,15 @@ class JaxBackend:
     def compiled(
         self, fn: Callable[..., Any], donated: list[int], group: GroupName, device: JaxDevice, **options: Any
     ) -> "LazyCompiled":
-        """Wrap `fn` so that its first call compiles it. The time is added to `compile_seconds`."""
+        """Wrap `fn` in a `LazyCompiled`. The time of the compilation is added to `compile_seconds`."""
 
         def compile_now(args: tuple[Any, ...]) -> Any:
             began = time.perf_counter()
             with jax.default_device(device):
                 jitted = jax.jit(fn, donate_argnums=donated, **options)
-                # JAX wrongly reports that the memory layout of 4-bit arrays differs from the compiled one. Only functions that
-                # were compiled ahead of time compare layouts. So functions with 4-bit arguments are called through `jit`.
+                # For 4-bit arrays, JAX wrongly reports that the memory layout of an argument is not that of the compiled program.
+                # JAX compares layouts only if a function was compiled ahead of time. So functions with 4-bit arguments are
+                # called through `jit`.
                 made = _called_on(device, jitted) if any(map(_has_four_bits, args)) else jitted.lower(*args).compile()
             self.compile_seconds += time.perf_counter() - began
             return made
@@ -125,7 +126,10 @@ class JaxBackend:
         return lambda t, rows: together.call(t, rows)
 
     def _spmd(self, segment: Segment, devices: list[JaxDevice], here: Sequence[int]) -> Callable[..., Any]:
-        """One SPMD program on these devices. Each replica has one device; the replicas `here` are in this process."""
+        """Return a function that runs the segment as one SPMD program on these devices, one device for each replica.
+
+        The replicas `here` are in this process.
+        """
         mesh, own = Mesh(np.array(devices), (REPLICA_AXIS,)), [devices[r] for r in here]
         fn = segment.fn if isinstance(segment.fn, ExportedFn) else over_devices(segment, mesh)
         program = self.compiled(fn, [2 + position for position in segment.donated], segment.group, own[0])
@@ -242,9 +246,9 @@ def join(parts: list[Any], axis: Axis) -> Any:
 
 
 def reshard(parts: list[Any], move: Move, r: int, n: int) -> Any:
-    """The block of receiver number `r` of `n` receivers, made from the blocks of all senders.
+    """The piece of a value for receiver number `r` of `n` receivers. `parts` are the pieces of all senders.
 
-    Reads only the sender blocks that overlap with this block.
+    Parts that do not overlap with this piece are not read.
     """
     if move.src_axis is None or move.src_axis != move.dst_axis or len(parts) == 1:
         return block(join(parts, move.src_axis), move.dst_axis, r, n)

@@ -40,9 +40,9 @@ from choreo.runtime.engine.profile import kind_of
 from choreo.runtime.engine.schedule import ChooseVersion
 
 Store = dict[Ref, Any]
-"""The values that one site holds, by slot."""
+"""The values that one site holds, by slot. The store of a loop also holds the constants that are results of a round."""
 Action = Callable[[int], None]
-"""One step of a program at the sites of this process. The argument is the number of the round of the enclosing loop."""
+"""One step of a program at one or more sites of this process. The argument is the round of the enclosing loop, or 0."""
 SMALL_BYTES = 4096
 """If the result of one round of a loop is not larger than this, the results are stacked when the loop ends; see `_stack`."""
 
@@ -232,7 +232,7 @@ class Machine:
         return [*self._publishing(senders), *reads]
 
     def _publishing(self, bundles: "Sequence[BundleHere | BundleSender]") -> list[Action]:
-        """The actions that send these bundles. There are no such actions if `publish` sends the bundles."""
+        """Add bundles to `publishers`. Returns the actions that send them; none with `one_by_one`, where `publish` sends them."""
         self.publishers += bundles
         return [] if self.update.one_by_one else [bundle.publish for bundle in bundles]
 
@@ -277,8 +277,8 @@ class Machine:
             for receive, where in gets:
                 # With `...`, indexing returns a view even if the index selects a single number.
                 receive([buffers[i][(*index, ...)] for i, index in where])
-            # A compiled function also accepts a numpy array, but copies the array to the device in every call. So a value that
-            # is read several times is put on the device here, once.
+            # A compiled function also accepts a numpy array, but copies the array to the device in every call. So outside of
+            # loops, a value that is read several times is put on the device here, once.
             for buffer, (site, slot, aval) in zip(buffers, moves, strict=True):
                 stays_numpy = _is_plain(aval) and (inside or slot in self.read_once)
                 stores[site][slot] = buffer if stays_numpy else backend.from_host(buffer, aval, site)
@@ -342,8 +342,8 @@ class _LoopRun:
 def _stack(value: Any, aval: Any) -> Any:
     """The container that collects one result from every round: an array, or a list that is joined when the loop ends.
 
-    Large numpy results are written into the array in each round. Small results are collected in the list. Joining them at
-    the end takes a fifth of the time of writing each of them into an array.
+    Large numpy results are written into the array in each round. All other results are collected in the list. For small results,
+    joining the list at the end takes a fifth of the time of writing each result into an array.
     """
     in_place = value.__class__ is np.ndarray and value.nbytes > SMALL_BYTES and _is_plain(aval)
     return np.empty(aval.shape, aval.dtype) if in_place else []

@@ -34,7 +34,7 @@ class Topology:
     process_of_site: Mapping[Site, str]
     """The name of the process that runs each site."""
     links: Mapping[str, TwoWayChannel] = field(default_factory=dict)
-    """The channels to and from each other process, by the name of that process. For bundles, see `bundles.BUNDLE`."""
+    """The channels to and from each other process, by the name of that process. Bundles have their own: see `bundles.BUNDLE`."""
 
     def replicas(self, group: GroupName) -> int:
         """How many replicas a group has, counted over all processes."""

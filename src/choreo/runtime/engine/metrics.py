@@ -20,7 +20,7 @@ SiteMetrics = dict[Site, dict[str, np.ndarray]]
 
 
 def join_metrics(plan: Plan, metrics: SiteMetrics, log: list[VersionRead], iterations: range) -> dict[str, np.ndarray]:
-    """Return each metric as an array with one entry per iteration. `log` holds the versions read in these iterations."""
+    """Return each metric as an array with one entry per iteration. `log` holds the versions read in `iterations`."""
     if plan.num_workers > 1:
         updates = range(iterations.start * plan.num_workers, iterations.stop * plan.num_workers)
         return _join_updates(plan, metrics, log) | lag_metrics(log, updates, plan.num_workers)
@@ -29,8 +29,9 @@ def join_metrics(plan: Plan, metrics: SiteMetrics, log: list[VersionRead], itera
 
 
 def _join_updates(plan: Plan, metrics: SiteMetrics, log: list[VersionRead]) -> dict[str, np.ndarray]:
-    """Join the metrics with merge="any". An iteration has as many updates as there are workers; they are combined like shards.
+    """Join the metrics with merge="any". An iteration has as many updates as there are workers.
 
+    The metrics of the updates of one iteration are reduced in the same way as the metrics of several shards.
     Every site returns its metrics in the order in which it computed them. `log` says which worker each update came from.
     """
     joined = {}

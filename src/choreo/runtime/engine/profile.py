@@ -107,7 +107,10 @@ class Profile:
 
     @property
     def verdict(self) -> str:
-        """One sentence that names the worker with the longest wait, and the chain of workers that it waits for."""
+        """One sentence that names the worker with the longest wait, and the chain of workers that it waits for.
+
+        If no worker waits for another worker for 5% of its time, the sentence says that nobody waits.
+        """
         longest = max(
             ((share, who, whom) for who in self.workers for whom, share in self.waits(who).items()), default=None
         )

@@ -1,8 +1,8 @@
 """The schedule of relaxed runs: which version each worker reads, and which worker's data the learner uses next.
 
 With `max_lag` = k, a reader may use a version that is up to k updates old. Every read is logged, and replaying the log gives
-the same run bit for bit. If all sites are in one process, these choices are drawn at random from a seed. With several
-processes, the order of arrival decides.
+the same run bit for bit. If all sites are in one process, the versions and the workers are drawn at random from a seed.
+With several processes, the order of arrival decides.
 
     merge="all"   one update per iteration, from all workers              log: for update 7, env+actor-1 read version 5
     merge="any"   one update whenever the data of one worker has arrived  log: update 7 is from worker 1, which read version 5

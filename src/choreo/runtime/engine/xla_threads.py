@@ -1,4 +1,4 @@
-"""Chooses how many threads XLA uses on a CPU: one thread, if every matrix product of the plan is small.
+"""Chooses how many threads XLA uses on a CPU: one if every matrix product of the plan is small, otherwise one for each core.
 
 XLA divides operations over a pool of threads. With the small networks of most RL algorithms, handing work to a thread costs
 more time than it saves. We measured on two cores how much longer an iteration takes with two threads than with one. DQN
@@ -28,7 +28,7 @@ def useful_threads(plan: Plan, cores: int) -> int:
 def start_jax(plan: Plan) -> None:
     """Initialise JAX's backends (PJRT clients), with the number of threads that is best for this plan.
 
-    Does nothing if the backends are already initialised, or if the user has set the number of threads.
+    Do nothing if the backends are already initialised, or if the user has set the number of threads.
     """
     if _compat.clients_exist() or any(name in os.environ for name in XLA_THREADS):
         return
