@@ -19,12 +19,12 @@ def sources() -> list[Path]:
 
 
 def short(path: Path) -> str:
-    """A file of the package, as documents write it: `partition/cut.py`."""
+    """The path of a file of the package as documents write it, for example `partition/cut.py`."""
     return path.relative_to(PACKAGE).as_posix()
 
 
 def classes_in(path: Path) -> Iterator[str]:
-    """The classes of a file, and the names that it gives to types at its top level (`Step = Segment | Transfer`)."""
+    """The classes of a file, and the names that it gives to types at its top level, for example `Step = Segment | Transfer`."""
     tree = parsed(path)
     yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     for node in tree.body:

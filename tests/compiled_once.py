@@ -1,13 +1,14 @@
 """A cache of lowered programs, so that a test process lowers and compiles equal programs only once.
 
 Many programs of the tests are equal: layouts share most of their programs, and a repeated run has the same programs as the first.
-Three quarters of the segments of the law matrix are equal to an earlier segment. JAX's own cache on disk needs the lowered
-program as its key, and lowering takes as long as compiling without optimisations, so that cache would save only about half of
-the time. The key of the cache in this file contains everything that lowering depends on:
+Three quarters of the segments of the law matrix are equal to an earlier segment. The key of JAX's own cache on disk is the
+lowered program. Lowering takes as long as compiling without optimisations, so JAX's cache would save only about half of the
+time. The key of the cache in this file contains everything that lowering depends on:
 
     equations, with all their types and parameters    the printed jaxpr
     numbers in the equations                          the bits of every constant and literal, because the print omits arrays
     arguments                                         shape, type, sharding, committed or not; donated or not
+    arguments and results                             the structures of their pytrees
     configuration                                     default device, 64 bits or 32, optimised or not
 
 Programs with callbacks into Python are not cached, because the print does not identify the function.
@@ -39,7 +40,7 @@ def forget() -> None:
 
 
 def lower(traced: jax.stages.Traced, **options: Any) -> jax.stages.Lowered:
-    """`traced.lower(**options)`, from the cache if possible."""
+    """Return `traced.lower(**options)`, from the cache if possible. Calls with options are not cached."""
     text = str(traced.jaxpr)
     if options or "callback" in text:
         return _lower(traced, **options)

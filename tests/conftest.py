@@ -1,7 +1,7 @@
 """The strict settings under which every test runs.
 
 Warnings are errors (pyproject.toml), types do not promote silently, shapes do not broadcast across ranks, annotated
-shapes are checked at run time, and a test fails if it leaves a thread or a process behind.
+shapes are checked at run time (but not in `UNCHECKED`), and a test fails if it leaves a thread or a process behind.
 
 XLA compiles without most optimisations, because the programs of the tests run only for milliseconds, and optimising them would
 take most of the time. Tests marked `optimised` are compiled like users' programs, in a separate run: `pytest -m optimised`.
@@ -61,9 +61,9 @@ UNCHECKED = (
     "test_profile.py", "test_replay.py", "test_spaces.py", "test_training.py", "test_warm_start.py",
     "test_who_waits.py", *(("graph", "partition") if jax.__version_info__ < (0, 11) else ()),
 )  # fmt: skip
-"""Folders and files of tests that run or plan whole programs. Annotations are not checked there, because the checks would take a
-third of the time. In the tests of single modules, annotations are checked; in those of `graph` and `partition`, only with the
-newest JAX."""
+"""Folders and files of tests that run or plan whole programs. Annotations are not checked in these tests, because the checks
+would take a third of the time. In the tests of single modules, annotations are checked; in those of `graph` and `partition`, only
+with the newest JAX."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

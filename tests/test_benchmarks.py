@@ -1,4 +1,4 @@
-"""`make test-long` runs every benchmark with `--quick`; CI runs only one of them, and imports the others.
+"""CI runs one benchmark with `--quick` and imports the others. `make test-long` runs the others with `--quick`.
 
 The tests check that a benchmark runs, not how fast Choreo is.
 """
@@ -20,7 +20,7 @@ CI = ("gymnasium_ppo.py",)
 
 @pytest.fixture
 def as_a_script(monkeypatch):
-    """Lets a script run in this process, which has already imported JAX, without the strict settings of our tests."""
+    """Let a script run in this process, which has already imported JAX, without the strict settings of our tests."""
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("NPROC", "1")  # some scripts set NPROC; monkeypatch restores it after the test
     dispatch = jax.config.read("jax_cpu_enable_async_dispatch")

@@ -54,7 +54,7 @@ class TestVmaps:
 
     @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
     def test_inside_a_jit_the_vmap_outside_is_not_seen(self, transform):
-        """The jitted function is traced once, for un-vmapped shapes; the vmap is applied to the result."""
+        """The jitted function is traced once, for un-vmapped shapes; the vmap is applied to the traced program."""
         _, vmaps = self.seen(lambda f: transform(jax.jit(f)), jnp.ones((5, 3)), jnp.ones((5, 3)))
         assert vmaps == ()
 

@@ -58,7 +58,7 @@ def test_no_module_hides_a_public_function():
 
 
 def test_only_compat_uses_private_modules_of_jax():
-    """Ruff bans `jax._src` in all other files; this test shows that the rule is active."""
+    """Ruff bans `jax._src` in all files except `_compat.py` and `test_compat.py`. This test shows that the rule is active."""
     wrong = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--stdin-filename", "src/choreo/x.py", "-"],
         input="from jax._src import core\nimport jax\njax._src.core\n",
@@ -80,7 +80,7 @@ def test_dependencies_are_those_that_are_imported():
         - sys.stdlib_module_names
         - {"choreo"}
     )
-    through_jax = {"filelock", "flatbuffers"}  # JAX's compilation cache and its export need them
+    through_jax = {"filelock", "flatbuffers"}  # JAX needs them, for its compilation cache and for export
     assert imported - optional | through_jax == required
 
 

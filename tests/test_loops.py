@@ -46,7 +46,7 @@ def test_metrics_of_episodes_are_nan_if_no_episode_ended():
 
 
 def test_memory_starts_anew_in_each_episode():
-    """The memory counts the steps of an episode: 1, 2 in each episode of two steps."""
+    """The memory counts the steps of an episode. Every episode has two steps, so the counts are 1, 2, 1, 2, ..."""
 
     def act(params, obs, key, memory):
         memory = {"steps": memory["steps"] + 1}
@@ -60,6 +60,7 @@ def test_memory_starts_anew_in_each_episode():
     assert end.memory["steps"].tolist() == [1, 1, 1]
 
 
+# With more than 65,536 indices, `permutation` sorts in a different way.
 @pytest.mark.parametrize("num", [1, 7, 1024, 2049, 65_536, 65_537])
 def test_a_permutation_has_every_number_once(num):
     order = jax.jit(functools.partial(loops.permutation, num=num))(jax.random.key(0))

@@ -130,7 +130,7 @@ def test_a_weight_that_iterate_does_not_return_is_refused():
 
     env = choreo.envs.make("jax:CartPole-v1", num_envs=4)
     with pytest.raises(
-        AlgorithmError, match="`mean_step` of `Forgets` is weighted by `steps`, but there is no such metric that is"
+        AlgorithmError, match="`mean_step` of `Forgets` is weighted by `steps`, but `iterate` returns no metric `steps`"
     ):
         trace(Forgets(), env)
 
@@ -139,7 +139,7 @@ def test_with_several_learners_the_metrics_of_episodes_must_be_declared():
     class ByHand(Declares):
         def iterate(self, env, carry, key):
             carry, metrics = super().iterate(env, carry, key)
-            return carry, {name: x * 1 for name, x in metrics.items()}
+            return carry, {name: x * 1 for name, x in metrics.items()}  # a product has no declaration
 
     settings: dict[str, Any] = {"num_envs": 4, "steps": 16, "runtime": "inprocess"}
     choreo.train(ByHand(), "jax:CartPole-v1", layout=choreo.fused(), **settings)

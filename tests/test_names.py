@@ -1,4 +1,4 @@
-"""Every name has one meaning, the glossary agrees with the code, and the package has few modules at its top level."""
+"""No two classes outside of `algos` share a name, the glossary agrees with the code, and the package has few top-level modules."""
 
 import collections
 import re

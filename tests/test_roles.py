@@ -1,6 +1,7 @@
 """A mark does not change the results of a function, and Choreo finds the mark in the traced program.
 
-The marks are `choreo.fragment` and `choreo.host_fragment`. `choreo.all_reduce` changes results only with several learner shards.
+The marks in these tests are `choreo.fragment`, `choreo.host_fragment` and `choreo.all_reduce`. `all_reduce` is an exception: with
+several learner shards, it changes the results.
 """
 
 import functools
@@ -339,6 +340,7 @@ def test_at_a_site_a_host_fragment_is_called_directly(layout, loop):
             assert not jax.make_jaxpr(step.fn)(scalar, scalar, *(given.aval for given in step.ins)).effects
 
     run = planned_run(algo, env, planned, KEY)
+    # Three iterations. Each calls the host fragment three times, or once, with two arrays.
     assert len(given) == (18 if loop else 6) and all(type(x) is np.ndarray for x in given)
     np.testing.assert_array_equal(
         given, copies, err_msg="an array that the host fragment received was overwritten later"

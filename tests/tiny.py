@@ -1,4 +1,4 @@
-"""The smallest algorithm that learns, as a user would write it: REINFORCE with a linear policy. Compiles fast."""
+"""The smallest algorithm that learns, as a user would write it: REINFORCE with a linear policy. It compiles fast."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +38,8 @@ class Tiny:
     unroll: int = 16
     """Steps per environment and iteration."""
     total_steps: int | None = None
-    """Environment steps of the whole run. The step size falls to 0 over these steps. With None it stays constant."""
+    """Environment steps of the whole run. The step size falls to 0 over these steps; with None, the step size is constant.
+    `choreo.train` replaces None by the steps of the run."""
     nan_at: int = -1
     """The iteration that reports NaN as its loss; -1 for none."""
     centred: bool = True

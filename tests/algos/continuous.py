@@ -32,7 +32,7 @@ def within_one(action):
 
 @dataclass(frozen=True)
 class Shoot:
-    """Episodes of one step. The best action is the observation plus 1; the reward is minus the squared distance from it."""
+    """Episodes of one step. The best action is the observation plus 1; the reward is -(action - best action)^2."""
 
     name: str = "toy:Shoot"
     time_limit: int | None = None

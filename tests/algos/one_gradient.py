@@ -38,7 +38,7 @@ def _learn_task(algo, iterations, num_envs, which):
 
 
 def first_value(carry):
-    """The value that the network gives to the first observation of most tasks of `DISCRETE`."""
+    """The value that the network gives to [1, 0, 0], which can be the first observation in every task of `DISCRETE`."""
     return carry.train.params.network(jnp.array([1.0, 0.0, 0.0]))[1]
 
 
@@ -77,6 +77,7 @@ def check_sgd_step(algo, train, trajectory, *, target, advantage):
         probs = jax.nn.softmax(pi.logits)
         log_prob = jnp.log(jnp.take_along_axis(probs, trajectory.action[..., None], axis=-1))[..., 0]
         entropy = -jnp.sum(probs * jnp.log(probs), axis=-1)
+        # `value_coef` is 0.5, and the loss of the critic is half the squared error. `entropy_coef` is 0.01.
         return jnp.mean(-log_prob * advantage + 0.5 * 0.5 * (value - target) ** 2 - 0.01 * entropy)
 
     gradient, metrics = algo.gradient(train.params, trajectory, None)
@@ -91,7 +92,7 @@ def check_sgd_step(algo, train, trajectory, *, target, advantage):
 def on_two_shards(algo, env):
     """Learn from one trajectory, on two shards with half of the environments each, and on one shard with all of them.
 
-    Returns the train states of the two shards, in which every array has a leading axis of 2, and that of the one shard.
+    Returns the train states of the two shards, with a leading axis of 2 in every array, and the train state of the one shard.
     """
     carry, trajectory = trajectory_of(algo, env)
     halves = jax.tree.map(lambda x: x.reshape(x.shape[0], 2, -1, *x.shape[2:]), trajectory)
@@ -122,13 +123,13 @@ def iterate_on_two_shards(algo, env):
 
 
 def assert_shards_equal(train):
-    """The train states of the two shards are equal bit for bit."""
+    """Assert that the train states of the two shards are equal bit for bit."""
     for leaf in jax.tree.leaves(train):
         np.testing.assert_array_equal(leaf[0], leaf[1])
 
 
 def assert_shards_equal_whole(shards, whole):
-    """The two shards are equal bit for bit. Up to rounding in float64, they also equal `whole`, the one shard with all data."""
+    """Assert that the two shards are equal bit for bit, and equal to the one shard `whole` up to rounding in float64."""
     assert_shards_equal(shards)
     for both, one in zip(jax.tree.leaves(shards), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(both[0], one, rtol=1e-10, atol=1e-12)

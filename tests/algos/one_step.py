@@ -109,7 +109,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Copy:
-    """The best action repeats both numbers of the observation. Every dimension of both spaces has a different `start`."""
+    """The best action has the same two indices as the observation. Every dimension of both spaces has a different `start`."""
 
     observation_space = property(lambda self: spaces.MultiDiscrete([2, 3], start=[5, -1]))
     action_space = property(lambda self: spaces.MultiDiscrete([2, 3], start=[1, 0]))

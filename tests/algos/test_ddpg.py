@@ -38,6 +38,7 @@ def test_the_critic_loss_changes_only_critics_and_the_policy_loss_only_the_polic
     gradient = jax.jit(jax.grad(lambda network: algo.loss(network, target, steps, jax.random.key(0))[0]))(
         by_hand(0.25, [1.0])
     )
+    # The error times the action -0.5: the value is -0.5 + 0.1, and the target is 1 + 0.9 * (2 * 0.5 + 0.2).
     np.testing.assert_allclose(gradient.critics[0].slope, (-0.4 - 2.08) * -0.5, rtol=1e-5)
     np.testing.assert_allclose(gradient.policy.action, [-1.0], rtol=1e-6)
 
@@ -50,7 +51,7 @@ def test_the_last_step_before_a_time_limit_has_no_critic_loss():
 def test_exploring_actions_stay_in_the_action_space():
     algo, env = DDPG(noise=2.0, network=SMALL), shoot()
     train = jax.jit(algo.init, static_argnums=0)(env, jax.random.key(0)).train
-    params = algo.policy(train)._replace(updates=np.int32(1))
+    params = algo.policy(train)._replace(updates=np.int32(1))  # before the first update, actions are uniform
     keys, obs = jax.random.split(jax.random.key(1), 500), np.zeros(1, np.float32)
     noisy = np.asarray(jax.jit(jax.vmap(lambda key: algo.act(params, obs, key)[0]))(keys))
     assert (

@@ -48,8 +48,8 @@ def values(algo: DQN, train, obs) -> np.ndarray:
 def variants(*in_ci: str, but: str | None = None):
     """Parametrize a test over all variants except `but`. CI runs the variants `in_ci` and the default, "double, dueling".
 
-    In CI, every variant runs on at least one of the three tasks below, except "plain" and "prioritized": the variants "qr" and
-    "2 buffer shards" use their options.
+    In CI, every variant runs on at least one of the three tasks below, except "plain" and "prioritized": "qr" also has the
+    options of "plain", and "2 buffer shards" also has the option of "prioritized".
     """
     marks = {name: () if name in (*in_ci, "double, dueling") else pytest.mark.long for name in VARIANTS if name != but}
     return pytest.mark.parametrize("variant", [pytest.param(name, marks=mark) for name, mark in marks.items()])
@@ -57,7 +57,7 @@ def variants(*in_ci: str, but: str | None = None):
 
 @variants("2 buffer shards")  # this variant is prioritized too
 def test_finds_the_values_of_a_task_of_one_step(variant):
-    """The value is 1 for the action whose number is that of the observed sign, and 0 for the others."""
+    """The value is 1 for the action with the number of the observed sign, and 0 for the other actions."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "match", ITERATIONS, 8)
     found = np.stack([values(algo, carry.train, one_hot(jnp.int32(sign), 3)) for sign in range(3)])
@@ -87,7 +87,7 @@ def test_a_time_limit_is_bootstrapped(variant):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """The best action has the index of the observed number, and is always allowed. The others are allowed at random.
+    """The best action has the index of the observed number, and is always allowed. The other actions are allowed at random.
 
     Neither space begins at 0.
     """
@@ -191,7 +191,7 @@ def test_epsilon_falls_with_environment_steps():
 
 
 def test_nothing_is_learned_until_min_size_steps_are_stored():
-    assert TOY.min_size == 64  # an iteration stores 2 x 8 steps, so the fifth iteration is the first that learns
+    assert TOY.min_size == 64  # an iteration draws before it stores 2 x 8 steps, so the fifth is the first to learn
     _, metrics = learn_task(TOY, "match", ITERATIONS, 8)
     np.testing.assert_array_equal(metrics["learned"], [0] * 4 + [1] * (ITERATIONS - 4))
 

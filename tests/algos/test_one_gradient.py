@@ -65,6 +65,7 @@ TASKS = {
     "copy": (OneStep(Copy(), 16), SMALL, 0.99),
     "pieces": (OneStep(Pieces(), 16), SMALL, 0.99),
 }
+"""For each task: the environments, the network, and the mean return that learning must reach."""
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,9 @@ TASKS = {
     ],
 )
 def test_finds_the_best_return(name, task, iterations):
-    env, network, best = TASKS[task]
+    env, network, least = TASKS[task]
     _, metrics = learn(dataclasses.replace(TOY[name], network=network), env, iterations, 0)
-    assert metrics["episode_return"][-5:].mean() >= best
+    assert metrics["episode_return"][-5:].mean() >= least
     check_importance(name, metrics)
 
 

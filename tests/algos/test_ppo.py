@@ -131,6 +131,7 @@ def test_one_sgd_step_follows_the_gradient_of_the_textbook_loss():
             gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
             probs = jax.nn.softmax(pi.logits)
             entropy = -jnp.sum(probs * jnp.log(probs), axis=-1)
+            # `value_coef` is 0.5, and the loss of the critic is half the squared error. `entropy_coef` is 0.01.
             return jnp.mean(-gain + 0.5 * 0.5 * (value - target) ** 2 - 0.01 * entropy)
 
         expected = jax.tree.map(lambda p, g: p - 0.1 * g, old, jax.jit(jax.grad(textbook))(old))

@@ -106,7 +106,7 @@ def test_until_min_size_steps_are_stored_actions_are_uniform_and_nothing_is_lear
 
 @pytest.mark.parametrize("name", ["TD3", "SAC"])
 def test_before_the_first_update_actions_are_uniform(name):
-    """Calls only `act`. In CI, the test above shows the same for DDPG."""
+    """This test calls only `act`. For DDPG, the test above shows the same in CI."""
     algo = TOY[name]
     train = jax.jit(algo.init, static_argnums=0)(shoot(), jax.random.key(0)).train
     obs, keys = jnp.zeros(1), jax.random.split(jax.random.key(1), 500)
@@ -114,7 +114,7 @@ def test_before_the_first_update_actions_are_uniform(name):
 
 
 def check_first_actions(algo, train, taken):
-    """The actions `taken` are uniform in [-1, 3], the action space of Shoot. The greedy action is near 1, its middle."""
+    """Check that the actions `taken` are uniform in [-1, 3], the action space of Shoot, and that the greedy action is near 1."""
     taken = np.asarray(taken)
     assert taken.min() < -0.8 and taken.max() > 2.8 and (-1 <= taken).all() and (taken <= 3).all()
     np.testing.assert_allclose([taken.mean(), taken.std()], [1.0, 4 / 12**0.5], atol=0.2)
@@ -125,7 +125,7 @@ def check_first_actions(algo, train, taken):
     ("name", "options"), [("DDPG", {}), pytest.param("TD3", {"target_noise": 0.0}, marks=pytest.mark.long)]
 )
 def test_two_shards_learn_the_same_as_one_shard_with_all_items(name, options):
-    """This needs a loss without random numbers. The loss of SAC draws actions, so test_sac.py tests only that shards stay equal."""
+    """The loss must not draw random numbers. The loss of SAC draws actions, so test_sac.py tests only that shards stay equal."""
     with jax.enable_x64(True):
         algo = FAMILY[name](learning_rate=0.1, network=NETWORKS[name], optimizer=optax.sgd, **options)
         assert_shards_equal_whole(on_two_shards(algo), on_one_shard(algo))
@@ -133,7 +133,7 @@ def test_two_shards_learn_the_same_as_one_shard_with_all_items(name, options):
 
 @ddpg_in_ci
 def test_each_algorithm_passes_check_algorithm(name):
-    """For TD3 and SAC, CI does not run this test, but the law matrix (tests/laws)."""
+    """CI runs this test only for DDPG. For TD3 and SAC, CI runs the law matrix (tests/laws)."""
     check_algorithm(with_all_its_parts(name), parts())
 
 

@@ -59,7 +59,7 @@ def test_takes_the_best_allowed_action_and_never_a_masked_one():
 
 
 def test_a_mask_for_actions_of_two_dimensions_works_with_memory_and_normalised_observations():
-    """The mask is a Box, too, but it is not normalised."""
+    """The mask is in a Box, like the other observation. But the mask is not normalised."""
     carry, metrics = learn(dataclasses.replace(NORMALISED, network=MEMORY), OneStep(HighestOfTwo(), 16), 40, 0)
     _check_returns_are_best_and_no_action_was_masked(metrics)
     assert carry.train.params.moments["action_mask"] is None

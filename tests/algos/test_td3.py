@@ -1,4 +1,4 @@
-"""The three differences between TD3 and DDPG.
+"""The three differences between TD3 and DDPG: the smaller of two values, noise in the target, and delayed updates of the policy.
 
 The tests that DDPG, TD3 and SAC share are in test_replayed_control.py.
 """
@@ -44,6 +44,7 @@ def test_targets_are_values_of_actions_with_clipped_noise():
 
 
 def test_actions_with_noise_stay_in_the_action_space():
+    """The noise is almost always clipped to -0.4 or 0.4. The actions are then 0.9 - 0.4, and 1, the bound of the action space."""
     algo = TD3(gamma=0.9, target_noise=1e4, target_noise_clip=0.4)
     keys = jax.random.split(jax.random.key(0), 64)
     step = functools.partial(algo.item_losses, by_hand(0.0, [1.0]).critics, by_hand(0.9, [2.0]), window())

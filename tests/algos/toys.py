@@ -130,7 +130,7 @@ class Income:
 class OneOf:
     """One of several tasks. The array `which` chooses the task, so that one compiled program serves all of them.
 
-    Observations are padded with zeros to the length of the longest. The action space is that of the first task.
+    Observations are padded with zeros to the length of the longest observation. The action space is that of the first task.
     """
 
     which: jax.Array

@@ -41,7 +41,7 @@ class Model:
 
 
 def numbers(drawn: StoredStep) -> list[tuple[int, ...]]:
-    """The numbers of the drawn steps; checks that all fields of a step agree."""
+    """Return the numbers of the steps of each drawn item, and check that all fields of a step agree."""
     action = np.asarray(drawn.action)
     np.testing.assert_array_equal(np.asarray(drawn.obs)[..., 0], action)
     np.testing.assert_array_equal(np.asarray(drawn.obs)[..., 1], action + 0.5)

@@ -54,7 +54,11 @@ UNROLL = 3
 @pytest.mark.parametrize(("stack", "sampler"), [(2, "uniform"), (4, "prioritized")])
 @pytest.mark.parametrize("additions", [1, 4, 5, 6, 17], ids=lambda n: f"{n}_additions")
 def test_drawn_stacks_equal_those_of_the_environment(stack, sampler, additions):
-    """Exactly the stored items are drawn: before the ring buffer is full, when it has just become full, and after overwriting."""
+    """Before the ring buffer is full, when it has just become full, and after overwriting.
+
+    All stored items are drawn, and no others. In a full ring buffer, the oldest `stack - 1` steps begin no item: they only supply
+    frames to later stacks.
+    """
     length = 3
     played = [play(lengths, additions * UNROLL, stack) for lengths in LENGTHS]
     obs, last = (np.stack(x, axis=1) for x in zip(*played, strict=True))  # [time, env, ...]
@@ -66,7 +70,7 @@ def test_drawn_stacks_equal_those_of_the_environment(stack, sampler, additions):
     assert state.steps.obs.shape == (4, 15, 2, 1)  # single frames, not stacks
     oldest = 0 if len(obs) < 15 else len(obs) - 15 + stack - 1
     assert drawn.ready
-    steps = np.asarray(drawn.steps.action)  # the number of each step, counted from the start of the run
+    steps = np.asarray(drawn.steps.action)  # `fill_and_draw` stores the number of a step as its action
     env = np.asarray(drawn.where.env)
     assert set(steps[:, 0]) == set(range(oldest, len(obs) - length + 1))
     for item in range(1024):

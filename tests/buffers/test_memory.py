@@ -46,9 +46,9 @@ def iterations(replay: Replay, order: str):
 
 
 def cases():
-    """All combinations. CI runs four of them, in which every sampler, order and number of shards occurs.
+    """All combinations of sampler, order and number of shards. CI runs four of them, in which each of these values occurs.
 
-    CI runs prioritized tables in both orders, because `set_priorities` and `add` both write them.
+    CI runs prioritized tables in both orders, because both `set_priorities` and `add` write to such tables.
     """
     in_ci = {
         ("prioritized", "add first", None),

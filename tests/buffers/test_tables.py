@@ -47,7 +47,7 @@ def one_table(batch: int = 64, *, capacity: int = 24, unroll: int = 2, length: i
 
 
 def replays(max_examples: int):
-    """Give a test random replays. Hypothesis does not shrink a failing example: that would compile a hundred more replays."""
+    """Run a test on random replays. Hypothesis does not shrink failures, because that would compile a hundred more replays."""
 
     def decorate(test):
         run = settings(max_examples=max_examples, phases=[Phase.explicit, Phase.generate])
@@ -126,7 +126,7 @@ class TestHowOften:
         replay = one_table(30_000, capacity=12 * num_envs, sampler="prioritized", exponent=0.5)
         state, model = filled(replay, num_envs, 20)
         items = model.items(3)
-        # The priority of a new item follows from its number.
+        # The priority of a new item follows from the number of its first step.
         add = jax.jit(partial(replay.add, priority=lambda s: 1 + s.action[0].astype(jnp.float32) % 5))
         state = replay.init(ONE_STEP, num_envs)
         for i in range(20):
@@ -359,6 +359,7 @@ class TestCountersDoNotOverflow:
         size = round_of_steps(replay.ring(2))
         # Four rounds, each of about 2^30 steps of two environments.
         state = state._replace(inserted=Count(state.inserted.rest, jnp.int32(4)))
+        # Samples per insert, environments, rounds and steps per round, divided by the batch.
         most_draws = 0.5 * 2 * 4 * size / 4
         for share, ready in ((0.99, True), (1.01, False)):
             rounds, rest = divmod(int(share * most_draws), LARGEST_ROUND)

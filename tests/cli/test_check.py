@@ -44,7 +44,7 @@ def test_a_check_with_python_environments_prints_json(capsys):
 
 @pytest.fixture
 def found(monkeypatch):
-    """A list of deviations that `choreo check` takes as its result, so that it runs no program."""
+    """Make `choreo check` report these deviations instead of running the algorithm."""
     loss = Deviation(name="metrics['loss']", difference=0.5, allowed=0.0, reference="jax.jit(iterate)")
     found = [dataclasses.replace(loss, name="carry.train.weights", difference=0.0), loss]
     monkeypatch.setattr(check, "deviations", lambda *_, **__: found.copy())

@@ -33,7 +33,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def fails(capsys, *args, code=2):
-    """Standard error of a command that must fail with exit code `code`, and without a traceback."""
+    """Run a command that must fail with exit code `code` and without a traceback. Returns its standard error."""
     assert main(list(args)) == code
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
@@ -127,7 +127,7 @@ def test_ctrl_c_says_where_the_last_checkpoint_is_and_leaves_nothing_half_writte
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_stdout_ends_the_command_quietly(unbuffered):
-    """As in `choreo --help | head -1`."""
+    """This happens in `choreo --help | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "choreo", "--help"]

@@ -1,4 +1,4 @@
-"""Run every code block in README.md and docs/.
+"""Run the code blocks of docs/, README.md, CONTRIBUTING.md and CHANGELOG.md.
 
 Each document is one test. Its blocks run from top to bottom in an empty folder and share their variables:
 
@@ -8,8 +8,8 @@ Each document is one test. Its blocks run from top to bottom in an empty folder 
                                    `...` matches any text
     ```text, ```sh                 is not run
 
-Commands run in this process, because it has loaded JAX already. Only `choreo evaluate` in the README runs in a new process, to
-show that the files of a run are enough to evaluate it. We do not use the package sybil, because it supports neither titles
+Commands run in this process, which has loaded JAX already. Only `choreo evaluate` in the README runs in a new process, to show
+that the files of a run are enough to evaluate the run. We do not use the package sybil, because it supports neither titles
 nor commands.
 """
 
@@ -109,13 +109,13 @@ def run_command(command: str, expected: str, place: str, run: Callable[[list[str
 
 
 def as_user(args: list[str]) -> tuple[int, str]:
-    """Run a command in a new process, as a user does. Returns its exit code and its output."""
+    """Run a command in a new process, as a user does; return its exit code and its output."""
     done = subprocess.run([sys.executable, "-m", "choreo", *args], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 
 def in_process(args: list[str]) -> tuple[int, str]:
-    """Run a command in this process, which is faster. Returns its exit code and its output."""
+    """Run a command in this process, which is faster; return its exit code and its output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(args)
@@ -138,7 +138,7 @@ def test_links_lead_to_files_that_exist():
 
 
 class TestCollector:
-    """The functions above must not skip a block or a command without an error."""
+    """The functions above find every block and every command, and report each error."""
 
     def test_it_finds_titles_line_numbers_and_continued_commands(self):
         text = 'a\n```python title="x.py"\nassert 1\n```\n```console\n$ choreo list \\\n  algos\nppo\n```\n'

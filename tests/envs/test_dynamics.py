@@ -25,7 +25,7 @@ def test_every_step_equals_gymnasium(name):
             obs, _ = theirs.reset(seed=seed)
             state = make_state(*jnp.asarray(theirs.unwrapped.state, jnp.float64))
             for t in range(1, env.time_limit + 1):
-                # Gymnasium computes in the type of the action.
+                # Gymnasium's Pendulum computes in the type of the action, so the action is float64.
                 action = np.asarray(theirs.action_space.sample(), np.int64 if name == "CartPole-v1" else np.float64)
                 obs, reward, terminated, truncated, _ = theirs.step(action)
                 state, ours = step(state, jnp.asarray(action), jax.random.key(0))

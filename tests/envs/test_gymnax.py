@@ -28,7 +28,7 @@ def test_environments_of_gymnax_keep_the_contract(name):
 
 
 def test_cartpole_of_gymnax_equals_ours():
-    """Both begin in the same state and are given the same actions."""
+    """Both environments begin in the same state and are given the same actions."""
     ours, theirs = envs.make("jax:CartPole-v1", 1).env, adapter.make_gymnax("gymnax:CartPole-v1")
     state, _ = ours.reset(jax.random.key(0))
     other = gymnax.environments.classic_control.cartpole.EnvState(**state._asdict(), time=jnp.int32(0))

@@ -1,10 +1,11 @@
-"""Opens changed copies of run folders, and reports every event that opening data must not cause.
+"""Opens changed copies of run folders, and reports every event that opening a run folder must not cause.
 
     python opening.py SCRATCH load:1 replay:60        `load` every changed copy, `replay` every 60th
 
 This script needs a separate process, because an audit hook cannot be removed. SCRATCH holds the folders `ppo` and `gym`, which
-`make_folders` has made. Each case changes one thing in a copy of a folder. It replaces a string or a table of run.toml with one of
-`payloads`, or a file with a link, a pipe or a folder. Prints one JSON object: the number of opened cases, and the findings.
+`make_folders` has made. Each case changes one thing in a copy of a folder: a string or a table of run.toml becomes one of
+`payloads`, the whole run.toml becomes deeply nested, or a link, a pipe or a folder takes the place of a file. The script prints
+one JSON object: the number of opened cases, and the findings.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ COMMANDS = ("load", "compare", "graph", "evaluate", "resume", "replay", "train")
 """From the fastest to the slowest."""
 IGNORED = ("versions", "layout.fields.name")
 """Entries of run.toml that can be any text. If one of them is changed, a command succeeds, and most commands then take
-seconds. Only the fast commands try these cases."""
+seconds. Only `load` and `compare`, which are fast, try these cases."""
 FILES = (
     "run.toml",
     "metrics.jsonl",
@@ -143,13 +144,13 @@ def replaced(data: Any, path: tuple[Any, ...], payload: Any) -> Any:
 
 
 def changes(scratch: Path) -> list[tuple[str, str, Any]]:
-    """For each case: the folder, a description of the change, and the function that makes it."""
+    """For each case: the folder, a description of the change, and the function that makes the change."""
     found = []
     for folder in ("ppo", "gym"):
         data = tomllib.loads((scratch / folder / "run.toml").read_text())
         tables = (
             ("run", "algorithm", "environment", "layout") if folder == "ppo" else ("environment",)
-        )  # the other tables are the same as in ppo
+        )  # for the other tables, the cases of ppo are enough
         places = [path for path in positions(data) if path[0] in tables or path == ("versions", "jax")]
         for path, payload in itertools.product(places, payloads(scratch)):
             text = tomli_w.dumps(replaced(data, path, payload))
@@ -187,7 +188,7 @@ def _plant(folder: Path, *, name: str, kind: str, scratch: Path) -> None:
 
 
 class Watch:
-    """The audit hook: records forbidden events while `case` is set."""
+    """The audit hook: while `case` is set, it records forbidden events, and refuses those that start a process."""
 
     def __init__(self):
         self.case: str | None = None
@@ -237,7 +238,7 @@ class Watch:
 
 
 def open_folder(command: str, folder: Path) -> str:
-    """Run one command; returns its output."""
+    """Run one command; return its output."""
     import choreo
     from choreo.cli.main import main
 
@@ -267,7 +268,7 @@ def main() -> None:
     os.chdir(scratch)
     sys.path.insert(0, str(scratch))  # as with `python -m choreo`: modules in the current folder can be imported
     os.environ["CANARY"] = str(scratch / "CANARY")
-    for command in commands:  # without the hook: imports the modules that the commands need for every folder
+    for command in commands:  # without the hook: open unchanged copies, to import the modules that every folder needs
         for folder in ("ppo", "gym"):
             _open_copy(scratch, folder, command, lambda folder: None, None)
     watch, wrong, count = Watch(), [], 0
@@ -292,7 +293,7 @@ def main() -> None:
 
 
 def _open_copy(scratch: Path, folder: str, command: str, change: Any, watch: Watch | None) -> list[str]:
-    """Open a changed copy of a folder; returns the findings: an unexpected exception, or control characters in the output."""
+    """Open a changed copy of a folder; return the findings: an unexpected exception, or control characters in the output."""
     case, where = watch and watch.case, scratch / "case"
     if watch is not None:
         watch.case = None
@@ -306,7 +307,7 @@ def _open_copy(scratch: Path, folder: str, command: str, change: Any, watch: Wat
         watch.allowed, watch.case = where, case
     try:
         said = open_folder(command, copy)
-    except Exception as error:  # noqa: BLE001 - any exception except ChoreoError is a finding
+    except Exception as error:  # noqa: BLE001 - `open_folder` handles ChoreoError; any other is a finding
         if watch is not None:
             watch.case = None
         last = traceback.extract_tb(error.__traceback__)[-1]

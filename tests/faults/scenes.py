@@ -3,7 +3,9 @@
 The environment reads its fault from environment variables of its process, so that one plan serves all faults:
 
     FAULT=segfault                the fault; `misbehave` lists all faults
-    UNLUCKY=<seed>                the seed of the environment that has the fault, in its step number FAULT_STEP
+    UNLUCKY=<seed>                the seed of the environment that has the fault
+
+The fault happens in step number `FAULT_STEP` of that environment.
 """
 
 import contextlib
@@ -53,7 +55,7 @@ def naughty(layout: str) -> Plan:
 
 
 def naughty_factory():
-    """Returns a class of environments. A function defines the class, so that it is pickled by value: workers cannot import it."""
+    """Returns a class of environments. Workers cannot import this module, and a class that a function defines is pickled by value."""
 
     class Naughty(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -102,17 +104,20 @@ def naughty_factory():
 
 
 def unlucky(index: int) -> dict[str, str]:
-    """The environment variables that give environment number `index` the fault."""
+    """The environment variable that chooses environment number `index`. The test sets FAULT itself."""
     init_key = jax.random.wrap_key_data(jnp.asarray(split_key(KEY)[0]))
     return {"UNLUCKY": str(seeds(jax.random.split(init_key, NUM_ENVS))[index])}
 
 
-def play(runtime, *, halfway: Callable[[], None] = lambda: None):
-    """Run 40 iterations; returns the metrics and the carry. Calls `halfway` after 10 iterations, when everything is compiled."""
+def play(runtime, *, after_ten: Callable[[], None] = lambda: None):
+    """Run 40 iterations. Return the metrics of the first 10, those of the other 30, and the carry.
+
+    `after_ten` is called after 10 iterations, when everything is compiled.
+    """
     with contextlib.closing(runtime):
         runtime.start(KEY)
         first = runtime.run(0, 10)
-        halfway()
+        after_ten()
         return first, runtime.run(10, 40), runtime.carry()
 
 

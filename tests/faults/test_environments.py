@@ -1,4 +1,4 @@
-"""If an environment misbehaves, one error names the environment and its worker, and shows the traceback of the worker."""
+"""If an environment misbehaves, the run ends with one error that names the environment, its worker, or both."""
 
 import contextlib
 import itertools
@@ -87,7 +87,7 @@ def test_in_one_process_the_error_names_no_worker(fault, misbehave):
 @pytest.fixture
 def misbehave(monkeypatch):
     def play(fault, make_runtime) -> ChoreoError:
-        """Run with a fault in environment 3; returns the error."""
+        """Run with a fault in environment 3; return the error."""
         for name, value in (unlucky(3) | {"FAULT": fault}).items():
             monkeypatch.setenv(name, value)
         with contextlib.closing(make_runtime()) as runtime, pytest.raises(ChoreoError) as caught:

@@ -1,4 +1,4 @@
-"""After `kill -9` of any worker at any moment, the run ends within seconds with an error that names the worker. It leaves nothing
+"""After `kill -9` of any worker at any moment, the run ends within seconds with an error that names the worker, and leaves nothing
 behind."""
 
 import contextlib
@@ -42,7 +42,7 @@ CI = range(5, 10)
 def test_a_killed_worker_ends_the_run(seed):
     (layout, carrier), rng = SCENES[seed % len(SCENES)], random.Random(seed)
     plan, who = cartpole(layout), rng.randrange(len(NAMES[layout]))
-    starting = seed % 2  # a start takes one or two seconds, an iteration takes milliseconds
+    starting = seed % 2  # kill during the start, which takes one or two seconds; else during iterations of milliseconds
     with Killer(workers=len(NAMES[layout]), who=who, after_s=rng.uniform(0.0, 1.5 if starting else 0.2)) as killer:
         if starting:
             killer.allowed.set()
@@ -111,7 +111,7 @@ def parents_factory():
         action_space = gymnasium.spaces.Discrete(2)
 
         def reset(self, *, seed=None, options=None):
-            # The coordinator also makes an environment, to read its spaces, but before the test sets this variable.
+            # The coordinator makes an environment too, to read the spaces. The test sets this variable only after that.
             if "CHILDREN" in os.environ:
                 self.program = subprocess.Popen(["sleep", "600"])
                 if os.fork() == 0:

@@ -19,7 +19,7 @@ def scratch(tmp_path_factory):
 
 
 def opened(scratch: Any, *commands: str) -> dict[str, Any]:
-    """Open changed copies of the folders in a new process. Returns the number of cases and the findings."""
+    """Open changed copies of the folders in a new process; return the number of cases and the findings."""
     environ = os.environ | {"CHOREO_CACHE": "off", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, opening.__file__, str(scratch), *commands]
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
@@ -28,7 +28,7 @@ def opened(scratch: Any, *commands: str) -> dict[str, Any]:
 
 
 def test_load_is_safe_for_every_payload_and_other_commands_for_a_sample(scratch):
-    """All commands except `compare` begin with `load`, so `load` gets every case and the other commands get a sample."""
+    """All commands except `compare` read run.toml in the same way as `load`. So `load` gets every case, the others a sample."""
     rest = ["graph:61", "evaluate:83", "resume:89", "replay:97", "train:101"]
     found = opened(scratch, "load:1", "compare:17", *rest)
     assert found["wrong"] == []

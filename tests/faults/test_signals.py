@@ -29,11 +29,11 @@ def test_a_worker_that_is_suspended_for_a_while_does_not_change_the_results(layo
     worker = psutil.Process(local.pool.handles[who].process.pid)
     wake = threading.Timer(SUSPENDED_S, worker.resume)
 
-    def halfway():
+    def after_ten():
         worker.suspend()
         wake.start()
 
-    assert_same_bits(play(local, halfway=halfway), alone(layout))
+    assert_same_bits(play(local, after_ten=after_ten), alone(layout))
     wake.join()
 
 
@@ -82,7 +82,7 @@ def test_the_train_command_names_the_killed_worker_once(tmp_path, mark):
 
 @contextlib.contextmanager
 def command(folder: Path, layout: str):
-    """Start `choreo train`. Yields its process, after the first metrics are written, and the file with its output."""
+    """Start `choreo train` and wait for its first metrics; yield its process and the file with its output."""
     out, log = folder / "run", folder / "log"
     words = f"train {TINY}:Tiny CartPole-v1 --num-envs 4 --layout {layout} --workers 2 --steps 1e9 --unroll 4 --quiet"
     with open(log, "wb") as file:

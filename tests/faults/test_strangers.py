@@ -44,7 +44,7 @@ from tiny import Carry, Tiny, Train
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 """The first bytes that a ZeroMQ client sends."""
 TOO_MUCH = GREETING + b"\x06" + (2**63 - 1).to_bytes(8, "big") + b"x" * 4096
-"""The greeting, then a command that announces a size of 2^63 bytes."""
+"""The greeting, then a command that announces a size of 2^63 - 1 bytes."""
 
 
 # These two calls open files that stay open, so they come before the first check for leaks.
@@ -67,7 +67,7 @@ def knock(stack: ExitStack, address: str, port: int, data: bytes) -> socket.sock
 
 
 def run_there(agent: Agent, **options):
-    """The results of a whole run whose two workers the agent starts: one for the environments, and one for the learner."""
+    """Do a whole run whose two workers the agent starts: one for the environments, one for all other roles. Return the results."""
     return play(Local(cartpole("fine x1"), cluster=agent.cluster, **options))
 
 
@@ -83,7 +83,7 @@ class TestStrangers:
         assert agent.process.poll() is None
 
     def test_strangers_do_not_disturb_a_run(self, agent):
-        """They connect to all ports of all workers while the run goes on."""
+        """Strangers connect to all ports of all workers while the run goes on."""
         with ExitStack() as stack:
 
             def knock_at_all_ports():
@@ -94,7 +94,7 @@ class TestStrangers:
                             knock(stack, "127.0.0.1", port, data)
 
             ports: list[int] = []
-            run = play(Local(cartpole("fine x1"), cluster=agent.cluster), halfway=knock_at_all_ports)
+            run = play(Local(cartpole("fine x1"), cluster=agent.cluster), after_ten=knock_at_all_ports)
         assert_same_bits(run, alone("fine x1"))
         assert len(ports) >= 2, "fewer ports than workers; each worker has a port for its coordinator"
 
@@ -157,10 +157,10 @@ class TestPeersWithTheKey:
         assert "Traceback" not in logged
 
     def test_nonsense_to_a_worker_ends_only_that_worker(self, agent):
-        """A second run of the same agent goes on."""
+        """Another run, whose workers the same agent started, goes on."""
         local = Local(cartpole("fine x1"), cluster=agent.cluster)
 
-        def halfway():
+        def after_ten():
             for nonsense in (b"\xff" * 8 + b"{}", len(b"{}").to_bytes(8, "big") + b"{}", os.urandom(5000)):
                 process = RemoteProcess(agent.host, agent.token.read_bytes())
                 keys = KeyPair.new()
@@ -171,7 +171,7 @@ class TestPeersWithTheKey:
                         tunnel.sendall(nonsense)
                         assert process.wait(30) is not None, "the worker did not end"
 
-        assert_same_bits(play(local, halfway=halfway), alone("fine x1"))
+        assert_same_bits(play(local, after_ten=after_ten), alone("fine x1"))
         assert agent.process.poll() is None
 
     def test_nonsense_from_a_worker_ends_the_run_and_the_error_names_the_worker(self):
@@ -191,7 +191,7 @@ class TestPeersWithTheKey:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """A copy of a request in which some bytes are changed, so that it is not valid."""
+    """A copy of a request in which some bytes are changed; no bytes at all if the changed copy is still valid."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         changed[rng.randrange(len(changed))] = rng.randrange(256)
@@ -199,7 +199,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
         SpawnRequest.from_bytes(bytes(changed))
     except ValueError:
         return bytes(changed)
-    return b""  # the changed request is still valid, and the agent would start a worker
+    return b""  # the agent would start a worker for a valid request
 
 
 @contextlib.contextmanager
@@ -343,7 +343,7 @@ class Relay:
 
 CANARIES = {
     name: f"canary-of-{name}-".encode().ljust(28, b"z")
-    for name in ("closure", "observations", "parameters", "variable")
+    for name in ("factory", "observations", "parameters", "variable")
 }
 """Secrets with bytes that are easy to find. The recorded network data must not contain them."""
 IN_CLEAR = b"this canary flies in the open"
@@ -351,7 +351,7 @@ IN_CLEAR = b"this canary flies in the open"
 
 
 def secretive(canary: str, seen: np.ndarray):
-    """A class of environments with two secrets: `canary` is in its closure, and `seen` is every observation."""
+    """A class of environments with two secrets: `canary` is an attribute of the class, and `seen` is every observation."""
 
     class Secretive(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-np.inf, np.inf, seen.shape, np.float32)
@@ -383,13 +383,13 @@ class Marked(Tiny):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="recording a network device needs root")
 def test_no_secret_is_readable_on_the_network(tmp_path, monkeypatch):
-    """Records the network data of a run on two hosts. Then searches this data for the token, a secret key, and the canaries in an
-    environment variable, a closure, observations and weights."""
+    """The network data of a run on two hosts contains neither the token nor a secret key, and no canary of an environment
+    variable, the factory, observations or weights."""
     variables = launching.environment_variables
     monkeypatch.setattr(
         launching, "environment_variables", lambda *args: variables(*args) | {"CANARY": CANARIES["variable"].decode()}
     )
-    factory = secretive(CANARIES["closure"].decode(), pattern(CANARIES["observations"]))
+    factory = secretive(CANARIES["factory"].decode(), pattern(CANARIES["observations"]))
     algo = Marked(unroll=4, learning_rate=0.0)
     the_plan = choreo.plan(algo, envs.from_factory(factory, 4), choreo.coarse(2))
     with Namespace() as there, Recorder(there.cable) as recorder:
@@ -534,7 +534,7 @@ class TestFailuresOnOtherHosts:
                 local.run(0, 100)
 
     def test_workers_end_when_their_coordinator_is_killed(self, agent, mark, tmp_path):
-        """One worker is suspended by SIGSTOP, so it cannot notice the end of the coordinator. It ends as well."""
+        """One worker is suspended by SIGSTOP, so it cannot notice the end of the coordinator. The agent ends this worker."""
         file = tmp_path / "cluster.toml"
         file.write_text(f'token_file = "token"\n[[hosts]]\naddress = "127.0.0.1"\nport = {agent.port}\ncpus = 2\n')
         coordinator = subprocess.Popen(

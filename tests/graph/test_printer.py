@@ -1,4 +1,4 @@
-"""The text of a graph equals a golden print, and its edges are those that one counts by hand in the program."""
+"""The text of a graph equals a golden print, and the edges of a small graph are those counted by hand in its program."""
 
 import re
 from dataclasses import replace
@@ -51,14 +51,14 @@ def test_edges_are_those_counted_by_hand(nested):
     found = {(names[e.src], names[e.dst], when[e]): (e.times, e.nbytes) for e in when}
     assert found == {
         ("carry", "think", ""): (15, 12),  # the parameters
-        ("carry", "think", "first"): (1, 8),  # the first of 3 calls of `think` reads the place ...
-        ("think", "think", "next"): (10, 8),  # ... and each later call reads the result of the call before
-        ("move", "think", "next"): (4, 8),
+        ("carry", "think", "first"): (1, 8),  # in the first step, the first `think` reads the place from the carry
+        ("think", "think", "next"): (10, 8),  # in each of 5 steps, 2 of 3 calls read the result of the call before
+        ("move", "think", "next"): (4, 8),  # in each later step, the first `think` reads the place from `move`
         ("carry", "move", "first"): (1, 8),
         ("think", "move", ""): (5, 8),  # through the glue `-thought`
         ("move", "move", "next"): (4, 8),
         ("carry", "learn", ""): (1, 12),
-        ("move", "learn", ""): (1, 40),  # stacked, 5 x 2 numbers
+        ("move", "learn", ""): (1, 40),  # the path: 5 steps x 2 environments x 4 bytes
         ("learn", "shrink", ""): (1, 12),
         ("shrink", "carry", ""): (1, 12),
         ("move", "carry", ""): (1, 8),

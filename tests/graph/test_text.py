@@ -1,4 +1,4 @@
-"""Text for people: sizes, types, tables, wrapped lines."""
+"""Formatting as text: sizes, types, tables, wrapped lines."""
 
 import jax
 import numpy as np

@@ -50,7 +50,7 @@ def test_episodes_of_different_environments_end_at_different_times():
     lengths = iter([2, 3])
     block = batch(
         lambda: Count(length=next(lengths, 2)), range(2)
-    )  # `probe` first makes another environment, which takes the 2
+    )  # `probe` first makes one of length 2; then the batch makes 3 and 2
     rows = play(block, 6)
     assert [row[3].tolist() for row in rows] == [[t % 3 == 0, t % 2 == 0] for t in range(1, 7)]
     assert [row[6].tolist() for row in rows][2:4] == [[3, 1], [1, 2]]

@@ -51,7 +51,7 @@ def test_a_site_has_one_object_for_its_own_environments():
     assert len(objects.made) == 1, "two methods with an equal `make` did not share one object"
     (counters,) = objects.made.values()
     counters.current = 3
-    assert objects.current() == 3 and objects.calls == 6
+    assert objects.current() == 3 and objects.calls == 6  # the beginning and the end of each of three calls
     objects.close()
     assert counters.closed and not objects.made
 

@@ -20,7 +20,10 @@ def seeds(*values):
 
 
 def play(block, count, *action, seed=0):
-    """The results of `count` steps, without tokens. `action` has one array per leaf of the action space; by default, all take 1."""
+    """Reset the batch and take `count` steps; return their results without tokens.
+
+    `action` has one array per leaf of the action space. By default, every environment takes the action 1.
+    """
     action = action or (np.ones(len(block.envs), np.int32),)
     token, *_ = block.reset(np.arange(seed, seed + len(block.envs), dtype=np.uint32))
     rows = []
@@ -31,7 +34,7 @@ def play(block, count, *action, seed=0):
 
 
 class Count(gymnasium.Env):
-    """Observes the number of steps so far and a digit drawn with the seed. The reward is the action."""
+    """The observation is the number of steps so far, and a digit drawn with the seed. The reward is the action."""
 
     observation_space = spaces.Box(-1000, 1000, (2,), np.float32)
     action_space = spaces.Discrete(5)
@@ -58,7 +61,10 @@ class Count(gymnasium.Env):
 
 
 class Faulty(Count):
-    """Makes the error `fault` in its second episode, in step 2 or in `reset`, if its first seed was `seed` (None: any seed)."""
+    """A `Count` that makes the error `fault` in its second episode: in `reset`, or in step 2.
+
+    Only an environment that was first reset with `seed` is faulty. If `seed` is None, every environment is faulty.
+    """
 
     def __init__(self, fault="nothing", seed=None):
         super().__init__(length=3)

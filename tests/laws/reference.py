@@ -34,7 +34,7 @@ STRUCTURE = "the carry's structure"
 
 
 def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> Run:
-    """The result of `jax.jit` of the algorithm's own functions, without marks. Of Choreo, this uses only `unmarked`."""
+    """Run `jax.jit` of the algorithm's own functions, without marks; return the result. Of Choreo, this uses only `unmarked`."""
     init_key, run_key = jax.random.split(key)
     iterate = eqx.filter_jit(lambda carry, key: algo.iterate(env, carry, key))
     with unmarked():
@@ -48,9 +48,10 @@ def reference_run(algo: Any, env: Any, key: jax.Array, iterations: int = 3) -> R
 def sharded_reference(
     algo: Any, env: Any, shards: int, key: jax.Array, iterations: int = 3, *, jit: Callable[..., Any] = jax.jit
 ) -> Run:
-    """The result that S shards must give: `vmap` of `iterate` over shards, each with its own key.
+    """The result that S shards must give: `vmap` of `iterate` over the shards. Each shard has its own key.
 
-    Of Choreo, this uses only the functions that divide a carry into shards and that combine metrics.
+    Of Choreo, this uses only `unmarked`, the functions that divide a carry into shards and that combine metrics, and the trace,
+    which says how each metric is combined.
     """
     init_key, run_key = jax.random.split(key)
     with unmarked():
@@ -165,13 +166,13 @@ def init_of(algo: Any, env: Any, jit: Callable[..., Any] = eqx.filter_jit) -> Ca
 
 
 def planned_run(algo: Any, env: Any, layout: Layout | Plan, key: jax.Array, iterations: int = 3) -> Run:
-    """The result of a run in one process. `layout` is a layout for `algo` and `env`, or a plan."""
+    """Run in one process; return the result. `layout` is a layout for `algo` and `env`, or a plan."""
     planned = layout if isinstance(layout, Plan) else plan(algo, env, layout)
     return run_of(InProcess(planned), key, iterations)
 
 
 def run_of(runtime: Any, key: jax.Array, iterations: int = 3) -> Run:
-    """The result of a run in `runtime`, which is closed afterwards."""
+    """Run in `runtime` and close it; return the result."""
     try:
         runtime.start(key)
         metrics = runtime.run(0, iterations)

@@ -94,9 +94,10 @@ def refuse_or_equal(
 ) -> dict[str, ChoreoError | None]:
     """Run `algo` for three iterations under each layout; return, for each layout's name, the refusal or None.
 
-    Fails if a result differs from the reference, or if a refusal does not say what it refuses. An `AlgorithmError` must name a
-    leaf or a metric. Any other refusal must name a line of `source` (the user's file, or folder of files), unless it is about
-    merge="any". `reference` is a function that returns the reference result; pass it if several programs share the result.
+    The test fails if a result differs from the reference, or if a refusal does not say what is refused. An `AlgorithmError`
+    must name a leaf or a metric. Any other refusal must name a line of `source` (the user's file, or folder of files), unless
+    the refusal is about merge="any". `reference` is a function that returns the reference result; pass it if several programs
+    share the result.
     """
     traced = functools.cache(lambda: trace(algo, env))
     reference = reference or functools.cache(
@@ -151,14 +152,14 @@ def as_jax(tree: Any) -> Any:
 
 
 def planned_run(planned: Plan, runtime: type[InProcess], replay: list[VersionRead] | None = None) -> Run:
-    """The result of three iterations of a plan, without the metrics `lag_mean` and `lag_max`."""
+    """Run three iterations of a plan; return the result without the metrics `lag_mean` and `lag_max`."""
     return run_and_log(planned, runtime, replay)[0]
 
 
 def run_and_log(
     planned: Plan, runtime: type[InProcess], replay: list[VersionRead] | None = None
 ) -> tuple[Run, list[VersionRead]]:
-    """The result of three iterations of a plan, and the log of which version each worker read."""
+    """Run three iterations of a plan; return the result, and the log of which version each worker read."""
     running = runtime(planned, replay=replay)
     running.start(jax.random.key(KEY))
     metrics = running.run(0, 3)

@@ -1,7 +1,7 @@
 """Law levels 1 and 3 for layouts that divide the agents instead of the environments (`per_agent`).
 
 In one process, the result equals the reference, `jax.jit(iterate)`, up to 1e-5. Worker processes give the same bits as one
-process. A plan is refused if another axis could be mistaken for the agent axis.
+process. If another axis could be mistaken for the agent axis, the plan is refused, or gives the reference result.
 """
 
 from dataclasses import dataclass
@@ -173,7 +173,7 @@ class TwoAxesOfEqualLength:
     """
 
     mixes: bool
-    """Whether the fragments also contract over the axis of the weights."""
+    """Whether the fragments sum over the axis of the weights."""
 
     def init(self, env, key):
         return {"w": jnp.linspace(0.0, 1.0, 9).reshape(3, 3), "s": jnp.linspace(-1.0, 1.0, 18).reshape(6, 3)}

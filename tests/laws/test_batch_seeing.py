@@ -97,7 +97,7 @@ def by_unvmap(fold):
 
 
 def by_max(w, s, key):
-    """Divides by the maximum over all environments."""
+    """An actor that divides by the maximum over all environments."""
     return w * s / (1.0 + eqxi.unvmap_max((10 * s[0]).astype(jnp.int32)).astype(s.dtype))
 
 

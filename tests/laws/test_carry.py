@@ -151,7 +151,7 @@ class Boxed(eqx.Module):
 
 
 def odd_leaves(env, key):
-    """A carry with every kind of leaf and container: aliases, empty arrays, None, keys, small types, NumPy values."""
+    """A carry with many kinds of leaves and containers: aliases, empty arrays, None, keys, small types, NumPy values."""
     shared = jnp.arange(3.0)
     return {
         "s": jnp.linspace(-1.0, 1.0, 18).reshape(6, 3),
@@ -181,7 +181,7 @@ def learn_odd_leaves(w, alias, nested, grad, numpy):
 
 
 def iterate_odd_leaves(env, carry, key):
-    """Changes some of the leaves, swaps two, returns one value twice, and passes the others on."""
+    """Change some of the leaves, swap two, return one value twice, and return the other leaves unchanged."""
     s = env.step(carry["s"], jax.vmap(push, (None, 0))(carry["w"], carry["s"]))
     w, nested, numpy = learn_odd_leaves(carry["w"], carry["alias"], carry["nested"], jnp.mean(s, 0), carry["numpy"])
     a, b = carry["swapped"]
@@ -244,7 +244,7 @@ class TestUnchanged:
 
 
 class TestRefused:
-    """Leaves that change in a way that an array cannot. The refusal names the path of the leaf."""
+    """Leaves that change in a way that an array of one type cannot represent. The refusal names the path of the leaf."""
 
     def test_a_string_that_changes(self):
         text = refusal(lambda: {"name": "warm"}, lambda w, more, grad: (w, {"name": "cold"}, jnp.sum(w)))
@@ -304,7 +304,7 @@ class TestWeakTypes:
 
     def test_a_leaf_that_is_weak_only_at_first_gets_the_strong_type(self):
         """`init` gives the leaf a weak type, and `iterate` a strong one. The leaf gets the strong type from the start, as in
-        `lax.scan`, provided that the program stays the same."""
+        `lax.scan`, provided that the program computes in the same types."""
 
         def start():
             return jnp.full((3,), 0.5)  # has a weak type

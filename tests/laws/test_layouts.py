@@ -67,8 +67,8 @@ CI = {
     "ppo-lstm-coarse x2", "ppo-continuous-coarse x4", "other-fine x2", "ppo-gymnasium-env x2, actor x3",
     "ppo-coarse x4", "ppo-env x6, actor x4",
 }  # fmt: skip
-"""Cells that `make test` runs: each algorithm with one site per group or with replicas, and PPO in float64. The matrix runs
-every algorithm in coarse and fine."""
+"""Cells that `make test` runs without XLA's optimisations: each algorithm with one site per group or with replicas, and PPO in
+float64. The matrix runs every algorithm in coarse and fine."""
 
 
 def cells(layouts):
@@ -145,7 +145,8 @@ FLOAT64 = {
 
 
 def float32_cells():
-    """Cells for float32: all cells that do not run in float64, without the largest layout."""
+    """Cells for float32: the cells of `REPLICAS` that do not run in float64, without the largest layout and without some cells
+    with Python environments."""
     found = [cell for cell in without_repeats(cells(REPLICAS)) if cell.id not in FLOAT64 and "env x6" not in cell.id]
     return [cell for cell in found if cell.id != "ppo-gymnasium-fine x2"]
 
@@ -183,7 +184,7 @@ def test_exact_gives_the_same_bits_for_any_number_of_workers(algorithm):
     one = run_in(coarse(1, exact=True), algorithm)
     for workers in (2, 6):
         assert_same_bits(run_in(coarse(workers, exact=True), algorithm), one)
-    # Blocks of an LSTM round differently from the reference. For an MLP the bits are equal: see the next test.
+    # An LSTM on blocks rounds differently from the reference. The next test has a program whose bits are equal.
     assert_close(one, reference_of(algorithm)[-1], 1e-5)
 
 

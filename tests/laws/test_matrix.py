@@ -1,8 +1,8 @@
 """The law for every algorithm in every layout; the cells come from `matrix.py`.
 
 lockstep layouts, one process     the reference, `jax.jit(iterate)`, up to 1e-5 after three iterations (level 3)
-lockstep layouts, more processes  the bits of the same plan in one process (level 1)
-relaxed layouts                   a replay of the log gives the same bits, and no lag in it exceeds `max_lag` (level 4)
+lockstep layouts, with workers    the bits of the same plan in one process (level 1)
+relaxed layouts                   a replay of the log gives the same bits, and no lag in the log exceeds `max_lag` (level 4)
 cells that cannot run             refused with the message that `matrix.py` states
 """
 
@@ -60,7 +60,7 @@ OTHERS = [cell for cell in matrix.CELLS if cell not in WITH_WORKERS and not matr
 
 @pytest.mark.parametrize(("algo", "layout"), matrix.CELLS)
 def test_cell(algo, layout):
-    """Run one cell in one process. If it is in `WITH_WORKERS`, also run its plan, which is now compiled, with worker processes."""
+    """Run one cell in one process. If the cell is in `WITH_WORKERS`, also run the same plan with worker processes."""
     if refusal := matrix.refused(algo, layout):
         with pytest.raises((LayoutError, PartitionError)) as error:
             planned(algo, layout)

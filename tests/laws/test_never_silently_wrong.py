@@ -2,14 +2,15 @@
 
 A refusal is an error that names the user's line. A correct result equals the reference result up to 1e-5.
 
-A mixer is a function [env, 3] -> [env, 3] whose result for one environment depends, or seems to depend, on the others. If Choreo
-ran a mixer on a block of environments, the result could be wrong, and no error would show it. Each mixer is tried
+A mixer is a function of an array [E, 3] that returns an array [E, 3], with one row for each of E environments. The row of one
+environment in the result depends, or seems to depend, on the rows of other environments. If Choreo ran a mixer on a block of
+environments, the result could be wrong, and no error would show it. Each mixer of `MIXERS` is tried
 
     alone, and inside   scan, cond, while, custom_vjp, remat
     as                  glue, a fragment of the whole batch, a mapped fragment
 
-The reference is the program without its marks, evaluated op by op and not compiled. `odd_programs/` has
-whole programs for the same law.
+Each mixer of `MORE_MIXERS` is tried alone, as glue and as a fragment of the whole batch. The reference is the program without its
+marks, evaluated op by op. `odd_programs/` has whole programs for the same law.
 """
 
 import functools
@@ -40,8 +41,8 @@ from laws.refuse_or_equal import (
 
 E = 6
 UNEQUAL_GROUPS = {"env x2, actor x3": LAYOUTS["env x2, actor x3"]}
-"""A layout in which two groups have blocks of different sizes. It is the hardest layout, so most tests with a
-single layout use it."""
+"""A layout in which two groups have blocks of different sizes. Between these groups, Choreo must cut values into other blocks.
+So most tests with a single layout use this layout."""
 
 
 def rows(values):
@@ -358,7 +359,7 @@ def reference(mixer: str, around: str) -> Run:
 
 
 def case(*parts: str, ci: bool) -> Any:
-    """The arguments of one test. If `ci` is False, only `make test-long` runs it."""
+    """The arguments of one test. If `ci` is False, only `make test-long` runs this test."""
     return pytest.param(*parts, id=" - ".join(parts), marks=[] if ci else [pytest.mark.long])
 
 
@@ -404,7 +405,7 @@ def test_functions_that_do_not_mix_run_on_blocks(mixer):
 
 
 def places() -> list[Any]:
-    """Every mixer in both places. `make test` runs every mixer in one of the two places."""
+    """Every mixer of `MIXERS` on the state, and on the actions of a scan. `make test` runs each mixer in one of the two places."""
     cells = itertools.product(enumerate(MIXERS), enumerate(["state", "step"]))
     return [case(mixer, where, ci=m % 2 == w) for (m, mixer), (w, where) in cells]
 

@@ -27,8 +27,8 @@ THREE_SITES = {
     "jax": Layout(Group("env", replicas=2), Group("actor"), Group("learner")),
     "gymnasium": Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner")),
 }
-"""Layouts by kind of environment. Python environments get more sites, with blocks of two sizes: their workers start fast, because
-they do not import JAX."""
+"""Layouts by kind of environment. For Python environments, the layout has more sites, and blocks of two sizes: workers that only
+step Python environments start fast, because they do not import JAX."""
 LAYOUTS = {
     "fused": fused(),
     "coarse x1": coarse(1),

@@ -21,7 +21,7 @@ def layout_of(command):
 
 
 DISTINCT = {(command.split()[0], layout_of(command)): command for command in COMMANDS}
-"""One command for each pair of an algorithm and a layout. Several systems in the tables have the same pair."""
+"""One command for each pair of an algorithm and a layout. The docs have several commands with the same pair."""
 
 
 FASTEST_FIRST = ["impala", "a2c", "ppo", "dqn"]
@@ -29,9 +29,10 @@ FASTEST_FIRST = ["impala", "a2c", "ppo", "dqn"]
 
 
 def commands():
-    """All commands, as parameters.
+    """The commands of `DISTINCT`, as parameters of the test.
 
-    A command is marked `long` if earlier commands already cover its algorithm, its preset, its `merge`, and whether it has a lag.
+    A command is marked `long` if it has nothing new: the commands before it have its algorithm, its preset, its `merge`, and a lag
+    if it has one.
     """
     seen = set()
     for (algo, layout), command in sorted(DISTINCT.items(), key=lambda pair: FASTEST_FIRST.index(pair[0][0])):

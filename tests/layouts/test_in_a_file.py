@@ -46,6 +46,7 @@ def own(tmp_path, monkeypatch):
 
 
 def two_stage(workers, *, exact=False):
+    """The layout that Choreo must make from `own.py:two_stage`."""
     groups = Group("env", replicas=workers), Group("actor", "learner")
     return Layout(*groups, exact=exact, name="two_stage")
 

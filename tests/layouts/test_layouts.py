@@ -1,4 +1,5 @@
-"""A layout is a value, and its repr is code that makes it. Contradictions are refused with a message that says what to do."""
+"""A layout is a value. Its repr is code that makes the same layout, except for the name. Contradictions are refused with a message
+that says what to do."""
 
 import pickle
 

@@ -1,7 +1,7 @@
 """DDPG, TD3 and SAC learn Pendulum with every seed, with one update per environment step.
 
 The measure is the mean return of 100 new episodes, with the final parameters and greedy actions.
-The hyper-parameters were chosen on other seeds (100 and above). docs/algorithms/sac.md reports more runs.
+The hyper-parameters were chosen on other seeds (100 and above). docs/algorithms/{ddpg,td3,sac}.md report these runs.
 `make test-learning` runs this file.
 """
 

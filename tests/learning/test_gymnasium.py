@@ -1,7 +1,7 @@
 """PPO learns CartPole and Pendulum of Gymnasium. Worker processes step the environments.
 
 The measure is the mean return of 100 new episodes, with the final parameters and greedy actions.
-The settings are those of tests/learning/test_ppo.py. They were chosen on JAX environments and on other seeds.
+The settings are those of tests/learning/test_ppo.py. They were chosen on JAX environments.
 `make test-learning` runs this file.
 """
 

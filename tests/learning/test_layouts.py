@@ -3,7 +3,8 @@
 The measure is the mean return of 100 new episodes, with the final parameters and greedy actions.
 
 In one process, the lags and the order of arrival are drawn from the seed. The result is then reproducible, and must reach a high
-threshold. With workers, both depend on timing, so the threshold is low. `make test-learning` runs this file.
+threshold. With worker processes, the lags and the order depend on timing, so the threshold is low. `make test-learning` runs this
+file.
 """
 
 import pytest

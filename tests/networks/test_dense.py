@@ -1,4 +1,4 @@
-"""Networks for continuous actions: which spaces they refuse, and why."""
+"""Networks for continuous actions refuse some action spaces, action masks, and zero critics. Each error gives the reason."""
 
 import functools
 

@@ -88,6 +88,7 @@ REFUSED = [
     (masked_by(spaces.MultiBinary(2)), spaces.MultiBinary(2), "not for MultiBinary", "a different name"),
     (masked_by(spaces.MultiBinary(2)), VECTOR, "not for Box", "a different name"),
 ]
+"""Observation space, action space, a pattern in the message, and a part of the message's advice."""
 
 
 @pytest.mark.parametrize("network", [networks.mlp, networks.lstm], ids=["mlp", "lstm"])

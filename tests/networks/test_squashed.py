@@ -13,9 +13,9 @@ WIDE = Bounds((-2.0, 0.0), (2.0, 10.0), (2,))
 
 @pytest.mark.parametrize("bounds", [pytest.param(UNIT, marks=pytest.mark.long), WIDE], ids=["unit", "wide"])
 def test_densities_equal_those_of_distrax(bounds):
-    """Ours are densities of actions scaled to [-1, 1], and those of distrax are densities of the actions themselves.
+    """Choreo's densities are those of actions scaled to [-1, 1]; those of distrax are densities of the actions themselves.
 
-    So the test adds the logarithm of half of each dimension's width to the logarithms of distrax.
+    So the test adds log(width / 2) of each dimension to the log-densities of distrax.
     """
     distrax = pytest.importorskip("distrax", reason="distrax is not installed")
     mean, log_std = jnp.array([0.5, -1.0]), jnp.array([-0.3, 0.2])

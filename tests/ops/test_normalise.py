@@ -24,7 +24,8 @@ def test_moments_of_a_stream_are_those_of_all_data():
 
 
 def test_statistics_of_shards_may_be_averaged():
-    """The means of the shards differ, and are near 300. The variance between shards must count, and rounding must not remove it."""
+    """The means of the shards are near 300 and differ. The variance must include this difference, and rounding must not remove
+    the variance."""
     rng = np.random.default_rng(0)
     data = (300 + 2 * rng.normal(size=(6, 4, 16, 3)) + np.arange(4)[:, None, None]).astype(np.float32)
     moments = ops.Moments.of_nothing((3,))

@@ -16,7 +16,7 @@ def steps():
 
 
 def by_hand(steps, lambda_):
-    """The definition of Sutton & Barto: a weighted sum of n-step returns, for each environment and each start."""
+    """The definition of Sutton & Barto: a weighted sum of n-step returns, for each environment and each first step."""
     reward, discount, last, _, value_t = steps
     out = np.zeros((TIME, ENV))
     for e in range(ENV):
@@ -61,7 +61,8 @@ def test_gae_is_lambda_return_minus_value_if_values_are_consistent(steps):
 
 
 def test_the_discounted_return_of_ones_equals_the_closed_form():
-    """The sum of n terms, 1 + g + g^2 + ..., is (1 - g^n) / (1 - g). With a bootstrapped value for the rest, it is 1 / (1 - g)."""
+    """The sum of n terms, 1 + g + g^2 + ..., is (1 - g^n) / (1 - g). With a bootstrapped value for all later terms, the sum is
+    1 / (1 - g)."""
     ones, never = jnp.ones((10, 1)), jnp.zeros((10, 1), bool)
     ended = never.at[-1].set(True)
     left = np.arange(10, 0, -1)[:, None]

@@ -1,4 +1,4 @@
-"""V-trace equals its definition (a sum over products) and rlax. In special cases it equals a simpler formula."""
+"""V-trace equals its definition (a sum over products) and rlax. In special cases, V-trace equals a simpler formula."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def ratio():
 def by_definition(ratio, steps, rho_bar, c_bar, lambda_):
     """Equation 1 of the IMPALA paper for each start s, with a sum over t up to the end of the episode:
 
-    V(x_s) + sum_t gamma^(t-s) (prod of c) rho_t delta_t
+    V(x_s) + sum_t gamma^(t-s) c_s ... c_(t-1) rho_t delta_t
     """
     reward, discount, last, value_tm1, value_t = steps
     out = value_tm1.astype(np.float64)
@@ -73,7 +73,7 @@ def test_steps_with_a_ratio_of_zero_change_nothing(steps):
 
 
 def test_clipped_ratios_act_like_ratios_of_one(ratio, steps):
-    """Here every ratio is above both bounds, which are 1 by default."""
+    """In this test every ratio is above both bounds, which are 1 by default."""
     high = ops.vtrace(*map(jnp.asarray, (ratio + 1, *steps)))
     ones = ops.vtrace(jnp.ones((TIME, ENV)), *map(jnp.asarray, steps))
     np.testing.assert_array_equal(high.target_tm1, ones.target_tm1)
@@ -112,9 +112,10 @@ def test_without_time_limits_it_equals_rlax(ratio, steps, bar, lambda_):
 
 
 def test_the_target_weights_rewards_by_the_clipped_policy():
-    """Section 4.1 of the IMPALA paper, for one step and four actions, which the policy mu has chosen.
+    """Section 4.1 of the IMPALA paper, for one step and four actions. The policy mu chooses the actions, pi is learned.
 
-    With rho_bar = 10, the mean target is the sum of the rewards weighted by pi. With rho_bar = 1, the weights are min(pi, mu).
+    With rho_bar = 10, no ratio is clipped, and the mean target is the sum of the rewards weighted by pi. With rho_bar = 1, the
+    weights are min(pi, mu).
     """
     mu, pi, reward = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.1, 0.1], [3.0, -1.0, 2.0, 5.0]], np.float32)
     one = jnp.ones((1, 4))  # every action occurs once; `mu @ ...` below computes the mean over actions

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def random_steps(time: int, env: int, gamma: float) -> tuple[np.ndarray, ...]:
-    """Return reward, discount, last, value_tm1 and value_t, each [time, env]. A third of the episodes end with a time limit."""
+    """Return reward, discount, last, value_tm1 and value_t, each [time, env]. About a third of the ends are time limits."""
     rng = np.random.default_rng(0)
     last = rng.random((time, env)) < 0.15
     terminated = last & (rng.random((time, env)) < 0.66)

@@ -100,7 +100,7 @@ def test_the_cases_contain_every_kind_of_code():
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "learners that combine gradients"])
 def test_eager_evaluation_equals_the_compiled_segment(case):
-    """Leaves out learners that combine gradients, because these need the mapped axis that `collectives.py` provides."""
+    """The cases leave out learners that combine gradients: their code needs the mapped axis that `collectives.py` provides."""
     for number, segment in enumerate(segments(case)):
         code, values = segment.fn, [example(given.aval, number + i) for i, given in enumerate(segment.ins)]
         assert isinstance(code, SegmentCode)

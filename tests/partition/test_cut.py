@@ -27,7 +27,7 @@ KEY = jax.random.key(1)
 
 
 def sent(planned: Plan) -> list[tuple[str, str, list[str], int]]:
-    """For each transfer, in order: the sender, the receiver, the types of the values, and the number of times per iteration."""
+    """For each transfer, in order: the sender, the receiver, the types of the values, and how often it runs per iteration."""
     return [
         (step.src, step.dst, [move.aval.str_short(short_dtypes=True) for move in step.moves], times)
         for step, times in walk_steps(planned.iterate.steps)
@@ -36,6 +36,7 @@ def sent(planned: Plan) -> list[tuple[str, str, list[str], int]]:
 
 
 def segments(planned: Plan) -> list[tuple[str, str, int]]:
+    """For each segment, in order: the group, the name, and how often it runs per iteration."""
     return [(s.group, s.name, times) for s, times in walk_steps(planned.iterate.steps) if isinstance(s, Segment)]
 
 
@@ -45,8 +46,8 @@ class TestWhatCrosses:
         assert sent(planned) == [] and planned.single is not None
 
     def test_glue_at_the_end_becomes_part_of_the_only_segment(self):
-        """The glue computes a counter, a key and a constant. If it were a second segment, a run could not be one compiled loop, and
-        could not be divided among several devices."""
+        """The glue computes a counter, a key and a constant. If the glue were a second segment, a run could not be one compiled
+        loop, and could not be divided among several devices."""
 
         def start(env, key):
             return still(env, key) | {"n": jnp.int32(0), "key": key, "ones": jnp.zeros(2)}
@@ -86,7 +87,7 @@ class TestWhatCrosses:
 
     @pytest.mark.parametrize("workers", [1, 2, 3])
     def test_coarse_sends_parameters_to_workers_and_trajectories_to_the_learner(self, workers):
-        """Only the learner reads `slow`, and only the environments read the last states, so these are not sent."""
+        """Only the learner reads `slow`, and only the environments read the last states, so neither of the two is sent."""
         assert sent(plan(WALK, Pond(), coarse(workers))) == [
             (LEARNER, WORKERS, ["f32[3]"], 1),
             (WORKERS, LEARNER, ["f32[4,6,3]"], 1),
@@ -94,7 +95,7 @@ class TestWhatCrosses:
 
     @pytest.mark.parametrize("workers", [1, 2])
     def test_fine_sends_one_message_each_way_per_step(self, workers):
-        """The learner receives the states one by one, so the stacked path need not be sent."""
+        """Actor and learner share a site. This site receives the states of each step, so the stacked states are not sent."""
         assert sent(plan(WALK, Pond(), fine(workers))) == [
             ("env", INFERENCE, ["f32[6,3]"], STEPS),
             (INFERENCE, "env", ["f32[6,3]"], STEPS),
@@ -117,7 +118,7 @@ class TestWhatCrosses:
             assert not any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in moved)
 
     def test_no_value_is_sent_twice(self):
-        """Two segments of one site, before and after a loop, read the same value. It is sent once."""
+        """Two segments of one site, before and after a scan, read the same value. The value is sent once."""
 
         @choreo.fragment("learner")
         def judge(w, s):
@@ -149,7 +150,8 @@ class TestWhatCrosses:
         }
 
     def test_an_argument_that_a_fragment_returns_unchanged_is_not_sent(self):
-        """Many fragments return an argument among their results. Here the learner has this argument already: the parameters."""
+        """Many fragments return an argument among their results. In this test, the argument is the parameters, which the learner
+        has already."""
 
         @choreo.fragment("actor")
         def act_and_return(w, s):
@@ -259,7 +261,7 @@ def test_blocks_are_redistributed_between_groups_with_different_numbers_of_repli
 
 
 class TestRefused:
-    """A `cond` or `while` with fragments of two sites is refused. The error shows the user's line and a way out."""
+    """A `cond` or `while` with fragments of two sites is refused. The error shows the user's line and says what to do."""
 
     def refusal(self, branch) -> list[str]:
         def go(env, carry, key):

@@ -1,4 +1,7 @@
-"""Random numbers are drawn before a loop around Python environments, and are the same as if they were drawn inside it."""
+"""Random numbers for a loop around Python environments are drawn before the loop, with the same bits as inside the loop.
+
+Random numbers from rbg keys are still drawn inside the loop.
+"""
 
 import functools
 
@@ -21,7 +24,7 @@ LAYOUTS = {"fused": fused(), "coarse x2": coarse(2), "fine x2": fine(2)}
 
 
 def primitives(planned):
-    """The primitives of all segments outside of loops ("before"), and of all segments inside loops ("within")."""
+    """The primitives of all segments outside of loops ("before", although some run after a loop) and inside loops ("within")."""
     found = {"before": set(), "within": set()}
     for step in planned.iterate.steps:
         for segment in step.body if isinstance(step, Loop) else [step]:

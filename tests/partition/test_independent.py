@@ -1,4 +1,4 @@
-"""For every primitive on the list of `independent.py`, the bits of a row of a `vmap` do not depend on the other rows."""
+"""Under `vmap`, the bits of one row do not depend on the other rows, for every primitive on the list of `independent.py`."""
 
 import importlib
 import warnings
@@ -25,6 +25,9 @@ from choreo.partition.independent import (
 
 ROWS = 4
 """The number of rows of a batch. The tests compare the results for row 1."""
+
+
+# Types of arguments: f is float32, i is int32, u is uint32, b is bool, c is complex64.
 
 
 def f(*shape):
@@ -181,7 +184,7 @@ def _pooled(x):
 
 
 def _halved(x):
-    """Halves each row until it is small, at most 9 times. Without this limit, an infinite row would loop for ever."""
+    """Halve a row until its first element is small, at most 9 times. An infinite row never becomes small."""
     return lax.while_loop(lambda c: (jnp.abs(c[1][0]) > 0.1) & (c[0] < 9), lambda c: (c[0] + 1, 0.5 * c[1]), (0, x))[1]
 
 
@@ -269,7 +272,7 @@ def bits_of_row(out):
 
 
 class TestRefused:
-    """`obstacle` finds a primitive that is not on the list, wherever it is in a program."""
+    """`obstacle` finds a primitive that is not on the list, or that uses rbg keys, wherever the primitive is in a program."""
 
     def test_random_numbers_from_rbg_keys_are_refused(self):
         key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
@@ -328,7 +331,7 @@ REFUSED_MODULES = (
 
 
 def test_every_primitive_of_the_installed_jax_has_been_reviewed():
-    """Each primitive is on the list, in REFUSED, or in one of REFUSED_MODULES."""
+    """Each primitive is on the list, in REFUSED, in one of REFUSED_MODULES, or one half of a collective."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in ("jax.experimental.sparse", "jax.experimental.pallas", "jax.experimental.checkify",

@@ -14,7 +14,7 @@ from laws.reference import assert_close, planned_run, reference_run
 from partition.ponds import Functions, Pond, learn, push, still
 
 LENGTH = 10
-"""The length of the queues. A placement that stops after a small, fixed number of rounds must fail here."""
+"""The length of the queues. A placement that stops after a small, fixed number of rounds would fail this test."""
 
 
 def start(env, key):
@@ -22,7 +22,7 @@ def start(env, key):
 
 
 def go(env, carry, key):
-    """Two queues of LENGTH leaves: `line` moves on by one leaf in every iteration, and `rows` in every step of the loop. Only
+    """Two queues of LENGTH leaves: `line` moves on by one leaf in every iteration, and `rows` in every step of the scan. Only
     the first leaf of a queue is read."""
 
     def step(state, _):

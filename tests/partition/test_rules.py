@@ -35,11 +35,12 @@ GROUPS = 10
 
 @dataclass(frozen=True)
 class Example:
-    """A function, and the shapes of its operands. The test tries each dimension of length E as the env axis."""
+    """A function, and the shapes of its operands. The test tries to divide each axis of length E, GROUPS or E * GROUPS."""
 
     fn: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...] = ()
+    """A dtype for each operand, or "key" for random keys, or "index" for indices. Empty if all are float32."""
     allowed: int = 1
     """The rule must allow at least this number of combinations of axes for `primitive`. 0 means that it must refuse all of them."""
     primitive: str | None = None
@@ -69,7 +70,7 @@ def block_of(value: Any, axis: int | None, r: int) -> Any:
     rows = SIZE.of(np.shape(value)[axis])
     if _compat.is_key(value.dtype):
         return lax.slice_in_dim(value, r * rows, (r + 1) * rows, axis=axis)
-    # In NumPy, because JAX would compile a program for each shape.
+    # NumPy takes the slice, because JAX would compile a program for each shape.
     return jnp.asarray(np.asarray(value)[(slice(None),) * axis + (slice(r * rows, (r + 1) * rows),)])
 
 
@@ -135,8 +136,8 @@ def _check_eqn(eqn, values) -> int:
             ins, outs, params = split(eqn, axes, SIZE)
         except Mixes:
             continue
-        # The rule wants a piece of an operand that is not the available block. `ByRule` refuses this combination, except for an
-        # operand that is also available as a whole. That case is checked with None as its axis.
+        # Skip a combination for which the rule wants another piece of an operand than the available block. `ByRule` refuses such
+        # a combination, unless the operand is also available as a whole. The combination with None for the operand tests that case.
         if any(have is not None and want != have for have, want in zip(axes, ins, strict=True)):
             continue
         allowed += 1

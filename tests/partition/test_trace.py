@@ -69,7 +69,7 @@ class TestRefused:
         )
 
     def test_nested_metrics_are_refused(self):
-        """Metrics must be flat, because nested metrics could get the names of other metrics."""
+        """Metrics must be flat, because a nested metric could get the same name as another metric."""
         nested = {"b": {"x": jnp.ones(()), "y": jnp.zeros(())}, "a": jnp.ones(())}
         assert "must return its metrics as a flat dict of arrays" in refusal(lambda env, carry, key: (carry, nested))
 

@@ -1,6 +1,7 @@
 """The costs that a plan states are right.
 
-Bytes and messages are compared with those of a runtime. The sizes of matrix products are compared with numbers counted by hand.
+Bytes are compared with those that a runtime receives, messages with those that worker processes would send. The sizes of matrix
+products are compared with numbers counted by hand.
 """
 
 import jax
@@ -69,7 +70,7 @@ def test_a_replica_sends_only_to_replicas_that_need_some_of_its_environments():
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if not layout.exact])
 def test_messages_are_those_of_worker_processes(name):
     shown = planned(name)
-    # With merge="any" (`num_workers` > 1) the steps are those of one worker, so that each group has one site.
+    # With merge="any" (`num_workers` > 1) the steps are those of the learner and one worker, so each group has one site.
     one_worker = {(group, 0): group for group in shown.sites.replicas}
     process_of_site = one_worker if shown.num_workers > 1 else {site: f"{site}" for site in shown.all_sites}
     topology = Topology(me="", process_of_site=process_of_site)

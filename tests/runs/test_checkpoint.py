@@ -24,7 +24,7 @@ class Carry(NamedTuple):
 @pytest.fixture
 def carry():
     return Carry(
-        weights=jnp.arange(6.0).reshape(2, 3).T,  # a NumPy array made of it is not contiguous
+        weights=jnp.arange(6.0).reshape(2, 3).T,
         key=jax.random.split(jax.random.key(3), 4),
         flags={
             "done": jnp.array([True, False]),

@@ -138,7 +138,7 @@ def test_an_unfinished_run_is_compared_as_far_as_it_got():
     with open(folder.metrics, "a") as file:
         file.write('{"iteration": 6, "env_st')
     record = Record.read("b")
-    # The time before the first boundary includes compiling, so it is not counted.
+    # Only the 4,000 steps and the 2 seconds after the first boundary count, because the time before includes compiling.
     assert not record.is_finished and record.steps_per_second == 4000 / 2
     write_run("c", [10], [3], episodes=200)
     lines = printed(Comparison.of(["a", "b", "c"]))

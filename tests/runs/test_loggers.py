@@ -61,7 +61,7 @@ def test_tensorboard_gets_the_numbers_of_the_metrics(tmp_path):
 def read_events(file: Path):
     """Yield (step, tag, value) for each scalar of an event file.
 
-    The file is a sequence of records: length, crc, data, crc. The data is an `Event` message.
+    The file is a sequence of records: length (8 bytes), its checksum (4), data, checksum of the data (4). The data is an `Event`.
     """
     from tensorboardX.proto.event_pb2 import Event
 

@@ -1,4 +1,7 @@
-"""Files are replaced atomically. A link, a pipe or a folder in place of a file is not opened, and the error names it."""
+"""`open_to_write` and `open_to_read` refuse a link, a pipe or a folder in place of a file, and the error names its path.
+
+`write_atomic` replaces links and pipes, and refuses folders. `read_bytes` follows links, and refuses pipes.
+"""
 
 import os
 

@@ -32,7 +32,7 @@ PER_ITERATION = 16 * 8
 
 
 def run_tiny(iterations=6, *, fields=None, **options):
-    # All runs have the same horizon (`total_steps`), so that the program is compiled only once.
+    # The default horizon (`total_steps`) is the same for runs of all lengths, so that they share one compiled program.
     return train(
         Tiny(**({"total_steps": 10 * PER_ITERATION} | (fields or {}))),
         CARTPOLE,
@@ -147,7 +147,7 @@ def test_every_evaluation_and_checkpoint_is_at_a_boundary(iterations, num_envs, 
     assert boundaries[-1] == iterations
     for every in (eval_every, config.checkpoint_period):
         assert set(range(every or iterations, iterations, every or iterations)) <= set(boundaries)
-    # Each length of a chunk is compiled separately, so only the last chunk may have a different length.
+    # A chunk that is longer than the one before would be compiled again. So all chunks except the last have the same length.
     lengths = np.diff(boundaries)
     assert len(set(lengths[:-1])) <= 1
 
@@ -436,7 +436,7 @@ def test_a_metric_that_is_an_array_is_refused():
 
 
 def with_metrics(make):
-    """Tiny with changed metrics: `make` takes the metrics of Tiny and returns the new ones."""
+    """An algorithm like Tiny, but with other metrics: `make` takes the metrics of Tiny and returns the new metrics."""
 
     @dataclass(frozen=True, kw_only=True)
     class Measured(Tiny):
@@ -480,8 +480,8 @@ def test_metrics_of_every_number_type_keep_their_names_and_values(layout, tmp_pa
             "episode_level": choreo.metric(jnp.int32(3), weight="episodes"),
             "episodes": choreo.metric(jnp.int32(2), reduce="sum"),
         }
-        more = metrics | whole | {name: jnp.asarray(1, name) for name in NARROW}
-        return OrderedDict(sorted(more.items(), reverse=True))
+        everything = metrics | whole | {name: jnp.asarray(1, name) for name in NARROW}
+        return OrderedDict(sorted(everything.items(), reverse=True))
 
     run = train(with_metrics(more), CARTPOLE, steps=128, layout=layout, runtime="inprocess", out=tmp_path / "x")
     row = run.rows[0]
@@ -541,7 +541,7 @@ def test_a_run_with_numbers_in_its_carry_resumes_bit_for_bit(tmp_path):
     assert (int(whole.train_state.iterations), float(whole.train_state.rate)) == (4, np.float32(0.1) / 16)
     assert whole.train_state.name == "counter"
     counter(2, out=tmp_path / "x")
-    # The number of steps may change here without changing results: `Counter` has no schedule.
+    # `Counter` has no schedule, so the first two iterations do not depend on the number of steps.
     resumed = resume(tmp_path / "x", steps=4 * PER_ITERATION, algo=Counter())
     loaded = load(tmp_path / "x", algo=Counter())
     for run in (resumed, loaded):

@@ -103,7 +103,7 @@ def test_without_xdg_state_home_the_list_is_in_the_home_folder(tmp_path, monkeyp
         monkeypatch.setenv("XDG_STATE_HOME", ignored)
         trusted_runs.remember(file, b"x")
         assert (tmp_path / "home" / ".local" / "state" / "choreo" / "runs").exists()
-    monkeypatch.setenv("HOME", "~nobody-at-all")
+    monkeypatch.setenv("HOME", "~nobody-at-all")  # a relative path does not count as a home folder
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trusted_runs.remember(file, b"y")

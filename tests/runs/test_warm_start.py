@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another run (`init_from`). If they equal those of `init`, the results do not change."""
+"""A run can begin with the weights of another run (`init_from`). If `init` makes the same weights, the results do not change."""
 
 import functools
 import re
@@ -41,7 +41,7 @@ def make_config(algo, *, seed=0, num_envs=8):
 
 
 def write_run(path, algo, *, change=lambda train: train, **options):
-    """Write a run folder whose checkpoint is the carry that `init` makes. `change` can replace its train state."""
+    """Write a run folder whose checkpoint is the carry that `init` makes. `change` can replace the train state of this carry."""
     config = make_config(algo, **options)
     carry = initial_carry(config)
     path.mkdir()
@@ -77,7 +77,7 @@ class TwoTrain(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Twice(Tiny):
-    """Keeps its weights twice, as an algorithm with a target network does."""
+    """An algorithm that keeps its weights twice, like an algorithm with a target network."""
 
     def init(self, env, key):
         carry = super().init(env, key)
@@ -95,7 +95,8 @@ class Twice(Tiny):
 
 @pytest.mark.parametrize(
     ("layout", "runtime"),
-    # tests/laws/test_runtimes.py checks that workers are given the same carry as `inprocess`.
+    # Workers are tested only in `make test-long`: tests/laws/test_runtimes.py checks that they continue from a carry as
+    # `inprocess` does.
     [("fused", "inprocess"), ("coarse", "inprocess"), pytest.param("coarse", "local", marks=pytest.mark.long)],
 )
 def test_the_weights_of_an_untrained_run_change_nothing(tmp_path, layout, runtime):

@@ -39,7 +39,7 @@ def planned(layout):
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses at which a process listens. Reads /proc, because psutil does not look into other network namespaces."""
+    """The addresses at which a process listens, read from /proc, because psutil does not look into other network namespaces."""
     process = Path(f"/proc/{pid}")
     sockets = {os.readlink(file) for file in (process / "fd").iterdir()}
     rows = [line.split() for kind in ("tcp", "tcp6") for line in (process / "net" / kind).read_text().splitlines()[1:]]
@@ -61,7 +61,7 @@ class TestListening:
         ("address", "expected"),
         [
             pytest.param(None, "127.0.0.1", id="a local run"),
-            # No default has this value. A process that listens here has read the address from the cluster.
+            # No default has this value. A process that listens at this address has read it from the cluster.
             pytest.param("127.0.0.2", "127.0.0.2", id="another loopback address"),
             # This address is reserved for documentation. This machine does not have it, so no process can listen there.
             pytest.param("192.0.2.77", "127.0.0.1", id="one host of a cluster"),

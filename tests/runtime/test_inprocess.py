@@ -1,5 +1,5 @@
-"""`InProcess`: its results do not depend on restarts, or on how a run is divided into calls. It copies the carries that it takes
-and returns."""
+"""The results of `InProcess` do not depend on restarts, or on how a run is divided into calls. `restore` and `carry` copy the
+carry."""
 
 import pickle
 from collections.abc import Callable
@@ -240,7 +240,7 @@ def test_debug_print_with_replicas_is_refused_or_prints_once_per_environment(cap
 
 @pytest.mark.parametrize("layout", [fused(), coarse(1)], ids=["fused", "coarse x1"])
 def test_a_plan_with_debug_print_cannot_be_pickled_and_the_error_says_so(layout):
-    """A callback is a Python function of this process, which StableHLO cannot hold."""
+    """A callback is a Python function of this process. StableHLO cannot hold such a function."""
     planned = plan(PRINTING, Pond(), layout)
     with pytest.raises(ChoreoError) as refusal:
         pickle.dumps(planned)

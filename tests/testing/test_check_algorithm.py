@@ -85,7 +85,7 @@ class NoTrain(Tiny):
 
 
 class PythonInCarry(Tiny):
-    """Its carry has a function and a number that stay the same, and a number that changes."""
+    """An algorithm whose carry has a function and a number that stay the same, and a number that changes."""
 
     def init(self, env, key):
         return super().init(env, key)._replace(train={"total": 0.0, "activation": jnp.tanh, "scale": 2})
@@ -158,6 +158,8 @@ class OneResult(Tiny):
 
 
 class BatchedAct(Tiny):
+    """`act` returns two actions for the parameters of `policy` (None). `iterate` passes other parameters, so the rollout works."""
+
     def policy(self, train):
         return None
 

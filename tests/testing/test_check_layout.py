@@ -73,7 +73,7 @@ def test_wrong_metrics_are_refused(monkeypatch):
 
 @dataclass(frozen=True)
 class Level:
-    """Makes an environment that gets harder with every reset, so that a used environment never repeats its first episode."""
+    """A factory of environments that get harder with every reset, so that a used environment never repeats its first episode."""
 
     def __call__(self):
         return Harder()
@@ -96,6 +96,7 @@ class Harder(gymnasium.Env):
 def test_new_python_environments_are_made_for_the_reference():
     env = from_factory(Level(), 4)
     assert check_layout(ALGO, env, coarse(2)) < 1e-5
+    # The second check would fail if it used the environments of the first check.
     assert check_layout(ALGO, env, coarse(2)) < 1e-5
 
 

@@ -1,7 +1,7 @@
 """A user trains on an environment of their own with several workers: from a script, a notebook, and the command line.
 
-Each test starts a new process, as a user would, in a folder without our files. When this process has ended, all its workers must
-have ended too. The test finds workers by a mark in the environment variables, which child processes inherit.
+`User.run` starts a new process, as a user would, in a folder without our files. When this process has ended, all its workers must
+have ended too. `User.processes` finds workers by a mark in the environment variables, which child processes inherit.
 """
 
 import json

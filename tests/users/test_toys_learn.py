@@ -1,6 +1,6 @@
 """PPO learns environments whose observations or actions have several parts, with worker processes.
 
-The best return of both toys is known. A policy must use several parts of an observation to reach it.
+The best return of both toys is known. A policy must use several parts of an observation to reach this return.
 """
 
 import gymnasium
@@ -35,7 +35,7 @@ class Toy(gymnasium.Env):
 
 
 class Signs(Toy):
-    """One of four actions is right: it says whether the number is positive and whether the lamp is on. It gives a reward of 1.
+    """The right action is 2 * (the number is positive) + (the lamp is on). It gives a reward of 1, and the other actions give 0.
 
     The two bits beside the lamp are noise.
     """
@@ -56,7 +56,7 @@ class Signs(Toy):
 
 
 class Dials(Toy):
-    """The observation shows a number for each of three dials. The action sets the dials, and each right dial gives 1/3."""
+    """The observation shows a number for each of three dials. The action sets the dials. Each dial set to its number gives 1/3."""
 
     observation_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])
     action_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])

@@ -2,8 +2,10 @@
 
 Each program is an ordinary small algorithm on the environment `Pond` (`laws/refuse_or_equal.py`) with one odd thing in it: an
 unusual leaf or container, static arguments that compare equal but differ, or a shape that depends on the number of
-environments. The programs read the number of environments from `env`, so that each program works with any number.
-`test_edges.py` runs the programs. It also says which programs Choreo must run and which it is allowed to refuse.
+environments. The programs read the number of environments from `env`, so that each program works with any number. Only
+`whole_run.py` is different: it has one algorithm for CartPole, with several odd things.
+
+`test_edges.py` runs the programs, and says which programs Choreo must run and which it is allowed to refuse.
 """
 
 from pathlib import Path

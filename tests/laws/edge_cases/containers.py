@@ -1,7 +1,7 @@
 """Programs with odd containers (pytrees): for the carry, for arguments and results of fragments, and for metrics.
 
-If Choreo confused the order of the leaves in a container, it would swap values without an error. It must also keep the type of
-the container.
+If Choreo confused the order of the leaves in a container, it would swap values without an error. Choreo must also keep the type
+of the container.
 """
 
 import collections
@@ -99,7 +99,7 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[Any
         lambda c: (c["s"], c["w"]),
     ),
 }
-"""How to put the state and the weights into a container, and how to get them out again."""
+"""By name: the function that puts the state and the weights into a container, and the function that takes them out again."""
 
 
 def in_container(name: str) -> Functions:
@@ -193,11 +193,11 @@ METRICS_THAT_RUN = {
     "OrderedDict", "defaultdict", "dict out of order", "no metrics", "Python numbers", "NumPy numbers", "types",
     "one value twice", "elements of the carry",
 }  # fmt: skip
-"""Metrics that Choreo must accept. It is allowed to refuse the others, which are not flat dicts of ordinary numbers."""
+"""Metrics that Choreo must accept. Choreo is allowed to refuse the others, which are not flat dicts of ordinary numbers."""
 
 
 def with_metrics(name: str) -> Functions:
-    """An ordinary program with the metrics `name`. If Choreo sorted names but not values, metrics would get wrong names."""
+    """A program with the metrics `METRICS[name]`. If Choreo sorted names but not values, metrics would get wrong names."""
 
     def iterate(env, c, key):
         s = env.step(c["s"], acts(c["w"], c["s"]))

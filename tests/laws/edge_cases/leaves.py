@@ -42,7 +42,7 @@ def halved(x):
 
 
 def toggled(x):
-    """Change each 0 to 1 and each 1 to 0. Computed in int32 and converted back to the dtype of `x`."""
+    """`x` with each 0 changed to 1 and each 1 to 0, computed in int32 and converted back to the dtype of `x`."""
     return (1 - x.astype(jnp.int32)).astype(x.dtype)
 
 
@@ -144,7 +144,7 @@ def with_leaf(leaf: Any, change: Callable[[Any], Any]) -> Functions:
 
 
 def with_counter(step: Callable[[Any], Any], first: Any) -> Functions:
-    """The learner reads a leaf that changes in each iteration. If it always read the first value, the weights would be wrong."""
+    """The step size depends on a leaf that changes. If the leaf kept its first value, the weights would be wrong."""
 
     def init(env, key):
         return state_and_weights(env, key) | {"n": first}
@@ -173,7 +173,7 @@ def with_a_chain_of_changes() -> Functions:
 
 
 def with_a_late_change() -> Functions:
-    """The first iteration returns the flag unchanged. A compiler that traces only one iteration treats the flag as a constant."""
+    """In the first iteration the flag stays False. A compiler that looks only at this iteration would treat it as a constant."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width), "n": jnp.int32(0), "late": False}
@@ -199,7 +199,7 @@ COUNTERS: dict[str, Functions] = {
     "a chain of changes": with_a_chain_of_changes(),
     "a late change": with_a_late_change(),
 }
-"""Programs in which the learner reads a Python number that changes."""
+"""Programs in which the weights depend on a Python or NumPy number that changes."""
 
 
 def with_module(make: Callable[[jax.Array], Any], apply: Callable[..., Any]) -> Functions:

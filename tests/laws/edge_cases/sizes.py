@@ -34,7 +34,7 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
 
 
 def with_shape(name: str) -> Functions:
-    """The learner writes states into a leaf of this shape, as into a ring buffer, and learns from the mean of the leaf.
+    """The learner writes states into a leaf of the shape `name`, as into a ring buffer, and learns from the mean of the leaf.
 
     With merge="any" or learner shards, the learner sees only a part of the E environments at a time. If Choreo then divided a
     leaf of 4E rows as if the leaf had E rows, the mean would be wrong.
@@ -107,13 +107,13 @@ def batched(env, c, key):
 
 
 def transposed_and_summed(env, c, key):
-    """A cumulative sum along the features of the transposed action. It does not mix environments."""
+    """A cumulative sum along the features of the transposed action. The sum does not mix environments."""
     s = env.step(c["s"], jnp.cumsum(acts(c["w"], c["s"]).T, axis=0).T)
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s[0])}
 
 
 def summed_over_environments_transposed(env, c, key):
-    """A cumulative sum along the environments of the transposed action. It mixes environments, so a block is not enough."""
+    """A cumulative sum along the environments of the transposed action. The sum mixes environments, so a block is not enough."""
     s = env.step(c["s"], choreo.fragment("actor")(lambda w, s: jnp.cumsum((w * s).T, axis=1).T)(c["w"][None], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s[:, 0])}
 

@@ -220,11 +220,11 @@ EQUALS: dict[str, tuple[Any, ...]] = {
 """Groups of values that compare equal, but for which `reveal` gives different results."""
 
 NUMBERS = ("one", "zero", "complex zero")
-"""Keys of `EQUALS` that hold numbers."""
+"""The groups of `EQUALS` that consist of numbers."""
 
 
 def with_static(value: Any, holder: str) -> Functions:
-    """A program that calls a mapped fragment with the static value, and adds the fragment's result to the state."""
+    """A program that calls a mapped fragment with the static value, and adds its result to the states that the actor reads."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width)}

@@ -16,7 +16,7 @@ class Learned(NamedTuple):
     """The train state."""
 
     weights: jax.Array
-    """Weights of the linear policy, [obs, action]."""
+    """Weights of the linear policy: a row per number in the observation, a column per action."""
     updates: Any
     """Number of updates. `init` returns it as a Python number."""
     notes: Any
@@ -34,7 +34,10 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Learner:
-    """A small REINFORCE with several odd things at once: Python numbers, containers, metrics that are not in alphabetical order."""
+    """A small learner with several odd things at once: Python numbers, containers, metrics that are not in alphabetical order.
+
+    Its loss ignores the rewards: these tests compare results, and need no good policy.
+    """
 
     unroll: int = 4
     """Steps per environment and iteration."""

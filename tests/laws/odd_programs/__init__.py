@@ -1,9 +1,9 @@
 """Small programs with one odd thing in each, for law level 3: an accepted program gives the result of the reference.
 
-All of them run on `Pond` with E environments. `test_never_silently_wrong.py` plans each one for several layouts, and
-expects either a refusal that names a line of the program, or a result within 1e-5 of the program without marks.
+All of them run on `Pond` with E environments. `test_never_silently_wrong.py` runs each program under several layouts, and
+expects either a refusal that names a line, a leaf or a metric of the program, or a result within 1e-5 of the program without marks.
 
-The docstring of each program says which mistake it would uncover. The mistakes are those of a naive compiler: it finds the
+The docstring of each program says which mistake the program would uncover. The mistakes are those of a naive compiler: it finds the
 env axis by its length, gives each replica a block of this axis, and runs the user's code on that block.
 """
 

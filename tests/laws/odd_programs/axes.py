@@ -93,8 +93,8 @@ def shared_square_matrix(env, c, key):
 
 @program()
 def an_axis_that_the_next_group_cannot_divide(env, c, key):
-    """Inside a `jit`, the states become [2, 3, 3]: two sets of three environments. Two replicas can divide the first axis, but
-    the three replicas of the next group cannot."""
+    """Inside a `jit`, the states become [2, 3, 3]: two sets of three environments. Two replicas of the env group can divide the
+    first axis, but three replicas of the actor group cannot."""
     groups = choreo.fragment("env")(lambda s: jax.jit(lambda s: jnp.sin(s).reshape(2, 3, 3))(s))(c["s"])
     same, a = choreo.fragment("actor")(lambda g, s: jax.jit(lambda g, s: (g, jnp.cos(s)))(g, s))(groups, c["s"])
     s = env.step(c["s"], a + same.reshape(E, 3))

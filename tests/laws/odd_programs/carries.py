@@ -96,8 +96,8 @@ def first_states_mixed_by_init(env, c, key):
 
 @program(lambda env, key: {"s": env.reset(env.keys(key)).T, "w": jnp.ones(3)})
 def environments_along_the_second_axis(env, c, key):
-    """The carried state is [3, E]. Dividing its first axis gives each replica some of the features, and no environment
-    whole."""
+    """The carried state is [3, E]. If its first axis were divided, each replica would have only some features of every
+    environment."""
     s = env.step(c["s"].T, acts(c["w"], c["s"].T))
     return {"s": s.T, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
 
@@ -182,8 +182,8 @@ def carry_starts_as_a_constant_array(env, c, key):
     lambda env, key: state_and_weights(env, key) | {"c": jnp.zeros((E, 3)) if env.num_envs == E else rows_for(env)}
 )
 def carry_becomes_a_constant_array(env, c, key):
-    """`iterate` returns an array that it closes over, as a leaf and as a metric. The leaf is divided into blocks at one
-    site, and the metric is whole."""
+    """`iterate` returns an array that it closes over, as a leaf and as a metric. Each replica needs its block of the leaf, but
+    the metric is the whole array."""
     s = env.step(c["s"], acts(c["w"], c["s"]) + c["c"])
     return {"s": s, "w": learn(c["w"], s), "c": TABLE}, {"m": jnp.mean(s), "t": TABLE}
 

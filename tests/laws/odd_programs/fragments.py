@@ -115,8 +115,8 @@ def every_pair_transposed(env, c, key):
 
 @program()
 def fragment_with_vmap_on_states_and_without_on_weights(env, c, key):
-    """One fragment is called under `vmap` on states, and without `vmap` on weights. What Choreo records about one call must
-    not be used for the other."""
+    """One fragment is called under `vmap` on states, and without `vmap` on weights. What Choreo proves about one call must
+    not be used for the other call."""
     top = choreo.fragment("actor")(lambda x: x - jnp.max(x, axis=0, keepdims=True))
     s = env.step(c["s"], jax.vmap(top)(c["s"]))
     return {"s": s, "w": learn(top(c["w"]), s)}, {"m": jnp.mean(s)}

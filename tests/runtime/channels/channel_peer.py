@@ -1,4 +1,7 @@
-"""A process at the other end of a channel: `python channel_peer.py '{"carrier": ..., "does": ...}'`."""
+"""A process that has the other ends of channels: `python channel_peer.py '{"carrier": ..., "ends": ..., "does": ...}'`.
+
+It opens these ends and calls the function `does` of this file. Each message is one array of `size` integers.
+"""
 
 import json
 import os
@@ -55,7 +58,7 @@ def send_and_fail(sender, message, count):
 
 
 def fork_send_and_hang(sender, message, count):
-    """The fork lives a little longer than its parent, like a process that an environment has started."""
+    """Send and hang, with a forked child that outlives the killed parent, like a process that an environment has started."""
     if os.fork() == 0:
         time.sleep(5)
         os._exit(0)

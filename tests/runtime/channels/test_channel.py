@@ -99,7 +99,7 @@ def test_channels_keep_the_laws(make):
 def peer_process(carrier, does, ends, **options):
     """Start a peer process that has the given `ends`.
 
-    Yields this process's opposite ends, in the same order, and then the process.
+    Yields the opposite ends, which are in the process of the test, in the same order, and then the peer process.
     """
     with listening() as listener:
         mine, theirs, inherited = [], [], []
@@ -189,7 +189,8 @@ def test_the_death_of_a_peer_is_noticed_although_its_forked_child_lives():
         assert receive(receiver) == 0
         with pytest.raises(PeerLost):
             receive(receiver)
-        process.stdout.close()  # the forked process holds the other end of this pipe; do not wait for it
+        # The forked process keeps the other end of both pipes open, so `communicate` would wait until that process ends.
+        process.stdout.close()
         process.stderr.close()
         process.stdout = process.stderr = None
 
@@ -296,7 +297,7 @@ def test_arrays_of_python_objects_are_refused(make):
 def test_a_message_must_fit_its_slot():
     sender, receiver = make_shm(64)
     with sender, receiver, pytest.raises(ChannelError, match="of 128 bytes does not fit a slot of 64 bytes") as caught:
-        sender.send([np.zeros(9)])
+        sender.send([np.zeros(9)])  # 72 bytes; an array takes a multiple of 64 bytes
     assert caught.value.peer == "receiver-0"
 
 
@@ -343,7 +344,7 @@ def test_errors_can_be_pickled():
 
 
 def test_a_site_without_a_key_of_this_run_is_refused():
-    """Both sides raise HelloRefused, no data is read, and a site with a key is accepted afterwards."""
+    """The stranger's call raises HelloRefused. The listener then accepts a site with a key; if nobody else calls, it raises too."""
     stranger = KeyPair.new()
     with listening() as listener:
 
@@ -418,7 +419,7 @@ def test_strangers_do_no_harm():
 
 
 def test_strangers_at_the_port_of_a_channel_do_no_harm(monkeypatch):
-    """Between the hello and the connection of the peer, the port of the channel itself is open."""
+    """After the hello, the channel has a port of its own, to which strangers may connect before the peer does."""
     original = tcp.show_ticket
 
     with listening() as listener, zmq.Context() as context, ExitStack() as stack:

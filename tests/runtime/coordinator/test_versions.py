@@ -1,5 +1,5 @@
-"""A host with different package versions is refused, and the error names the packages. A host with a different CPU or different
-XLA_FLAGS causes a warning; with `same_bits`, this host is refused too."""
+"""Without `allow_versions`, a host with different package versions is refused, and the error names the packages. A host with a
+different CPU or different XLA_FLAGS causes a warning. With `same_bits`, each of these hosts is refused."""
 
 import gc
 import importlib.metadata
@@ -27,7 +27,7 @@ OTHER_FLAGS = "--xla_cpu_enable_fast_min_max=true"
 
 @contextmanager
 def agent(tmp_path, **variables):
-    """A cluster of one host: an agent on loopback that has these environment variables."""
+    """Start an agent on loopback, with these environment variables. Yields the cluster that has only this host."""
     with Agent(make_token(tmp_path), **variables) as started:
         yield started.cluster
 

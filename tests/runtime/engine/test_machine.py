@@ -59,7 +59,7 @@ def test_only_blocks_that_overlap_are_sent(src, dst, count):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_loop_stacks_the_results_of_its_rounds(reverse):
     """The results are small arrays, large arrays, and a constant. Large arrays are written directly into the stack."""
-    large = machine.SMALL_BYTES  # numbers of 4 bytes each, so the array has four times SMALL_BYTES
+    large = machine.SMALL_BYTES  # an array of this many float32 numbers has 4 * SMALL_BYTES bytes
     reused = np.empty(1, np.int32)
 
     def count(x):
@@ -93,8 +93,8 @@ def test_a_loop_stacks_the_results_of_its_rounds(reverse):
 
 
 def test_read_once_finds_the_slots_that_only_one_segment_reads():
-    """One segment reads the slots 1 and 6. Two segments read slot 2. The slots 3, 4 and 5 each have a reader besides a segment: the
-    output, a loop, and a transfer."""
+    """Slots 1 and 6 each have one reader, a segment. Two segments read slot 2. Slots 3, 4 and 5 each have a reader besides a
+    segment: the output, a loop, and a transfer."""
     program = Program(
         "iterate",
         steps=(

@@ -67,7 +67,7 @@ def test_the_profile_of_a_run_with_workers_shows_which_workers_wait():
         runtime.close()
     workers = list(profile.workers)
     assert len(workers) == 3 and workers[-1] not in profile.waits(workers[-1])
-    assert set(profile.waits(workers[-1])) == set(workers[:2]), "the learner must wait for both workers"
+    assert set(profile.waits(workers[-1])) == set(workers[:2]), "the learner must wait for the two others"
     assert profile.shares(workers[0])["env"] > 0
     events = json.loads(profile.trace())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} == set(workers)

@@ -85,7 +85,7 @@ class Zoo:
 
     @choreo.fragment("actor")
     def act(self, kept, keys, row, s):
-        """The new row is the kept leaf, with the first number of the old row as its last number."""
+        """The new row is the kept leaf, except that its last number is the first number of the old row."""
         drawn = [jax.random.bits(key, (), jnp.uint32) & jnp.uint32(1) for key in keys.values()]
         row = {name: kept[name].at[2].set(row[name][0]) for name in kept}
         return s + sum(drawn).astype(s.dtype), row
@@ -135,7 +135,7 @@ class Relay:
 
 
 def consecutive_bits(name, shape, *, first):
-    """An array of the type `name` with consecutive bit patterns, so that a wrong conversion changes the bytes."""
+    """An array of the type `name` with many different bit patterns, so that a wrong conversion changes the bytes."""
     dtype = jnp.dtype(getattr(jnp, name))
     count = int(np.prod(shape))
     if name == "bool":
@@ -143,6 +143,7 @@ def consecutive_bits(name, shape, *, first):
     bits = 4 if "4" in name[:6] and dtype.itemsize == 1 else 8 * dtype.itemsize
     if bits == 4:
         return jnp.asarray(((np.arange(count) + first) % 7).astype(np.int8).astype(dtype)).reshape(shape)
+    # With bytes from 17 to 112, no number is NaN.
     patterns = np.arange(first, first + count * dtype.itemsize).astype(np.uint8) % 96 + 17
     return jnp.asarray(patterns.view(dtype)).reshape(shape)
 
@@ -202,7 +203,7 @@ def test_every_type_crosses_between_sites_in_a_loop_unchanged(dtypes, runtime):
 
 @pytest.mark.parametrize("layout", [fused(), coarse(2)], ids=["fused", "coarse"])
 def test_a_type_that_cannot_leave_a_program_is_refused_by_the_plan(layout):
-    """JAX cannot export 2-bit types. XLA on CPU would end the process when it joins two blocks of 2-bit numbers."""
+    """JAX cannot export 2-bit types. XLA on CPU would abort the process when it joins two blocks of 2-bit numbers."""
     with pytest.raises(PartitionError) as refused:
         plan(Zoo(dtypes=("float32", "int2")), Counters(), layout)
     assert str(refused.value).startswith(
@@ -251,7 +252,7 @@ def test_weights_of_16_bits_go_to_workers_and_back():
 
 
 class TestHostSites:
-    """A worker that runs only Python must know the types without JAX."""
+    """A worker that runs only Python handles the types without JAX."""
 
     @pytest.mark.parametrize("impl", IMPLS)
     def test_random_keys_arrive_as_key_data(self, impl):

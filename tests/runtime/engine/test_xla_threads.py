@@ -1,4 +1,4 @@
-"""The number of threads that XLA starts. A new process counts its own threads."""
+"""The number of threads that XLA starts. Each measurement starts a new process, which counts its own threads."""
 
 import os
 import subprocess
