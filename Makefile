@@ -3,7 +3,7 @@
 # make test           every check of CI: ruff, pyright, imports, tests, and the graph tests on the newest JAX
 # make test-long      the promises of `make test` in more combinations: layouts, killed workers, environments, benchmarks
 # make test-learning  trains to the returns that the docs state, over several seeds
-# make bench          runs every script in benchmarks/, one question each; writes benchmarks/results/*.json
+# make bench          runs every script in benchmarks/, one question each; writes benchmarks/results/*.json and README's table
 # make constraints    pins the newest versions that fit pyproject.toml; commit the result
 
 .PHONY: setup demo test lint test-main test-next test-long test-learning bench constraints clean
@@ -17,7 +17,7 @@ WORKERS ?= 2
 setup: .venv/.stamp
 
 .venv/.stamp: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Choreo needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python."; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Found no Python 3.11, 3.12 or 3.13. Set PYTHON=/path/to/python (3.11 or newer)."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
@@ -37,13 +37,13 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-# First the tests, with programs compiled without optimisations (tests/conftest.py). Then some of the laws once more, compiled with
-# optimisations, as users' programs are.
+# The first command runs the tests, with programs compiled without optimisations (tests/conftest.py). The second command runs some
+# of the laws again, with programs compiled with optimisations, as users' programs are.
 test-main: setup
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 25
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m optimised tests/laws
 
-# Tests our use of undocumented parts of JAX, and the graph code that depends on it, with the newest release.
+# Tests the undocumented parts of JAX that Choreo uses, and the graph code that depends on them, with JAX's newest release.
 test-next:
 	@python=$$(bash .ci/find-python $(NEXT)); \
 	if [ -z "$$python" ]; then \
@@ -70,7 +70,7 @@ bench: setup
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 constraints:
-	@test -n "$(PYTHON)" || { echo "Choreo needs Python 3.11 or newer; none was found. Set PYTHON=/path/to/python."; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Found no Python 3.11, 3.12 or 3.13. Set PYTHON=/path/to/python (3.11 or newer)."; exit 1; }
 	rm -rf build/constraints
 	$(PYTHON) -m venv build/constraints
 	build/constraints/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def round_trip(way: str, size: str, pairs: int, seconds: float) -> float:
-    """Microseconds per round trip; with several pairs at the same time, the mean over the pairs."""
+    """Run `pairs` pairs of processes for `seconds` seconds. Returns microseconds per round trip, as the mean over the pairs."""
     drivers, echoes = zip(*[start_pair(way, SIZES[size], seconds) for _ in range(pairs)], strict=True)
     for driver in drivers:
         driver.stdin.write("go\n")
@@ -71,7 +71,7 @@ def round_trip(way: str, size: str, pairs: int, seconds: float) -> float:
 
 
 def start_pair(way: str, size: int, seconds: float) -> tuple[subprocess.Popen, subprocess.Popen]:
-    """Start a driver and an echo, and wait until both are ready."""
+    """Start a driver and an echo. Returns both when they are ready."""
     if way == "tcp":
         driver = start("drive", way=way, size=size, seconds=seconds)
         address = driver.stdout.readline().strip()

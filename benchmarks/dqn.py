@@ -22,7 +22,7 @@ import statistics
 import time
 from pathlib import Path
 
-# XLA uses one thread. Set before the first computation with JAX; importing gymnax computes with JAX.
+# XLA then uses one thread. NPROC must be set before the first computation with JAX, and importing gymnax computes with JAX.
 os.environ.setdefault("NPROC", "1")
 
 import jax
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool) -> None:
-    # `chunk`: iterations in one call of Choreo's runtime, as many as in choreo.train, unless this is a quick run.
+    # `chunk` is the number of iterations in one call of Choreo's runtime. It is the same as in choreo.train, except in a quick run.
     repeats, seconds, chunk = (1, 0.05, 2 * same.BLOCK) if quick else (21, 0.4, STEPS_PER_CHUNK // same.STEPS)
     with contextlib.ExitStack() as stack:
         rivals = {name: dqn_rivals.Process(*command, updates) for name, command in commands.items()}
@@ -116,13 +116,13 @@ class Training:
         self.run(chunk)  # compiles, and stores enough steps to learn from
 
     def run(self, iterations: int) -> float:
-        """Run that many iterations; return 1 if the last iteration learned, 0 if the replay had too few steps."""
+        """Run the next `iterations` iterations; returns 1 if the last one learned, 0 if the replay had too few steps."""
         metrics = self.runtime.run(self.done, self.done + iterations)
         self.done += iterations
         return metrics["learned"][-1]
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of that many iterations."""
+        """Run the next `iterations` iterations; returns their wall and CPU time."""
         wall, cpu = time.perf_counter(), time.process_time()
         learned = [self.run(min(self.chunk, iterations - i)) for i in range(0, iterations, self.chunk)]
         took = time.perf_counter() - wall, time.process_time() - cpu

@@ -60,7 +60,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def side(name: str):
-    """Processes that are started within this `with` block belong to this side."""
+    """Processes that are started inside `with side(name):` belong to the side `name`."""
     before = os.environ.get("PYTHONPATH")
     if name == "unsealed":
         os.environ["PYTHONPATH"] = os.pathsep.join([str(UNSEALED), *filter(None, [before])])
@@ -73,7 +73,7 @@ def side(name: str):
 
 
 def coarse(quick: bool) -> list[dict[str, tuple[float, float]]]:
-    """For each round, the CPU and wall seconds that each side needs for one iteration."""
+    """Run PPO on both sides. Returns, for each round, the CPU and wall seconds that each side needs for one iteration."""
     from parts.running import Running
 
     import choreo
@@ -98,7 +98,7 @@ def coarse(quick: bool) -> list[dict[str, tuple[float, float]]]:
 
 
 def large_messages(quick: bool) -> list[dict[str, tuple[float, float]]]:
-    """For each round, the CPU and wall seconds that each side needs for one message and its answer."""
+    """Send messages on both sides. Returns, for each round, the CPU and wall seconds of each side for a message and its answer."""
     repeats, count = (1, 3) if quick else (21, 100)
     with contextlib.ExitStack() as stack:
         pairs = {name: stack.enter_context(Pair(name)) for name in SIDES}
@@ -108,7 +108,7 @@ def large_messages(quick: bool) -> list[dict[str, tuple[float, float]]]:
 
 
 def order(round_number: int) -> tuple[str, ...]:
-    """The order of the sides in a round. It alternates, because the second side finds warmer caches."""
+    """The order of the sides in a round. The order alternates, because the second side finds warmer caches."""
     return SIDES if round_number % 2 else SIDES[::-1]
 
 
@@ -117,7 +117,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 class Pair:
-    """A reading and a writing process, with a channel in each direction."""
+    """A reading and a writing process of one side, with a channel in each direction."""
 
     def __init__(self, name: str):
         self.keys = KeyPair.new(), KeyPair.new()
@@ -132,7 +132,7 @@ class Pair:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def exchange(self, count: int) -> tuple[float, float]:
-        """CPU and wall seconds for one message and its answer, as the mean of `count` exchanges."""
+        """Send `count` messages and their answers. Returns the mean CPU and wall seconds of a message and its answer."""
         pids = [self.reader.pid, self.writer.pid]
         before, began = cpu_seconds(pids), time.perf_counter()
         self.writer.stdin.write(f"{count}\n")

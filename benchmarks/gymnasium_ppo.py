@@ -3,8 +3,9 @@
 Choreo and Stable-Baselines3 have the same settings: 8 environments, rollouts of 128 steps, 4 epochs, minibatches of 256, networks
 with 2 layers of 64 tanh units. "The environments alone" means Gymnasium's SyncVectorEnv with random actions, drawn in advance.
 Stable-Baselines3 uses its DummyVecEnv and one thread. All sides take short turns, so that other load on the machine affects all of
-them. Compilation is not measured. The result for each environment is the median ratio of steps per second over the turns, the
-spread, the same ratio in CPU time, and the number of cores that other processes kept busy.
+them. Compilation is not measured. There is one result for each environment and each side that Choreo is compared with: the median
+ratio of steps per second over the turns, the spread, the same ratio in CPU time, and the number of cores that other processes kept
+busy.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def compare(env: str, *, quick: bool, with_rival: bool) -> None:
 
 
 class Alone:
-    """Only the environments, with random actions."""
+    """Only the environments, with random actions. An iteration takes `UNROLL` steps."""
 
     def __init__(self, env: str):
         self.envs = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env)] * NUM_ENVS)
@@ -76,7 +77,7 @@ class Alone:
         self.actions = np.stack([self.envs.action_space.sample() for _ in range(UNROLL)])
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of that many iterations."""
+        """Run `iterations` iterations; returns their wall and CPU time."""
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(iterations):
             for action in self.actions:
@@ -99,7 +100,7 @@ class Training:
         self.seconds(2)  # compiles
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of that many iterations."""
+        """Run the next `iterations` iterations; returns their wall and CPU time."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.runtime.run(self.done, self.done + iterations)
         self.done += iterations

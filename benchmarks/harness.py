@@ -1,4 +1,4 @@
-"""Write the result of a benchmark: one JSON line with its numbers, and the machine on which they were measured."""
+"""Write the result of a benchmark: one JSON line with its numbers and with the machine on which they were measured."""
 
 import json
 import os
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def write_result(name: str, *, quick: bool, **numbers: Any) -> None:
-    """Print the result, and write it into `results/` unless this is a quick run."""
+    """Print the result. Also write it to `results/<name>.json`, unless this is a quick run."""
     result = {"benchmark": name, **_rounded(numbers), "quick": quick, **machine()}
     print(json.dumps(result))
     if not quick:
@@ -22,7 +22,7 @@ def write_result(name: str, *, quick: bool, **numbers: Any) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """The commit, versions and hardware."""
+    """The commit, the versions, the hardware and its load."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()

@@ -1,10 +1,13 @@
 """How much faster do `max_lag` and `merge="any"` make a run if the learner, the environments or one worker is slow?
 
 IMPALA runs with two workers in `coarse`: in lockstep, with `max_lag=4`, and with `max_lag=8, merge="any"`. A step of an
-environment sleeps for 1 ms. There are three scenes. `slow_learner`: a large network also makes the learner slow. `slow_env`: the
-learner is fast, so the environments take most of the time. `straggler`: one of the two workers is four times slower than the
-other. The three layouts take turns of a few seconds. Compilation is not measured. The result for each relaxed layout is its steps
-per second divided by those of lockstep (the median over the turns), and the verdict of `--profile`: which worker waits for which.
+environment sleeps for 1 ms. There are three scenes:
+- `slow_learner`: a large network also makes the learner slow.
+- `slow_env`: the learner is fast, so the environments take most of the time.
+- `straggler`: one of the two workers is four times slower than the other.
+In each scene, the three layouts take turns of a few seconds. Compilation is not measured. The result for each relaxed layout is its
+steps per second divided by those of lockstep (the median over the turns), and the verdict of `--profile`: which worker waits for
+which other worker.
 """
 
 import argparse
@@ -38,7 +41,7 @@ LAYOUTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="run one iteration, to test that this script runs")
+    parser.add_argument("--quick", action="store_true", help="take one short turn, to test that this script runs")
     parser.add_argument("--scene", choices=SCENES, help="measure only this scene")
     options = parser.parse_args()
     scenes = [options.scene] if options.scene else list(SCENES)

@@ -3,9 +3,9 @@
 Choreo and flashbax take turns. Each runs one compiled loop with the buffer as its carry: add, draw, set priorities. The buffer
 holds 1e5 or 1e6 transitions of CartPole. An iteration adds before it draws. If flashbax draws first, XLA copies its buffer in
 every iteration: nothing forces the read to finish before the write, so XLA does not write in place. `sample_first_ratio` is the
-ratio for this order. cpprb (C++ and NumPy, one process) is called from Python, as its users call it. The result is the median
-ratio of iterations per second over the repetitions (above 1: Choreo is faster), and the spread. A rival that is not installed is
-left out; `pip install -e .[bench]` installs both.
+ratio for this order. cpprb (C++ and NumPy, one process) is called from Python, as its users call it. The result for each
+rival is the median ratio of iterations per second over all cases and repetitions (above 1: Choreo is faster), and the spread. A
+rival that is not installed is left out; `pip install -e .[bench]` installs both.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-os.environ.setdefault("NPROC", "1")  # XLA uses one thread, as Choreo chooses for such small programs
+os.environ.setdefault("NPROC", "1")  # XLA uses one thread; Choreo also chooses one thread for such small programs
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def main() -> None:
             if not quick:
                 print(f"{rival} is not installed: left out")
                 continue
-            rival, loop = "itself", choreo_loop  # a quick run only tests that this file works
+            rival, loop = "itself", choreo_loop  # a quick run only tests that this script runs
         report(rival, loop, cases, iterations, repeats, quick)
 
 

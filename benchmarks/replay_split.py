@@ -5,13 +5,13 @@ environments, 8 batches of 64 items are drawn; these numbers are the same for al
 measurement, and by priority in another, where new priorities are written back.
 - Choreo runs an algorithm in a layout of three sites, in lockstep, over shared memory and over TCP. Choreo also steps CartPole,
   while the rivals add steps that were made in advance.
-- Reverb has a server, an inserting client and a sampling client, which connect over loopback. It prefetches batches, so its
-  priorities are a few batches old; Choreo's are not.
+- Reverb has a server, an inserting client and a sampling client. The clients connect to the server over loopback. Reverb prefetches
+  batches, so it draws some batches before the priorities of the last iteration are written back. Choreo does not.
 - cpprb has no process for its buffer and sends nothing: the process that adds and the process that draws share memory. So the
   ratio to cpprb shows the cost of a separate site.
-Each rival is used in its fastest way (`parts/reverb_split.py`, `parts/cpprb_split.py`). All sides take turns of about a second.
-Compilation is not measured. The result for each rival is the median ratio of iterations per second over the turns (above 1: Choreo
-is faster), the spread, and the number of steps and items per second.
+Each rival is used in the fastest way that we found (`parts/reverb_split.py`, `parts/cpprb_split.py`). All sides take turns of about
+a second. Compilation is not measured. The result for each rival is the median ratio of iterations per second over the turns (above
+1: Choreo is faster), the spread, and the number of steps and items per second.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LAYOUT = choreo.Layout(choreo.Group("env", "actor"), choreo.Group("buffer"), cho
 CARRIERS = {"shm": "shared memory", "tcp": "TCP"}
 WORDS = {"cpprb": "cpprb (in memory that two processes share)", "reverb": "Reverb over loopback", "tcp": "TCP"}
 CARRIER_OF = {"cpprb": "shm", "reverb": "tcp"}
-"""The carrier that is most similar to each rival. The result also contains the ratio with the other carrier."""
+"""The carrier that is most similar to what each rival uses. The result also contains the ratio with the other carrier."""
 
 
 def main() -> None:
@@ -78,7 +78,10 @@ def compare(sampler: str, commands: dict[str, tuple[Path, str]], *, quick: bool)
 
 
 def take_turns(sides: dict[str, Any], repeats: int, seconds: float) -> tuple[dict[str, list[float]], float]:
-    """Iterations per second of each side and turn, and the number of cores that other processes kept busy."""
+    """Let the sides take turns, each `repeats` times.
+
+    Returns the iterations per second of each side and turn, and the number of cores that other processes kept busy.
+    """
     counts = {}
     for name, side in sides.items():
         side.seconds(5)  # the first draw is slower

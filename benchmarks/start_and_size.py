@@ -1,12 +1,12 @@
-"""How long does a run take to finish its first iteration, compared with Stable-Baselines3; and how much memory does it need?
+"""How long does a run take to finish its first iteration, compared with Stable-Baselines3? And how much memory does a run need?
 
 All measurements train PPO on Gymnasium's CartPole-v1 with 8 environments.
 - Start: each side starts new processes, in turns. The result is the time from the start of a process to the end of its first
   iteration (128 steps of each environment, then 16 updates). It is a warm start: before the measurement, one start of each side has
   filled Choreo's cache of compiled programs and the system's cache of files.
 - Size: the resident memory of the process of `fused`, of a worker that acts (`coarse`), and of a worker that only steps
-  environments (`fine`), divided by the limit that we set (below 1 is good). `pss` is the resident memory with each shared page
-  divided among the processes that share it.
+  environments (`fine`), divided by the limit that we set (`ALLOWED_MB`; below 1 is good). `rss` counts shared pages in full, `pss`
+  divides them among the processes that share them.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def starts(*, repeats: int) -> None:
 
 
 def start(python: Path, side: str) -> float:
-    """Seconds from the start of a process to the end of its first iteration."""
+    """Start a process. Returns the seconds from its start to the end of its first iteration."""
     began = time.perf_counter()
     command = [python, "-W", "ignore", PARTS / "first_iteration.py", side]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -8,7 +8,7 @@ BEGIN, END = "<!-- measured: begin", "<!-- measured: end -->"
 
 
 def table() -> str:
-    """One row for each benchmark, and the machine on which it ran."""
+    """A table with one row for each file in `results/`, and a line about the machines on which they were measured."""
     results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     rows = ["| question | ratio (median) | spread |", "| --- | --- | --- |"]
     for result in results:

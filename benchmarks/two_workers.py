@@ -1,8 +1,8 @@
 """If environments are slow, how much faster are two workers than one process?
 
-PPO trains with 8 environments, in one process and with `coarse(workers=2)`, on three environments: in the first, a step sleeps for
-1 ms (like a simulator in a different process); in the second, a step computes for 1 ms (like a simulator in this process); the
-third is MuJoCo's Hopper-v5. Both sides take turns of a few seconds. Compilation is not measured. The result for each environment
+PPO trains with 8 environments, in one process and with `coarse(workers=2)`. There are three cases: a step sleeps for 1 ms (like a
+simulator in a different process); a step computes for 1 ms (like a simulator in this process); or the environment is MuJoCo's
+Hopper-v5. Both sides take turns of a few seconds. Compilation is not measured. The result for each case
 is the median ratio of steps per second over the turns, the spread, and the number of cores that other processes kept busy. Two
 workers that compute need two free cores.
 """
@@ -31,7 +31,7 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="run one iteration, to test that this script runs")
+    parser.add_argument("--quick", action="store_true", help="take one short turn, to test that this script runs")
     parser.add_argument("--case", choices=CASES, help="measure only this case")
     options = parser.parse_args()
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as choreo.train does for environments in Python

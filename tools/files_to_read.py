@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def files_to_read(name: str) -> dict[str, int]:
-    """The counted files of the algorithm with that name, each with its number of lines."""
+    """Trace one iteration of an algorithm. Returns the counted files of all called functions, each with its number of lines."""
     algo, env = algos.find(name)(), envs.make(ENVIRONMENTS.get(name, "jax:CartPole-v1"), num_envs=8)
 
     def one_iteration(key: jax.Array) -> Any:
@@ -61,7 +61,7 @@ def files_to_read(name: str) -> dict[str, int]:
 
 
 def codes_called(run: Callable[[], Any]) -> set[CodeType]:
-    """The code of every Python function that is called while `run` runs."""
+    """Call `run`. Returns the code of every Python function that is called during this call."""
     codes: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:

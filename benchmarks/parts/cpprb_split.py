@@ -1,4 +1,4 @@
-"""cpprb's buffer for several processes, with the sizes of the benchmark, driven line by line (`line_process.py`).
+"""Measure cpprb's buffer for several processes, with the sizes of `replay_numbers.py`. `line_process.py` drives this program.
 
     python cpprb_split.py uniform|prioritized
 
@@ -6,7 +6,7 @@ The program prints the process id of the explorer. Then it reads numbers of iter
 many seconds these iterations took.
 
     explorer                 learner (this process)
-    add 32 rows  --> shared memory --> sample 512 rows, sum them, update their priorities
+    add 32 rows  --> shared memory --> sample 512 rows, sum them; if prioritized, update their priorities
 
 There is no separate process for the buffer: both processes use the same memory, with cpprb's own locks. Two semaphores limit how
 far adding and drawing can be apart; cpprb itself sets no limit. A row is a transition with the observations before and after it.
@@ -75,7 +75,7 @@ def explore(buffer, room, stored, orders) -> None:
 
 
 def _rows(num: int) -> dict[str, np.ndarray]:
-    # Random rows, made in advance, because the rivals do not step environments.
+    # Rows made once, in advance: the benchmark measures buffers only, so no side steps environments.
     rng = np.random.default_rng(0)
     return {
         "obs": rng.normal(size=(num, 4)).astype(np.float32),

@@ -15,7 +15,7 @@ SETUP = (
 
 
 def installed() -> dict[str, tuple[Path, str]]:
-    """Interpreter and script of each installed rival, by name; prints how to install the others."""
+    """Return the interpreter and the script of each installed rival, by name. Print how to install the others."""
     found = {}
     if rival.is_installed():
         found["sb3"] = (rival.PYTHON, "sb3_dqn.py")
@@ -27,7 +27,7 @@ def installed() -> dict[str, tuple[Path, str]]:
 
 
 class Process(rival.TrainingProcess):
-    """Trains DQN with `updates` updates per iteration."""
+    """The process of a rival, which trains DQN with `updates` updates per iteration."""
 
     def __init__(self, python: Path, script: str, updates: int):
         super().__init__(python, PARTS / script, str(updates))

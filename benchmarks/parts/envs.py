@@ -1,4 +1,4 @@
-"""Environments whose step takes a millisecond. Workers import this file, so it does not import JAX."""
+"""Environments whose steps take a millisecond, or longer. Workers import this file, so it does not import JAX."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 
 STEP_S = 1e-3
-"""How long a step takes."""
+"""How long a step takes, in seconds."""
 
 
 class Waiting(gymnasium.Env):
@@ -38,7 +38,7 @@ class Waiting(gymnasium.Env):
 class Computing(Waiting):
     """A step computes, like a simulator in this process.
 
-    It takes 1 ms of CPU time, not of wall time, so that its work is the same on a busy machine.
+    A step takes 1 ms of CPU time, not of wall time, so that its work is the same on a busy machine.
     """
 
     def spend(self):
@@ -48,9 +48,9 @@ class Computing(Waiting):
 
 
 class Straggling(Waiting):
-    """Steps take four times as long in one of the workers: the worker that is the first to create the symbolic link `mark`.
+    """Steps take four times as long in one of the workers: the first worker that creates the symbolic link `mark`.
 
-    `coordinator` is the process id of the coordinator, which never creates the link.
+    `coordinator` is the process id of the coordinator. The coordinator also makes an environment, but never creates the link.
     """
 
     def __init__(self, mark: str, coordinator: int):

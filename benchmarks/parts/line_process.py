@@ -1,4 +1,4 @@
-"""A process that is driven line by line: it gets a number of iterations on stdin, and answers with measured seconds."""
+"""A process that is driven line by line: it reads a number of iterations from stdin, runs them, and prints measured seconds."""
 
 import subprocess
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ class LineProcess:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def line(self) -> str:
-        """The next line that the process prints."""
+        """Wait for the next line that the process prints, and return it."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the process ended; see its error above"
         return line
 
     def ask(self, iterations: int) -> Sequence[float]:
-        """The seconds that the process needs for that many iterations: one number, or wall time and CPU time."""
+        """Let the process run `iterations` iterations; returns the seconds that it prints: wall time, or wall time and CPU time."""
         assert self.process.stdin is not None
         print(iterations, file=self.process.stdin, flush=True)
         return [float(word) for word in self.line().split()]

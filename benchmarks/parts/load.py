@@ -1,4 +1,4 @@
-"""The load that other processes put on the machine during a measurement. Imports nothing heavy."""
+"""The load that other processes put on the machine during a measurement."""
 
 import time
 from pathlib import Path
@@ -7,8 +7,8 @@ from pathlib import Path
 class Others:
     """After `with Others(pids) as others: ...`, `others.cores` is the mean number of cores that other processes kept busy.
 
-    This process and the processes `pids` are not counted, nor are those of their children that have ended. A child that still
-    runs is counted, unless it is in `pids`.
+    Not counted are this process, the processes `pids`, and those of their children that have ended. A child that still runs
+    is counted, unless it is in `pids`.
     """
 
     def __init__(self, pids: "list[int] | None" = None):

@@ -1,10 +1,10 @@
-"""MuJoCo is optional: benchmarks that use it leave it out if it is not installed."""
+"""MuJoCo is optional: without MuJoCo, benchmarks leave out the cases that need it."""
 
 import importlib.util
 
 
 def without_mujoco_if_missing(cases: list[str], mujoco: str) -> list[str]:
-    """If MuJoCo is not installed, prints how to install it, and returns the cases without the case `mujoco`."""
+    """Return `cases`. Without MuJoCo, the case named `mujoco` is left out, and a message says how to install MuJoCo."""
     if mujoco not in cases or importlib.util.find_spec("mujoco") is not None:
         return cases
     print("MuJoCo is not installed; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")

@@ -16,7 +16,7 @@ SETUP = {
 
 
 def installed() -> dict[str, tuple[Path, str]]:
-    """Interpreter and script of each installed rival, by name; prints how to install the others."""
+    """Return the interpreter and the script of each installed rival, by name. Print how to install the others."""
     found = {}
     if importlib.util.find_spec("cpprb") is not None:
         found["cpprb"] = (Path(sys.executable), "cpprb_split.py")
@@ -29,7 +29,7 @@ def installed() -> dict[str, tuple[Path, str]]:
 
 
 class Process(LineProcess):
-    """The process in which a rival draws items. It starts the rival's other processes; its first printed line has their ids."""
+    """The process in which a rival draws items. It starts the rival's other processes, and first prints their process ids."""
 
     def __init__(self, command: tuple[Path, str], sampler: str):
         python, script = command
@@ -37,6 +37,6 @@ class Process(LineProcess):
         self.pids = [self.process.pid, *map(int, self.line().split())]
 
     def seconds(self, iterations: int) -> float:
-        """Wall time of that many iterations."""
+        """Let the rival run `iterations` iterations; returns their wall time."""
         (wall,) = self.ask(iterations)
         return wall

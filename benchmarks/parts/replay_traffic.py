@@ -1,11 +1,11 @@
-"""An algorithm that only uses a replay: it stores steps, draws items, and sums their numbers in place of learning.
+"""An algorithm that only uses a replay: it stores steps and draws items. In place of learning, it sums all numbers of the items.
 
     env, actor          buffer               learner
     4 steps per env --> stored
                         512 items drawn  --> summed
                         priorities      <--  new priorities, if drawn by priority
 
-Actions are random and do not depend on the learner, as in the rivals' programs.
+Actions are random. As in the rivals' programs, acting does not depend on the learner.
 """
 
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ class Traffic:
 
     @choreo.fragment("learner")
     def learn(self, batches: Batches) -> tuple[Train, jax.Array]:
-        """The sum over all numbers in the batches, and a priority for each item: [batch, item]."""
+        """The learner's state, with the sum over all numbers in the batches, and a priority for each item: [batch, item]."""
         total = sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(batches))
         return Train(jnp.asarray(total)), jnp.abs(batches.steps.obs[:, :, 0, 0]) + batches.steps.reward[:, :, 0]
 

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def megabytes(pid: int) -> dict[str, float]:
-    """Resident memory (`rss`), and the same with each shared page divided among the processes that share it (`pss`)."""
+    """The resident memory in MB: `rss` counts shared pages in full, `pss` divides them among the processes that share them."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {name: int(size.split()[0]) * 1024 / 1e6 for name, size in (line.split(":") for line in lines)}
     return {"rss": sizes["Rss"], "pss": sizes["Pss"]}

@@ -1,4 +1,6 @@
-"""Reverb's server, an inserting and a sampling client, with the sizes of the benchmark, driven line by line (`line_process.py`).
+"""Measure Reverb: a server, an inserting and a sampling client, with the sizes of `replay_numbers.py`.
+
+`line_process.py` drives this program.
 
     python reverb_split.py uniform|prioritized
 
@@ -6,13 +8,13 @@ The program prints the process ids of the server and of the inserting client. Th
 for each number prints how many seconds these iterations took.
 
     inserting client       server                       sampling client (this process)
-    StructuredWriter --gRPC--> table, rate limiter --gRPC--> TrajectoryDataset, batches of 64; update_priorities
+    StructuredWriter --gRPC--> table, rate limiter --gRPC--> TrajectoryDataset, batches of 64; if prioritized, update_priorities
 
-This program follows the advice of Reverb's documentation: a dataset instead of `Client.sample`, with three batches in flight and
-a worker for each core; a signature; and a rate limiter that keeps 16 samples per insert. The other choices were the fastest of
-those that we tried:
-- an item is one step with the observations before and after it (a fifth faster than an item of two steps whose chunks neighbouring
-  items share);
+This program follows the advice of Reverb's documentation: a dataset instead of `Client.sample`, with a worker for each core and
+three batches in flight per worker; a signature; and a rate limiter that keeps 16 samples per insert. The other choices were the
+fastest of those that we tried:
+- an item is one step with the observations before and after it (a fifth faster than an item of two steps, which shares its steps
+  with the items before and after it);
 - a StructuredWriter, which makes items in C++ (twice as fast as the TrajectoryWriter);
 - batches of 64 items, not 512;
 - one update of priorities per iteration.
@@ -37,7 +39,7 @@ STEP = {
     "last": np.bool_(False), "next_obs": np.ones(4, np.float32),
 }  # fmt: skip
 PENDING = 16
-"""How many items may still be in flight when the next iteration begins; with more than 50, Reverb warns."""
+"""How many new items may still be on the way to the server when the next iteration begins. With more than 50, Reverb warns."""
 
 
 def main() -> None:
@@ -67,11 +69,14 @@ def measure(sampler: str) -> None:
         print(time.perf_counter() - began, flush=True)
     del batches
     for process in (inserter, server):
-        process.communicate()  # closes stdin of the process, which ends the process
+        process.communicate()  # closes the stdin of the process, so that the process ends
 
 
 def draw(batches, client, *, prioritized: bool) -> float:
-    """Draw the batches of one iteration; set the priorities of all items in one call. Returns the sum of all drawn numbers."""
+    """Draw the batches of one iteration. If `prioritized`, also set the priorities of all items in one call.
+
+    Returns the sum of all drawn numbers.
+    """
     total, keys, priorities = 0.0, [], []
     for _ in range(same.BATCHES):
         sample = next(batches)

@@ -1,4 +1,4 @@
-"""Stable-Baselines3, in its own Python environment, so that Choreo's environment does not need PyTorch."""
+"""Stable-Baselines3, in its own Python environment, so that Choreo's Python environment does not need PyTorch."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ SETUP = (
 
 
 def is_installed() -> bool:
-    """Whether Stable-Baselines3 is installed; if not, prints how to install it."""
+    """Return whether Stable-Baselines3 is installed. If it is missing, print how to install it."""
     found = PYTHON.exists() and not subprocess.run([PYTHON, "-c", "import stable_baselines3"], check=False).returncode
     if not found:
         print(SETUP, file=sys.stderr)
@@ -30,13 +30,13 @@ class TrainingProcess(LineProcess):
             pass
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of that many iterations."""
+        """Let the process run `iterations` iterations; returns their wall and CPU time."""
         wall, cpu = self.ask(iterations)
         return wall, cpu
 
 
 class StableBaselines(TrainingProcess):
-    """Trains PPO."""
+    """The process in which Stable-Baselines3 trains PPO."""
 
     def __init__(self, env: str, num_envs: int):
         super().__init__(PYTHON, Path(__file__).parent / "sb3.py", env, str(num_envs))

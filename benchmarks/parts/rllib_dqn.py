@@ -13,7 +13,7 @@ import dqn_numbers as same  # pyright: ignore[reportMissingImports]
 
 
 def make(updates: int):
-    # Installed in the Python environment that runs this file.
+    # These packages are installed in the Python environment that runs this file, but not in Choreo's.
     import ray  # pyright: ignore[reportMissingImports]
     import torch  # pyright: ignore[reportMissingImports]
     from ray.rllib.algorithms.dqn import DQNConfig  # pyright: ignore[reportMissingImports]
@@ -32,7 +32,7 @@ def make(updates: int):
         epsilon=same.EPSILON,
         grad_clip=same.MAX_GRAD_NORM,
         train_batch_size=same.BATCH_SIZE,
-        training_intensity=updates * same.BATCH_SIZE / same.STEPS,  # items per environment step, for learning
+        training_intensity=updates * same.BATCH_SIZE / same.STEPS,  # items that are learned from, per environment step
         replay_buffer_config={"type": "EpisodeReplayBuffer", "capacity": same.CAPACITY},
         num_steps_sampled_before_learning_starts=same.MIN_SIZE,
         target_network_update_freq=same.TARGET_PERIOD * same.STEPS // updates,  # counted in environment steps
@@ -53,14 +53,14 @@ def main() -> None:
         wall, cpu, before = time.perf_counter(), time.process_time(), steps
         for _ in range(int(line) // same.BLOCK):
             steps = sampled(algo)
-        # RLlib can take a few more steps than were asked for. So the times are scaled down to the number of steps asked for.
+        # RLlib can take a few more steps than the iterations have. So the times are scaled down to the steps of the iterations.
         share = int(line) * same.STEPS / (steps - before)
         print(share * (time.perf_counter() - wall), share * (time.process_time() - cpu), flush=True)
     algo.stop()
 
 
 def sampled(algo) -> float:
-    """Train until the next report; returns the number of steps so far."""
+    """Train until the next report of RLlib; returns the number of environment steps so far."""
     return algo.train()["env_runners"]["num_env_steps_sampled_lifetime"]
 
 

@@ -10,7 +10,10 @@ from choreo.runtime.make import make_runtime
 
 
 class Running:
-    """A plan that runs in a runtime with these `options`. `runtime` is its name; None: the choice of `choreo.train`."""
+    """A plan that runs in a runtime with these `options`.
+
+    The argument `runtime` is a name; None: the runtime that `choreo.train` would use.
+    """
 
     def __init__(self, runtime: str | None, plan: Plan, **options: Any):
         self.runtime, self.done = make_runtime(runtime, plan, **options), 0
@@ -22,7 +25,7 @@ class Running:
         return [member.process.pid for member in getattr(self.runtime, "members", {}).values()]
 
     def seconds(self, iterations: int) -> float:
-        """Wall time of that many iterations."""
+        """Run the next `iterations` iterations; returns their wall time."""
         began = time.perf_counter()
         self.runtime.run(self.done, self.done + iterations)
         self.done += iterations

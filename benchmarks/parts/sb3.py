@@ -18,7 +18,7 @@ NUMBERS = {
 
 
 def make(env: str, num_envs: int):
-    # Installed in the Python environment that runs this file.
+    # These packages are installed in the Python environment that runs this file, but not in Choreo's.
     import torch  # pyright: ignore[reportMissingImports]
     from stable_baselines3 import PPO  # pyright: ignore[reportMissingImports]
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]

@@ -10,7 +10,7 @@ import dqn_numbers as same  # pyright: ignore[reportMissingImports]
 
 
 def make(updates: int):
-    # Installed in the Python environment that runs this file.
+    # These packages are installed in the Python environment that runs this file, but not in Choreo's.
     import torch  # pyright: ignore[reportMissingImports]
     from stable_baselines3 import DQN  # pyright: ignore[reportMissingImports]
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]

@@ -9,7 +9,7 @@ class Side(Protocol):
     """One of the programs that are compared."""
 
     def seconds(self, iterations: int) -> tuple[float, float]:
-        """Wall and CPU time of that many iterations."""
+        """Run `iterations` iterations; returns their wall and CPU time."""
         ...
 
 
@@ -20,9 +20,10 @@ Speeds = dict[str, list[float]]
 def take_turns(
     sides: dict[str, Side], repeats: int, seconds: float, *, steps: int, pids: list[int], block: int = 1
 ) -> tuple[Speeds, Speeds, float]:
-    """Steps per second of wall time and of CPU time, and the number of cores that other processes kept busy.
+    """Let the sides run in turns, `repeats` times each.
 
-    An iteration takes `steps` steps. In each turn, a side runs for about `seconds` seconds; the number of its iterations is a
+    Returns the steps per second of wall time, the steps per second of CPU time, and the number of cores that other processes kept
+    busy. An iteration takes `steps` steps. In each turn, a side runs for about `seconds` seconds; the number of its iterations is a
     multiple of `block`. `pids` are the ids of the processes of all sides, without this process.
     """
     blocks = {name: max(1, round(seconds / side.seconds(block)[0])) for name, side in sides.items()}

@@ -48,7 +48,7 @@ def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
             axes.append(x.batch_dim if ours else None)  # pyright: ignore[reportAttributeAccessIssue]
             inner.append(x.val if ours else x)  # pyright: ignore[reportAttributeAccessIssue]
         if not all(axis is None or isinstance(axis, int) for axis in axes):
-            break  # a ragged axis: rather report too few vmaps than a wrong one
+            break  # a ragged axis: a list that is too short is better than a wrong entry
         name = trace.axis_data.name
         vmaps.append(Vmap(name if isinstance(name, str) else None, trace.axis_data.size, tuple(axes)))
         leaves, trace = inner, trace.parent_trace
@@ -58,8 +58,8 @@ def enclosing_vmaps(leaves: Sequence[Any]) -> tuple[Vmap, ...]:
 def bound_axis_names() -> tuple[str, ...]:
     """The names of the mapped axes in scope.
 
-    They tell `all_reduce` whether there are shards. The names are part of jit's cache key. A context variable of Choreo would
-    not be, so jit could reuse a program that was traced without shards.
+    These names tell `all_reduce` whether there are shards. The names are part of jit's cache key. A context variable of Choreo
+    would not be part of the key, so jit could reuse a program that was traced without shards.
     """
     return tuple(n for n in jec.unsafe_get_axis_names_DO_NOT_USE() if isinstance(n, str))
 
@@ -67,14 +67,14 @@ def bound_axis_names() -> tuple[str, ...]:
 def trace_context() -> Hashable:
     """The settings on which a trace depends, besides the function and the types of its arguments.
 
-    They are the settings in the key of JAX's cache of traces (precision, x64, promotion of dtypes, bound axis names, meshes,
+    These settings are those in the key of JAX's cache of traces (precision, x64, promotion of dtypes, bound axis names, meshes,
     user contexts, and more), and the default generator of random keys, which JAX's key leaves out.
     """
     return (_config.trace_context(), bound_axis_names(), _config.default_prng_impl.value)
 
 
 def struct_of(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """A type as an argument for `make_jaxpr`. It stays weak if `aval` is weak. `shape` replaces the shape, if given."""
+    """The type `aval` as an argument for `make_jaxpr`. A weak type stays weak. `shape` replaces the shape, if given."""
     shape = aval.shape if shape is None else shape
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
@@ -133,7 +133,7 @@ _OWN = _own_primitives()
 
 
 def primitives(names: Iterable[str]) -> frozenset[jec.Primitive]:
-    """JAX's own primitives with these names; never a user's `Primitive("add")`. Skips names that this version of JAX lacks."""
+    """JAX's own primitives with these names; never a user's `Primitive("add")`. Names that this JAX lacks are skipped."""
     return frozenset(primitive for name in names for primitive in _OWN.get(name, ()))
 
 
@@ -229,7 +229,7 @@ _RNG_UNIFORM = primitives(["rng_uniform"])
 
 
 def rename_calls(eqn: jec.JaxprEqn, rename: Callable[[str], str]) -> jec.JaxprEqn:
-    """The equation with `rename` applied to the name of every jitted function: the one that it calls, and all inside of it."""
+    """The equation with `rename` applied to the names of the jitted function that it calls and of all jitted functions inside."""
     changed = {key: new for key, old in eqn.params.items() if (new := _renamed(old, rename)) is not old}
     if eqn.primitive in _JIT and (name := rename(eqn.params["name"])) != eqn.params["name"]:
         changed["name"] = name
@@ -295,7 +295,7 @@ def while_params(eqn: jec.JaxprEqn) -> WhileParams:
 
 
 def innermost(compiled: Any) -> Callable[..., Any]:
-    """The function inside `compiled`, without JAX's checks in Python. The checks take 3 us of a call of 32 us.
+    """The function inside `compiled`, which skips JAX's checks in Python. The checks take 3 us of a call of 32 us.
 
     Call `compiled` once before: the inner function exists only after the first call.
     """
@@ -309,7 +309,7 @@ def where(eqn: jec.JaxprEqn) -> str:
 
 
 def is_written_by_jax(closed: jec.ClosedJaxpr) -> bool:
-    """Is this the program of a function of JAX? Its source lines may belong to an earlier caller, since JAX caches traces."""
+    """Is `closed` the program of a function of JAX? JAX caches traces, so its source lines may belong to an earlier caller."""
     file = closed.jaxpr.debug_info.func_filename
     return file is not None and file.startswith(_JAX_FOLDER)
 

@@ -1,4 +1,4 @@
-"""Every exception a user can see, and how it prints.
+"""The errors that users see, and how they print. Some modules define more errors, which derive from `ChoreoError`.
 
     what happened
       produced at  my_ppo.py:88:13 (act)

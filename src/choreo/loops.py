@@ -31,7 +31,7 @@ class Transition(NamedTuple):
     action: jax.Array
     """Action of the step."""
     extras: PyTree
-    """All that `act` returned besides the action."""
+    """All that `act` returned besides the action and the memory."""
     reward: jax.Array
     """Reward of the step."""
     discount: jax.Array
@@ -54,7 +54,7 @@ class Position(NamedTuple):
 
 
 def begin(env: Env, key: Key, fresh: PyTree = None) -> Position:
-    """All environments after a reset; `fresh` is the memory of one environment at the beginning of an episode."""
+    """Reset all environments; returns their `Position`. `fresh` is the memory of one environment when an episode begins."""
     env_state, obs = env.reset(env.keys(key))
     return Position(env_state, obs, jax.tree.map(lambda x: jnp.broadcast_to(x, (env.num_envs, *x.shape)), fresh))
 
@@ -150,9 +150,10 @@ def minibatches(batch: PyTree, key: Key, size: int) -> PyTree:
 def permutation(key: Key, num: int) -> jax.Array:
     """The numbers 0 .. num - 1 in random order.
 
-    `jax.random.permutation` sorts pairs of a random number and an index; with 1,626 pairs or more, it sorts them twice. Here,
-    up to 65,536 indices, the random number and the index share one integer, with at least 16 random bits. Sorting then takes a
-    sixth of the time. Two indices with equal random bits keep their order. This happens to at most one pair in 65,536.
+    `jax.random.permutation` sorts pairs of a random number and an index; with 1,626 pairs or more, it sorts them twice. For up to
+    65,536 indices, this function puts each index and at least 16 random bits into one integer, and sorts the integers once. This
+    takes a sixth of the time. Two indices with equal random bits keep their order; for each pair, the probability of equal bits is
+    at most 1 in 65,536.
     """
     bits = jax.random.bits(key, (num,), jnp.uint32)
     if num > 1 << 16:

@@ -81,11 +81,12 @@ MOST_CALLS = 2**16
 _forms_of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]] | None"] = (
     contextvars.ContextVar("choreo_of_this_trace", default=None)
 )
+"""Within `traced_anew`: the compiled functions of each fragment. None elsewhere: each fragment uses its own `forms`."""
 
 
 @contextlib.contextmanager
 def traced_anew() -> Iterator[None]:
-    """Within this block, fragments do not use earlier traces: an object, global or closure that they read may have changed."""
+    """Within this context, fragments do not use earlier traces: an object, global or closure that they read may have changed."""
     token = _forms_of_this_trace.set({})
     try:
         yield
@@ -98,7 +99,7 @@ _calls: Recent[Call] = Recent(MOST_CALLS)
 
 
 def find_call(name: str | None) -> Call | None:
-    """The record of the fragment that has this jit name; None if the name is not a fragment's."""
+    """The record of the fragment call with this jit name; None if the name is not a fragment's."""
     if name is None or not name.startswith(f"{PREFIX}:"):
         return None
     return _calls.get(int(name.rsplit(":", 1)[1]), lambda: _forgotten(name))
@@ -260,7 +261,7 @@ class HostFunction:
         return self.on_leaves(self.form.tree, *leaves)
 
     def on_leaves(self, in_tree: Any, *leaves: Any) -> tuple[np.ndarray, ...]:
-        # A callback receives JAX arrays. Computing with them inside the callback can deadlock, so convert them.
+        # A callback receives JAX arrays. Computing with them inside the callback can deadlock, so convert them to NumPy.
         args, kwargs = jax.tree.unflatten(in_tree, [np.asarray(x) for x in leaves])
         out, tree = jax.tree.flatten(self.fn(*args, **kwargs))
         if tree != self.out_tree:
@@ -315,7 +316,7 @@ _host_objects: dict[int, HostObjects] = {}
 
 
 def all_reduce(x: PyTree, op: Literal["mean", "sum", "max"] = "mean") -> PyTree:
-    """Combine a pytree over the learner shards. With one shard, returns `x`, converted to the type that several shards would give.
+    """Combine a pytree over the learner shards. With one shard, the result is `x`, in the type that several shards would give.
 
     >>> import choreo
     >>> choreo.all_reduce({"grad": 1.5})
@@ -368,7 +369,7 @@ SHARD_NUMBERS = "choreo_shard_numbers"
 def shard_numbers(shards: int) -> jax.Array:
     """The numbers 0 .. shards - 1, from a jit with the name SHARD_NUMBERS.
 
-    In the traced program, Choreo recognises the shard axis by this jit: it is axis 0 of its result.
+    In the traced program, Choreo recognises the shard axis by this jit: axis 0 of the result is the shard axis.
     """
 
     def numbers():

@@ -4,8 +4,9 @@ In Python, 1, 1.0 and True are equal, and so are 0.0 and -0.0; but a program tra
 Our keys are equal only for values of the same types and the same bits. A wrong cache hit would silently give a wrong result,
 while a miss costs only one more trace. So plain data is compared by structure, and everything else by identity.
 
-    1.0                     (float, b"...")
-    Cfg(rate=1, act=relu)   (Cfg, ("rate", (int, 1)), ("act", Same(relu)))      simplified
+    value                   its key (simplified)
+    1.0                     (float, the 8 bytes of 1.0)
+    Cfg(rate=1, act=relu)   (Cfg, ("rate", (int, 1)), ("act", Same(relu)))      `Same` compares by identity
 """
 
 import collections
@@ -33,8 +34,8 @@ _HOLD_A_VALUE = (int, float, complex, str, bytes, tuple, list, dict, set, frozen
 
 
 class NoKey(TypeError):
-    """Raised for a mutable value that is not plain data. Its identity is no key, because the value can change, and its parts are
-    unknown."""
+    """Raised for a mutable value that is not plain data. Its identity cannot be the key, because the value can change. Its
+    parts are unknown."""
 
     def __init__(self, value: Any):
         super().__init__(f"a `{type(value).__name__}` is not hashable")
@@ -66,9 +67,9 @@ def static_key(x: Any) -> Hashable:
 
 
 def tree_key(tree: Any) -> Hashable:
-    """The key of a `PyTreeDef`. The tree itself is no exact key: it compares auxiliary data (static fields) by `==`.
+    """The key of a `PyTreeDef`. The `PyTreeDef` itself is no exact key: it compares auxiliary data (static fields) by `==`.
 
-    Auxiliary data that is not hashable is compared by identity. It raises no NoKey, because JAX accepts such data too.
+    Auxiliary data for which `static_key` raises NoKey is compared by identity here, because JAX accepts such data too.
     """
     data = tree.node_data()
     if data is None:
@@ -91,7 +92,7 @@ def _key(x: Any, within: tuple[int, ...], *, strict: bool) -> Hashable:
     if kind is complex:
         return (kind, struct.pack("<dd", x.real, x.imag))
     if isinstance(x, np.generic) or kind is np.ndarray:
-        # By content, because a NumPy array is mutable, unlike a JAX array.
+        # Compare by content: a NumPy array is mutable, unlike a JAX array.
         if not x.dtype.hasobject:
             return (kind, x.dtype, x.shape, x.tobytes())
     elif isinstance(x, jax.Array | gymnasium.Space) and not isinstance(x, jax.core.Tracer):
@@ -143,7 +144,7 @@ class Recent(Generic[T]):
 
 
 def cache(fn: Callable[..., T]) -> Callable[..., T]:
-    """`functools.cache` for positional static arguments, which are compared by `static_key` instead of `==`."""
+    """A cache like `functools.lru_cache(256)` for positional static arguments: `static_key` compares them instead of `==`."""
     known: Recent[T] = Recent(256)
 
     @functools.wraps(fn)
@@ -156,7 +157,7 @@ def cache(fn: Callable[..., T]) -> Callable[..., T]:
 def jit(fn: Callable[..., T]) -> Callable[..., T]:
     """`jax.jit` for pytrees whose leaves need not be arrays: one compiled function for each set of static leaves.
 
-    Like Equinox's `filter_jit`, except that this one distinguishes a static 1 from a static 1.0.
+    Equinox's `filter_jit` does the same, but it does not distinguish a static 1 from a static 1.0.
     """
     compiled: Recent[Callable[..., T]] = Recent(256)
 
@@ -243,7 +244,7 @@ def is_array(x: Any) -> bool:
 
 
 def freeze(tree: Any) -> Any:
-    """`tree` with arrays as its only leaves: all other leaves (an activation function) become part of its structure."""
+    """`tree` with arrays as its only leaves: all other leaves, such as an activation function, become part of the structure."""
     return jax.tree.map(lambda x: x if is_array(x) else Static(x), tree)
 
 

@@ -1,4 +1,4 @@
-"""Shared names for types. No logic; JAX is imported only when `Key` is used."""
+"""Shared names for types. This module imports JAX only when `Key` is used."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 

@@ -7,7 +7,7 @@ from choreo.runtime.channels import sockets, tcp_ends
 
 
 class Unsealed(tcp_ends.TcpConnection):
-    """A connection without encryption, which therefore needs fewer copies."""
+    """A connection without encryption. Without encryption, messages are copied less often."""
 
     def receive_first(self):
         try:

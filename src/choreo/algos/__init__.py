@@ -1,4 +1,7 @@
-"""Algorithms by name, one file each. A2C, IMPALA and REINFORCE share `one_gradient.py`; DDPG, TD3 and SAC `replayed_control.py`."""
+"""Algorithms by name, one file each.
+
+A2C, IMPALA and REINFORCE share `one_gradient.py`; DDPG, TD3 and SAC share `replayed_control.py`.
+"""
 
 from choreo.algos.a2c import A2C as A2C
 from choreo.algos.ddpg import DDPG as DDPG

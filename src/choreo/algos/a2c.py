@@ -3,8 +3,8 @@
     policy:   log pi(a | s) * A         A: the generalised advantage of action a, from the critic's values
     critic:   (V(s) + A) - V(s)         the error; no gradient flows through the target V(s) + A
 
-In lockstep this is A2C. Under the layout `a3c` it is A3C: each worker computes gradients next to its environments, and the
-learner applies each gradient when it arrives.
+In lockstep this algorithm is A2C. Under the layout `a3c` it is A3C: each worker computes gradients next to its environments, and
+one site applies each gradient when the gradient arrives.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class A2C(OneGradient):
     learning_rate: float = 2e-3
     unroll: int = 8
     gae_lambda: float = 0.95
-    """Between one-step (0) and Monte Carlo (1) advantages; 1 is the n-step return of the paper, n = `unroll`."""
+    """Between one-step (0) and n-step (1) advantages, n = `unroll`; the paper has 1."""
 
     def targets(self, trajectory: Transition, predicted: Predictions) -> Targets:
-        """Section 4 of the paper, "Asynchronous advantage actor-critic", with generalised instead of n-step advantages."""
+        """The targets of section 4 of the paper (A3C), with generalised instead of n-step advantages."""
         _, value_tm1, value_t = predicted
         discount_t = self.gamma * trajectory.discount
         advantage = ops.gae(trajectory.reward, discount_t, trajectory.last, value_tm1, value_t, self.gae_lambda)

@@ -2,8 +2,8 @@
 
 Deviations from the paper: the exploration noise of each step is independent of other steps. The paper uses an
 Ornstein-Uhlenbeck process, which brings no advantage (Fujimoto et al. 2018, section 6.1). There is no weight decay and no
-batch normalisation. The gradient of the policy uses the critic from before the
-update, because one optimiser step changes both.
+batch normalisation. The gradient of the policy uses the critic from before the update, because one optimiser step changes
+policy and critic together.
 """
 
 import functools
@@ -40,12 +40,12 @@ class DDPG(ReplayedControl):
         return train._replace(learned=network, target=self.follow(train.target, network), optimizer=optimizer), metrics
 
     def loss(self, network: Network, target: Network, steps: StoredStep, key: Key) -> tuple[jax.Array, Metrics]:
-        """The sum of both losses over a batch. No parameter gets a gradient from both losses."""
+        """The sum of the two mean losses of a batch, and the metrics. Each parameter gets its gradient from one loss only."""
         metrics = mean_losses(lambda item, _: self.item_losses(network, target, item), steps, key)
         return metrics["critic_loss"] + metrics["policy_loss"], metrics
 
     def item_losses(self, network: Network, target: Network, steps: StoredStep) -> Metrics:
-        """The losses of one item [step, ...]."""
+        """The losses of one item [step, ...], and the value `q` of its action."""
         item, network, target = self.item(steps), networks.thaw(network), networks.thaw(target)
         # Algorithm 1: y = r + gamma Q'(s', mu'(s')), and the critic's squared error.
         value = jnp.min(values(target.critics, item.next_obs, target.policy(item.next_obs)))

@@ -45,7 +45,7 @@ class Params(NamedTuple):
     network: PyTree
     """The module, frozen: every leaf is an array."""
     start: jax.Array
-    """The first action of the space."""
+    """The smallest action of the action space."""
     env_steps: jax.Array
     """Environment steps so far; epsilon depends on them."""
 
@@ -82,7 +82,7 @@ class Values(NamedTuple):
     q: jax.Array
     """The value of each action, FORBIDDEN where the mask forbids the action: [action]"""
     atoms: jax.Array
-    """For each action, depending on `head`: its value, logits of fixed returns, or quantiles of the return: [action, atom]"""
+    """For each action, depending on `head`: its value, logits of the fixed values, or quantiles of the return: [action, atom]"""
 
 
 class Item(NamedTuple):
@@ -106,7 +106,7 @@ class Played(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DQN:
-    """Deep Q-learning, with options for double, dueling, n-step, prioritized, C51 and QR; with the layout `apex`, Ape-X."""
+    """Deep Q-learning, with options for double, dueling, n-step, prioritized, C51 and QR; under the layout `apex` it is Ape-X."""
 
     learning_rate: float = 5e-4
     """Step size of the optimiser; falls to 0 over `total_steps`."""
@@ -200,7 +200,7 @@ class DQN:
     def act(self, params: Params, obs: PyTree, key: Key, power: jax.Array | None = None, *, greedy: bool = False):
         """Return the action for one environment, and `Played` if the replay is prioritized (else None).
 
-        With probability epsilon ** power the action is random; with `power` None or `greedy` it is always the best one.
+        With probability epsilon ** power the action is random. If `power` is None or `greedy` is True, the action is the best one.
         """
         q = self.values(params.network, obs).q
         best = jnp.argmax(q)
@@ -236,7 +236,7 @@ class DQN:
         return Carry(train, replay, end), {**episodes, **metrics, **stored}
 
     def powers(self, num_envs: int) -> jax.Array:
-        """The power of epsilon in each environment: [env]."""
+        """The exponent `power` of epsilon in each environment: [env]."""
         place = jnp.arange(num_envs, dtype=jnp.result_type(float)) / max(num_envs - 1, 1)
         return 1 + self.epsilon_spread * place
 
@@ -288,7 +288,7 @@ class DQN:
         return jnp.mean(losses), (losses, errors, q)
 
     def item_loss(self, network: PyTree, item: Item, beyond: Values):
-        """Loss, error and value of one item (Mnih et al. 2015, eq. 2). `beyond`: output of the target network for `next_obs`."""
+        """Loss, error and value of one item (Mnih et al. 2015, eq. 2). `beyond` is the target network's output for `next_obs`."""
         values, ret = self.values(network, item.obs), item.ret
         # Double Q-learning: van Hasselt et al. 2016, eq. 4.
         chooser = self.values(network, item.next_obs).q if self.double else beyond.q
@@ -308,8 +308,8 @@ class DQN:
         if self.head == "qr":  # Dabney et al. 2018, algorithm 1
             return ops.quantile_huber(atoms, ret.reward + ret.discount * beyond)
         # The squared error, not Huber's loss. Where errors are large, Huber's loss is linear, so it fits the median of the targets
-        # and not their mean. The low targets of the few items at which episodes end do not move the median, and without them
-        # the values grow without bound (docs/algorithms/dqn.md).
+        # and not their mean. Only the few items at which episodes end have low targets. They hardly change the median, so nothing
+        # would stop the values from growing (docs/algorithms/dqn.md).
         return 0.5 * error**2
 
     def values(self, network: PyTree, obs: PyTree) -> Values:

@@ -5,7 +5,7 @@
 
 In a relaxed layout, actors use parameters that are some iterations old. `act` returns the distribution from which it drew the
 action, and V-trace corrects for the difference between that distribution and the learner's policy. In lockstep there is no
-difference, and IMPALA is an n-step actor-critic.
+difference, and the gradient is that of A2C with `gae_lambda` = `trace_lambda` (if `c_bar` is at least 1).
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class IMPALA(OneGradient):
             )
 
     def targets(self, trajectory: Transition, predicted: Predictions) -> Targets:
-        """Section 4.2 of the paper; the loss is a mean over the trajectory, not a sum as in the paper."""
+        """The targets of section 4.2 of the paper; the loss is a mean over the trajectory, not a sum as in the paper."""
         log_prob, behaviour_log_prob = (pi.log_prob(trajectory.action) for pi in (predicted.pi, trajectory.extras))
         log_ratio = log_prob - behaviour_log_prob
         ratio = jnp.exp(log_ratio)

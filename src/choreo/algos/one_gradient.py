@@ -156,7 +156,7 @@ class OneGradient(abc.ABC):
 
     @fragment("gradient")
     def gradient(self, params: Params, trajectory: Transition, memory: PyTree):
-        """The gradient of one trajectory; `memory` is the memory of the network before the first step."""
+        """The gradient of one trajectory, and metrics; `memory` is the memory of the network before the first step."""
         grads, metrics = jax.grad(self.loss, has_aux=True)(params.network, params.moments, trajectory, memory)
         seen = None if params.moments is None else ops.look(params.moments, trajectory.obs)
         return Gradient(grads, seen), metrics
@@ -174,7 +174,7 @@ class OneGradient(abc.ABC):
         return Train(params, optimizer, train.iterations + 1), metrics
 
     def loss(self, network: PyTree, moments: PyTree, trajectory: Transition, memory: PyTree):
-        """Policy gradient, squared error of the critic and entropy bonus, as means over the trajectory."""
+        """The loss, and metrics: policy gradient, squared error of the critic and entropy bonus, as means over the trajectory."""
         predicted = self.predict(Params(network, moments), trajectory, memory)
         targets = self.targets(trajectory, jax.lax.stop_gradient(predicted))
         policy_loss = -jnp.mean(predicted.pi.log_prob(trajectory.action) * targets.advantage)

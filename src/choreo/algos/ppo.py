@@ -134,7 +134,7 @@ class PPO:
         return (*network(obs), None) if memory is None else network(obs, memory)
 
     def unfold(self, params: Params, obs: PyTree, last: jax.Array, memory: PyTree):
-        """Apply the network along sequences [sequence, time, ...]; `memory` [sequence] is from before their first step."""
+        """Apply the network along sequences [sequence, time, ...]; `memory` [sequence] is the memory before their first step."""
         apply, fresh = functools.partial(self.apply, params), self.initial_state(params)
         return jax.vmap(lambda obs, last, memory: unfold(apply, obs, last, memory, fresh))(obs, last, memory)
 
@@ -175,7 +175,8 @@ class PPO:
         return Train(Params(network, moments), opt_state, train.iterations + 1), metrics
 
     def loss(self, network: PyTree, moments: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Equation 9 of the paper, negated, on a minibatch; its first term is equation 7 (`ops.clipped_surrogate`)."""
+        """The loss of a minibatch, and metrics. The loss is equation 9 of the paper, negated; its first term is equation 7
+        (`ops.clipped_surrogate`)."""
         params = Params(network, moments)
         if batch.memory is None:
             pi, value_tm1, _ = jax.vmap(self.apply, (None, 0, None))(params, batch.obs, None)

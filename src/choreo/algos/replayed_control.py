@@ -56,7 +56,7 @@ class Train(NamedTuple):
     target: PyTree
     """The target networks, which follow the learned parameters slowly."""
     optimizer: Any
-    """State of the optimiser, or of several."""
+    """State of the optimiser, or a tuple with the states of several optimisers."""
     updates: jax.Array
     """Number of updates done."""
     iterations: jax.Array

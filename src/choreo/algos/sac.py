@@ -53,19 +53,19 @@ class SAC(ReplayedControl):
         return learned, jax.tree.map(jnp.copy, network.critics), self.make_optimizer().init(learned)
 
     def update(self, train: Train, steps: StoredStep, key: Key) -> tuple[Train, Metrics]:
-        """Algorithm 1 of the paper, with one optimiser step for policy, critics and temperature together."""
+        """One gradient step of algorithm 1 of the paper, with one optimiser step for policy, critics and temperature together."""
         gradient, metrics = jax.grad(self.loss, has_aux=True)(train.learned, train.target, steps, key)
         learned, optimizer = self.descend(gradient, train.learned, train.optimizer)
         target = self.follow(train.target, learned.critics)
         return train._replace(learned=learned, target=target, optimizer=optimizer), metrics
 
     def loss(self, learned: Learned, target: PyTree, steps: StoredStep, key: Key) -> tuple[jax.Array, Metrics]:
-        """The sum of all three losses over a batch. No parameter gets a gradient from more than one loss."""
+        """The sum of the three mean losses of a batch, and the metrics. Each parameter gets its gradient from one loss only."""
         metrics = mean_losses(lambda item, key: self.item_losses(learned, target, item, key), steps, key)
         return metrics["critic_loss"] + metrics["policy_loss"] + metrics["temperature_loss"], metrics
 
     def item_losses(self, learned: Learned, target: PyTree, steps: StoredStep, key: Key) -> Metrics:
-        """The losses of one item [step, ...]."""
+        """The losses of one item [step, ...], and its other metrics."""
         item, network = self.item(steps), networks.thaw(Network(learned.policy, learned.critics))
         fixed = jax.lax.stop_gradient(network)
         temperature = self.temperature_of(learned)

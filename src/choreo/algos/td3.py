@@ -27,9 +27,9 @@ class TD3(ReplayedControl):
     target_noise: float = 0.2
     """Standard deviation of the noise on the actions of the target policy, in the same units."""
     target_noise_clip: float = 0.5
-    """Bound to which this noise is clipped, in the same units."""
+    """The noise on the actions of the target policy is clipped to plus or minus this bound, in the same units."""
     policy_delay: int = 2
-    """The policy and the target networks are updated once in this many updates of the critics."""
+    """Number of updates of the critics for each update of the policy and the target networks."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,7 +64,7 @@ class TD3(ReplayedControl):
         return train._replace(learned=learned, target=target, optimizer=optimizer), metrics
 
     def critic_loss(self, critics: PyTree, target: Network, steps: StoredStep, key: Key) -> tuple[jax.Array, Metrics]:
-        """The mean loss of the critics over a batch."""
+        """The mean loss of the critics over a batch, and the metrics."""
         metrics = mean_losses(lambda item, key: self.item_losses(critics, target, item, key), steps, key)
         return metrics["critic_loss"], metrics
 

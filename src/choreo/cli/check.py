@@ -1,8 +1,9 @@
 """The work of `choreo check`: test on a few small iterations that a layout changes nothing but time.
 
-check_algorithm       every part of the algorithm exists and has the right form
+check_algorithm       checks that every part of the algorithm exists and has the right form
 check_independent     searches for counterexamples to the independent=True that the user promised
-deviations            compares every leaf of the carry and every metric with those of `jax.jit(iterate)` without marks
+deviations            compares every leaf of the carry and every metric with a reference: in lockstep, `jax.jit(iterate)` without
+                      marks
 """
 
 import dataclasses
@@ -26,9 +27,9 @@ from choreo.testing.layouts import Deviation, beyond, deviations, worst_of
 from choreo.testing.marks import unmarked
 
 FEW_ENVS = 6
-"""The smallest number of environments in a check."""
+"""The smallest number of environments that a check chooses itself."""
 FEW_STEPS = 8
-"""The largest number of steps per iteration in a check. An `unroll` that the user changed is kept."""
+"""The largest `unroll`, and the largest batch of each buffer shard, in a check. Sizes that the user changed are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class Verdict:
         return words + (f" It is trusted, not proved, that environments do not mix in {names}." if names else "")
 
     def table(self) -> Table:
-        """A table of the leaves and metrics that differ, largest difference first. A last row counts those that are equal."""
+        """For each reference: the leaves and metrics that differ, largest difference first, and the number of equal ones."""
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column("", overflow="fold")
         table.add_column("difference", justify="right")

@@ -1,8 +1,8 @@
 """The commands of `choreo`: each parses its arguments, does its work and returns the exit code.
 
-Options of a run are parsed here. All other options are hyper-parameters: fields of the algorithm's dataclass, which tyro
-parses. Heavy modules are imported inside the functions, after the arguments are parsed. So `choreo --help` and the error for
-a mistyped option do not wait for JAX.
+argparse parses the options of a run. All other options are hyper-parameters: fields of the algorithm's dataclass, which tyro
+parses. Heavy modules are imported inside the functions. So `choreo --help` and the error for a wrong value of an option do not
+wait for JAX. The error for an unknown option does, if the command takes hyper-parameters.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def train(args: list[str]) -> int:
 
 
 def _remove_run(folder: Path, *, keep: Any) -> None:
-    """Remove an earlier run in `folder`. A folder that is not a run is left alone: `train` refuses it.
+    """Remove an earlier run in `folder`. A folder that is not a run is kept: `train` refuses it.
 
     `keep`: the run of --init-from, which must not be removed.
     """
@@ -258,7 +258,7 @@ def _check_out(file: Path | None) -> None:
 
 
 def check(args: list[str]) -> int:
-    """Compare a few small iterations in a layout with `jax.jit(iterate)`; returns 1 if they differ."""
+    """Compare a few small iterations in a layout with `jax.jit(iterate)`; returns 1 if they differ more than allowed."""
     parser = make_parser("check", "choreo check ALGORITHM ENVIRONMENT|RUN.TOML [options] [hyper-parameters]")
     add_layout(parser, default="fused")
     add = parser.add_argument
@@ -364,7 +364,7 @@ def agent(args: list[str]) -> int:
 
 
 def show_list(args: list[str]) -> int:
-    """Print the algorithms, environments or layouts that Choreo knows."""
+    """Print the names of the built-in algorithms, environments or layouts."""
     parser = make_parser("list", "choreo list algos|envs|layouts")
     parser.add_argument("kind", choices=("algos", "envs", "layouts"))
     options = parse(parser, args)

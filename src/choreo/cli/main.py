@@ -74,7 +74,7 @@ def _run(args: list[str]) -> int:
 
 
 def _traceback_of_the_user(error: ChoreoError) -> list[str]:
-    """The traceback if the user's environment raised the error, here or in a worker; for any other error, its notes."""
+    """The traceback if the user's environment raised the error, in this process or in a worker; for any other error, its notes."""
     cause = error.__cause__
     if cause is None or isinstance(cause, ChoreoError) or not isinstance(error, EnvError):
         notes = getattr(error, "__notes__", [])
@@ -86,7 +86,7 @@ def _traceback_of_the_user(error: ChoreoError) -> list[str]:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader of stdout has closed it (`choreo ... | head`). If so, all further output is dropped."""
+    """Return whether the reader has closed stdout (`choreo ... | head`). If so, also redirect all further output to /dev/null."""
     output = select.poll()
     output.register(sys.stdout, 0)
     if not output.poll(0):
