@@ -67,7 +67,8 @@ test-learning: setup
 	$(BIN)/pytest -m learning tests/learning
 
 bench: setup
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/table.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	$(BIN)/python benchmarks/table.py
 
 constraints:
 	@test -n "$(PYTHON)" || { echo "Found no Python 3.11, 3.12 or 3.13. Set PYTHON=/path/to/python (3.11 or newer)."; exit 1; }

@@ -75,7 +75,7 @@ def explore(buffer, room, stored, orders) -> None:
 
 
 def _rows(num: int) -> dict[str, np.ndarray]:
-    # Rows made once, in advance: the benchmark measures buffers only, so no side steps environments.
+    # Rows made once, in advance: this side need not step environments.
     rng = np.random.default_rng(0)
     return {
         "obs": rng.normal(size=(num, 4)).astype(np.float32),
