@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from choreo import networks
-from choreo.algos import PPO
+from choreo.algos import DQN, PPO
 from choreo.errors import AlgorithmError, RunError
 from choreo.runs import checkpoint, resolve
 from choreo.runs.config import RunConfig
@@ -134,6 +134,18 @@ def test_with_policy_puts_the_weights_into_the_train_state(tmp_path):
     train_state = begin(Twice(), first)
     for weights in (train_state.online, train_state.target, train_state.inner.weights):
         assert (np.asarray(weights) == 1).all()
+
+
+def test_dqn_gives_the_weights_to_its_target_network_too(tmp_path):
+    small = DQN(network=functools.partial(networks.q_mlp, hidden=(8,)))
+
+    def add_one(train):
+        return train._replace(params=train.params._replace(network=jax.tree.map(lambda x: x + 1, train.params.network)))
+
+    first = write_run(tmp_path / "first", small, change=add_one, seed=3)
+    train_state = begin(small, first)
+    jax.tree.map(np.testing.assert_array_equal, train_state.target, train_state.params.network)
+    assert (np.asarray(jax.tree.leaves(train_state.params.network)[-1]) == 1).all()  # the last bias is 0 at first
 
 
 # run.toml records the origin of the weights.

@@ -196,6 +196,10 @@ class DQN:
     def policy(self, train: Train) -> Params:
         return train.params
 
+    def with_policy(self, train: Train, params: Params) -> Train:
+        """`train` with the weights of another run, for `--init-from`; the target network gets them too."""
+        return train._replace(params=params, target=jax.tree.map(jnp.copy, params.network))
+
     @fragment("actor")
     def act(self, params: Params, obs: PyTree, key: Key, power: jax.Array | None = None, *, greedy: bool = False):
         """Return the action for one environment, and `Played` if the replay is prioritized (else None).
