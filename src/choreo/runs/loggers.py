@@ -5,14 +5,12 @@ A logger is any object with `log(row)` and `close()`; `row` maps names to number
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from choreo.errors import RunError, unknown_name
-
-Metrics = Mapping[str, float | int]
-"""The metrics of one iteration, by name."""
+from choreo.runs.events import Event, IterationDone, Metrics, RunEnded, Subscriber
 
 
 @runtime_checkable
@@ -33,6 +31,19 @@ def make_loggers(loggers: Sequence[str | Logger], folder: Path | None) -> list[L
     if isinstance(loggers, str):
         loggers = [loggers]
     return [_make(logger, folder) for logger in loggers]
+
+
+def rows_to(logger: Logger) -> Subscriber:
+    """The subscriber that passes the row of each iteration to a logger, and closes the logger when the run has ended."""
+
+    def tell(event: Event) -> None:
+        match event:
+            case IterationDone():
+                logger.log(event.row)
+            case RunEnded():
+                logger.close()
+
+    return tell
 
 
 def check_loggers(loggers: Sequence[Any], folder: Path | None) -> None:
