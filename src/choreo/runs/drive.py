@@ -28,7 +28,7 @@ from choreo.plans.plan import Plan
 from choreo.runs import algorithm_checks, checkpoint
 from choreo.runs.clock import Clock
 from choreo.runs.config import RunConfig
-from choreo.runs.episode_returns import EpisodeReturns
+from choreo.runs.episode_returns import EpisodeReturns, measures_episodes
 from choreo.runs.evaluation import evaluate
 from choreo.runs.events import (
     BoundaryReached,
@@ -167,12 +167,22 @@ def _make_plan(config: RunConfig) -> tuple[Traced, Plan]:
     algorithm_checks.check_parts(algo, config.env)  # before tracing `iterate`, which takes longer
     traced = build.trace_for(algo, config.env, config.layout)
     algorithm_checks.check_metrics(algo, traced.metrics)
+    _check_can_stop(config, traced)
     if config.layout.shards > 1 or config.layout.num_workers > 1:
         algorithm_checks.check_reductions(algo, traced.reductions)
     the_plan = build.plan_traced(traced, config.layout, title=config.title)
     for warning in the_plan.warnings:
         warnings.warn(warning, ChoreoWarning, stacklevel=4)  # shown at the line that called `train`
     return traced, the_plan
+
+
+def _check_can_stop(config: RunConfig, traced: Traced) -> None:
+    if config.stop_at_return is not None and not config.eval_every and not measures_episodes(traced.metrics):
+        raise RunError(
+            f"stop_at_return={config.stop_at_return:g} is never reached: `{type(config.algo).__name__}.iterate` returns no "
+            "metrics of episodes, and there are no evaluations.",
+            fix="Evaluate the parameters: give --eval-every 100 (eval_every=100).",
+        )
 
 
 def _check_can_start(start: Start, the_plan: Plan) -> None:

@@ -41,7 +41,7 @@ class RunBegan:
     folder: Path | None
     """The run folder, if there is one."""
     total_steps: int
-    """Steps of the whole run, rounded up to whole iterations."""
+    """Steps of the whole run (see `choreo.runs.steps`), rounded up to whole iterations."""
     iterations: int
     """Iterations of the whole run."""
     iterations_done: int

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from choreo.errors import RunError, unknown_name
 from choreo.runs.events import Event, IterationDone, Metrics, RunEnded, Subscriber
+from choreo.runs.steps import steps_of
 
 
 @runtime_checkable
@@ -100,7 +101,7 @@ class TensorBoard:
     def log(self, row: Metrics) -> None:
         for name, value in row.items():
             if name not in ("iteration", "env_steps") and value == value:  # not NaN
-                self._writer.add_scalar(name, value, int(row["env_steps"]))
+                self._writer.add_scalar(name, value, steps_of(row))
 
     def close(self) -> None:
         self._writer.close()

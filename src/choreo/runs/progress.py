@@ -5,7 +5,7 @@ PPO  62%  184k steps  211k steps/s  return 318  loss 0.041  0:01 left
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import IO
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from choreo.runs.events import BoundaryReached, Event, Metrics, RunBegan, RunEnded, WorkerOutput, WorkerStates
+from choreo.runs.steps import steps_of
 
 PLAIN_LINES = 10
 """The largest number of progress lines per run if the output is not a terminal."""
@@ -54,7 +55,7 @@ class Progress:
             self._console.print(text)
 
     def _update(self, event: BoundaryReached) -> None:
-        steps = int(event.row["env_steps"])
+        steps = steps_of(event.row)
         line = progress_line(self._title, event.row, total_steps=self._total, steps_per_second=event.steps_per_second)
         self._line = line
         if self._live is not None:
@@ -77,9 +78,13 @@ class Progress:
 
 def progress_line(title: str, row: Metrics, *, total_steps: int, steps_per_second: float) -> str:
     """The text of the progress line. With a short title, the line fits into 80 columns."""
-    steps = int(row["env_steps"])
-    parts = [f"{title} {100 * steps // total_steps:>3}%", f"{short(steps)} steps", f"{short(steps_per_second)} steps/s"]
-    loss = next((name for name in row if "loss" in name), None)
+    steps, unit = steps_of(row), "steps" if row["env_steps"] else "iterations"
+    parts = [
+        f"{title} {100 * steps // total_steps:>3}%",
+        f"{short(steps)} {unit}",
+        f"{short(steps_per_second)} {unit}/s",
+    ]
+    loss = first_loss(row)
     for label, name in (("return", "train_return"), ("eval", "eval_return"), ("loss", loss)):
         value = row.get(name, math.nan) if name else math.nan
         if math.isfinite(value):
@@ -88,6 +93,11 @@ def progress_line(title: str, row: Metrics, *, total_steps: int, steps_per_secon
         left = int((total_steps - steps) / steps_per_second)
         parts.append(f"{left // 60}:{left % 60:02} left")
     return "  ".join(parts)
+
+
+def first_loss(names: Iterable[str]) -> str | None:
+    """The first name with `loss` in it, or None."""
+    return next((name for name in names if "loss" in name), None)
 
 
 def short(number: float | int) -> str:
