@@ -58,6 +58,8 @@ def train(
 ) -> Run:
     """Train `algo` on `env` for at least `steps` environment steps, rounded up to whole iterations.
 
+    If the iterations of `algo` take no environment steps, `steps` counts iterations.
+
     `algo`, `env` and `layout` are values or names ("ppo", "my_ppo.py:MyPPO"; "jax:CartPole-v1"; "coarse").
 
     - `num_envs`: number of environments; 8 by default if `env` is a name.
