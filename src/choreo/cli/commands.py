@@ -39,7 +39,7 @@ def train(args: list[str]) -> int:
         "--steps",
         type=count,
         default=300_000,
-        help="environment steps, else iterations; rounded up to whole iterations (300000)",
+        help="environment steps (iterations if there are none), rounded up (300000)",
     )
     add("--seed", type=count, default=0, help="the run's only source of randomness (0)")
     add("--out", type=Path, help="the run folder (runs/ALGORITHM-ENVIRONMENT-SEED, numbered)")
