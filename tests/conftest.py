@@ -61,8 +61,8 @@ abort the process."""
 MAPS = Path("/proc/self/maps")
 UNCHECKED = (
     "algos", "laws", "faults", "docs", "plans", "users", "test_benchmarks.py", "test_cli.py", "test_documented.py",
-    "test_profile.py", "test_replay.py", "test_spaces.py", "test_training.py", "test_warm_start.py",
-    "test_who_waits.py", *(("graph", "partition") if jax.__version_info__ < (0, 11) else ()),
+    "test_events.py", "test_profile.py", "test_replay.py", "test_spaces.py", "test_steps.py", "test_training.py",
+    "test_warm_start.py", "test_who_waits.py", *(("graph", "partition") if jax.__version_info__ < (0, 11) else ()),
 )  # fmt: skip
 """Folders and files of tests that run or plan whole programs. Annotations are not checked in these tests, because the checks
 would take a third of the time. In the tests of single modules, annotations are checked. In the tests of `graph` and `partition`,

@@ -43,6 +43,19 @@ if TYPE_CHECKING:
         host_method as host_method,
         metric as metric,
     )
+    from choreo.runs.events import (
+        BoundaryReached as BoundaryReached,
+        CheckpointSaved as CheckpointSaved,
+        EvaluationDone as EvaluationDone,
+        Event as Event,
+        IterationDone as IterationDone,
+        RunBegan as RunBegan,
+        RunEnded as RunEnded,
+        Subscriber as Subscriber,
+        WarningGiven as WarningGiven,
+        WorkerOutput as WorkerOutput,
+        WorkerStates as WorkerStates,
+    )
     from choreo.runs.training import load as load, plan as plan, replay as replay, resume as resume, train as train
 
 _NAMES_BY_MODULE = {
@@ -67,6 +80,19 @@ _NAMES_BY_MODULE = {
         "central",
         "apex",
         "per_agent",
+    ),
+    "choreo.runs.events": (
+        "Event",
+        "Subscriber",
+        "RunBegan",
+        "IterationDone",
+        "EvaluationDone",
+        "BoundaryReached",
+        "CheckpointSaved",
+        "WorkerStates",
+        "WorkerOutput",
+        "WarningGiven",
+        "RunEnded",
     ),
     "choreo.runs.training": ("train", "resume", "replay", "load", "plan"),
 }

@@ -30,6 +30,17 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def write_offline_run(name, evaluations, *, summary=None):
+    """Write the folder of a run without environment steps and episodes. `evaluations` has a return or None for each iteration."""
+    folder = RunFolder(name)
+    Path(name).mkdir()
+    folder.write_config({"algorithm": {"class": "x.y:Mine"}, "environment": ENV, "layout": COARSE})
+    rows = [{"iteration": i, "env_steps": 0, "seconds": float(i + 1), "loss": 1.0} for i in range(len(evaluations))]
+    folder.append_metrics([row | ({"eval_return": e} if e else {}) for row, e in zip(rows, evaluations, strict=True)])
+    if summary is not None:
+        folder.write_text("summary.json", to_json({"iterations": len(rows)} | summary))
+
+
 def write_run(name, returns, seconds, *, episodes=60, env=None, summary=None):
     """Write a run folder as training does. `returns` and `seconds` have one number for each row of the metrics."""
     folder = RunFolder(name)
@@ -261,3 +272,36 @@ def test_dollar_signs_are_not_read_as_formulas_and_control_characters_are_escape
     assert main(["compare", "\x1b[2J$", "\x1b[2J$", "-o", "compare.png"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\\x1b[2J$" in out and "$\\x (x=[red]$)" in out
+
+
+def test_runs_without_environment_steps_are_compared_by_iterations_and_evaluations():
+    write_offline_run("a", [None, 10.0, None, 20.0], summary={"steps_per_second": 100.0})
+    write_offline_run("b", [None, 30.0, None, None], summary={"steps_per_second": 400.0})
+    comparison = Comparison.of(["a", "b"])
+    a, b = comparison.to_dict()["runs"]
+    assert comparison.at_return == 20.0
+    assert (a["env_steps"], a["iterations"], a["speedup"], b["speedup"]) == (0, 4, 1.0, 4.0)
+    assert a["return_at_steps"][1:] == [(2, 10.0), (3, 10.0), (4, 20.0)] and math.isnan(a["return_at_steps"][0][1])
+    assert (a["seconds_to_return"], b["seconds_to_return"]) == (4.0, 2.0)
+    table = printed(comparison)
+    assert table["iterations"] == ["4", "4"] and table["iterations per second"] == ["100", "400"]
+    assert table["return at 2 iterations"] == ["10.0", "30.0"]
+    assert table["final return"] == ["20.0", "30.0"] and "over the last episodes" not in table
+    over_steps, _ = comparison.figure().axes
+    assert (over_steps.get_xlabel(), over_steps.get_ylabel()) == ("iterations", "return (last evaluation, greedy)")
+    assert over_steps.lines[0].get_xdata().tolist() == [1, 2, 3, 4]
+    assert len(json.loads(to_json(comparison.to_dict()))["runs"]) == 2
+
+
+def test_steps_of_the_environment_are_not_compared_with_iterations():
+    write_run("a", [10, 20], [4, 8], episodes=200, summary={"steps_per_second": 500.0})
+    write_offline_run("b", [None, 30.0], summary={"steps_per_second": 100.0})
+    comparison = Comparison.of(["a", "b"])
+    a, b = comparison.to_dict()["runs"]
+    assert a["return_at_steps"] == b["return_at_steps"] == []
+    assert math.isnan(b["speedup"]) and math.isnan(b["return"]) and b["eval_return"] == 30.0
+    table = printed(comparison)
+    assert table["steps or iterations per second"] == ["500", "100"] and table["speed-up"] == ["1.00x", "-"]
+    assert table["final return"] == ["20.0", "-"] and table["last evaluation (greedy)"] == ["-", "30.0"]
+    assert table["over the last episodes"] == ["200", "-"]
+    assert comparison.figure().axes[0].get_xlabel() == "environment steps or iterations"

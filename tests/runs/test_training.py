@@ -413,15 +413,15 @@ def test_a_carry_without_train_is_refused():
         train(Bare(), CARTPOLE, steps=1)
 
 
-def test_missing_episode_metrics_are_refused():
-    @dataclass(frozen=True, kw_only=True)
-    class NoEpisodes(Tiny):
-        def iterate(self, env, carry, key):
-            carry, metrics = super().iterate(env, carry, key)
-            return carry, {"loss": metrics["loss"]}
-
-    with pytest.raises(AlgorithmError, match="`NoEpisodes.iterate` returns no metric `episode_return`"):
-        train(NoEpisodes(), CARTPOLE, steps=1)
+@pytest.mark.parametrize(("given", "missing"), [("episodes", "episode_return"), ("episode_return", "episodes")])
+def test_half_of_the_episode_metrics_is_refused(given, missing):
+    algo = with_metrics(lambda metrics: {given: jnp.ones(())})
+    with pytest.raises(AlgorithmError) as error:
+        train(algo, CARTPOLE, steps=1)
+    assert str(error.value) == (
+        f"`Measured.iterate` returns a metric `{given}`, but no metric `{missing}`.\nReturn both or neither. choreo.rollout "
+        "returns the metrics of episodes; see also docs/your-own-algorithm.md."
+    )
 
 
 def test_a_metric_that_is_an_array_is_refused():

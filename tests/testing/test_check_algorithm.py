@@ -16,6 +16,7 @@ from choreo.envs import EnvStep, VmapEnv
 from choreo.errors import AlgorithmError
 from choreo.testing import check_algorithm
 from choreo.testing.algorithms import require_parts
+from offline import Imitation
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,14 @@ class NotFinite(Tiny):
         return {"total": train["total"] / 0}
 
 
-class NoMetrics(Tiny):
+class HalfMetrics(Tiny):
     def iterate(self, env, carry, key):
-        return super().iterate(env, carry, key)[0], {"loss": jnp.zeros(())}
+        return super().iterate(env, carry, key)[0], {"episodes": jnp.zeros(())}
+
+
+class NegativeSteps(Tiny):
+    def steps_per_iteration(self, env):
+        return -env.num_envs
 
 
 class VectorMetric(Tiny):
@@ -188,7 +194,8 @@ BROKEN = {
     OtherType: r"`carry.train\['total'\]` goes in as float32\[\] and comes back as int32\[\]",
     OtherStructure: "must return a carry of the same structure",
     NotFinite: r"`carry.train\['total'\]` is not finite",
-    NoMetrics: "returns no metric `episode_return`",
+    HalfMetrics: "returns a metric `episodes`, but no metric `episode_return`",
+    NegativeSteps: "`NegativeSteps.steps_per_iteration` returns -[0-9]+, which is not a number of steps",
     VectorMetric: r"metric `loss` of `VectorMetric` has shape \[3\]",
     ComplexMetric: "metric `phase` of `ComplexMetric` is complex64, which is not a real number",
     ReservedMetric: "returns a metric `seconds`, which a run writes itself",
@@ -206,7 +213,9 @@ def test_the_error_names_what_is_wrong(broken):
         check_algorithm(broken(), ENV)
 
 
-@pytest.mark.parametrize("algo", [Tiny(), PythonInCarry()], ids=["smallest", "Python in the carry"])
+@pytest.mark.parametrize(
+    "algo", [Tiny(), PythonInCarry(), Imitation()], ids=["smallest", "Python in the carry", "without environments"]
+)
 def test_correct_algorithms_pass(algo):
     check_algorithm(algo, ENV)
 

@@ -20,6 +20,7 @@ from choreo.errors import PartitionError
 from choreo.layouts.base import Layout
 from choreo.plans.build import plan
 from choreo.runs import jax_settings
+from choreo.runs.steps import env_steps_per_iteration
 from choreo.runtime.compilation_cache import use_compilation_cache
 from choreo.testing.algorithms import check_algorithm
 from choreo.testing.independent import check_independent
@@ -91,8 +92,8 @@ class Verdict:
     @property
     def title(self) -> str:
         return (
-            f"{type(self.algo).__name__} on {self.env.name}, {self.env.num_envs} environments, unroll={self.algo.unroll}, "
-            f"{self.iterations} iterations: {self.layout!r}"
+            f"{type(self.algo).__name__} on {self.env.name}, {self.env.num_envs} environments, "
+            f"{f'unroll={self.algo.unroll}, ' if hasattr(self.algo, 'unroll') else ''}{self.iterations} iterations: {self.layout!r}"
         )
 
     @property
@@ -137,7 +138,7 @@ class Verdict:
             "environment": self.env.name,
             "layout": repr(self.layout),
             "num_envs": self.env.num_envs,
-            "unroll": self.algo.unroll,
+            "unroll": getattr(self.algo, "unroll", None),
             "iterations": self.iterations,
             "ok": self.worst.is_allowed,
             "trusted": self.trusted,
@@ -167,7 +168,7 @@ def small(algo: Any, env: Any, layout: Layout, iterations: int) -> Any:
     Returns `algo` with its own sizes if it cannot be traced with the small ones.
     """
     each = env.num_envs // (layout.shards * layout.num_workers)  # environments that `iterate` sees
-    unroll = min(algo.unroll, FEW_STEPS)
+    unroll = min(getattr(algo, "unroll", FEW_STEPS), FEW_STEPS)
     batch = FEW_STEPS * getattr(algo, "buffer_shards", 1)
     stored = max(unroll * env.num_envs, batch)
     most = {
@@ -191,7 +192,7 @@ def _with_horizon(algo: Any, env: Any, iterations: int) -> Any:
     """`algo` with `total_steps` set to the length of the check if it was None. `train` does the same for a run."""
     if getattr(algo, "total_steps", 0) is not None:
         return algo
-    return dataclasses.replace(algo, total_steps=iterations * algo.unroll * env.num_envs)
+    return dataclasses.replace(algo, total_steps=iterations * (env_steps_per_iteration(algo, env) or 1))
 
 
 def _runs(algo: Any, env: Any) -> bool:

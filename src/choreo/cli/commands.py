@@ -35,7 +35,12 @@ def train(args: list[str]) -> int:
     add_layout(parser, default="fused")
     add = parser.add_argument
     add("--num-envs", type=count, default=8, help="environments stepped together (8)")
-    add("--steps", type=count, default=300_000, help="environment steps, rounded up to whole iterations (300000)")
+    add(
+        "--steps",
+        type=count,
+        default=300_000,
+        help="environment steps (iterations if there are none), rounded up (300000)",
+    )
     add("--seed", type=count, default=0, help="the run's only source of randomness (0)")
     add("--out", type=Path, help="the run folder (runs/ALGORITHM-ENVIRONMENT-SEED, numbered)")
     add("--overwrite", action="store_true", help="replace an earlier run in --out")

@@ -1,1 +1,1 @@
-"""A training run: its configuration, folder, checkpoints, evaluation, loggers and figures, and the loop that drives it."""
+"""A training run: its configuration, folder, checkpoints, evaluation, events, loggers and figures, and the loop that drives it."""

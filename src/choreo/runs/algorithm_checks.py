@@ -15,15 +15,14 @@ from choreo.errors import AlgorithmError
 from choreo.host import spaces
 from choreo.partition.carry import form_of, types_of, with_leaves
 from choreo.roles import Reduction
+from choreo.runs.episode_returns import EPISODES
 from choreo.runs.evaluation import initial_state
 from choreo.types import PyTree
 
 RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")
 """Names of the numbers that a run adds to its rows. Metrics of an algorithm must not have these names."""
-NEEDED = ("episode_return", "episodes")
-"""The metrics that `train_return` is computed from."""
 NEEDED_REDUCTIONS = {"episodes": Reduction("sum"), "episode_return": Reduction("mean", "episodes")}
-"""How these metrics must be reduced over the learner shards."""
+"""How the metrics of `train_return` must be reduced over the learner shards."""
 
 
 def check_parts(algo: Any, env: Any) -> None:
@@ -42,8 +41,8 @@ def check_carry(algo: Any, carry: PyTree) -> None:
         )
 
 
-def check_metrics(algo: Any, metrics: Mapping[str, Any], *, needed: Collection[str] = NEEDED) -> None:
-    """Refuse metrics that are not real scalars or have a reserved name. Every name in `needed` must be among them.
+def check_metrics(algo: Any, metrics: Mapping[str, Any]) -> None:
+    """Refuse metrics that are not real scalars or have a reserved name, and one of the metrics of `train_return` without the other.
 
     `metrics` maps the name of each metric to its traced type.
     """
@@ -60,18 +59,19 @@ def check_metrics(algo: Any, metrics: Mapping[str, Any], *, needed: Collection[s
                 f"The metric `{metric}` of `{name}` is {value.dtype}, which is not a real number.",
                 fix="Return its real and imaginary parts, or its absolute value, under separate names.",
             )
-    for metric in needed:
-        if metric not in metrics:
-            raise AlgorithmError(
-                f"`{name}.iterate` returns no metric `{metric}`.",
-                fix="Add it. choreo.rollout returns the metrics of episodes; see also docs/your-own-algorithm.md.",
-            )
+    missing = [metric for metric in EPISODES if metric not in metrics]
+    if len(missing) == 1:
+        (given,) = set(EPISODES) - set(missing)
+        raise AlgorithmError(
+            f"`{name}.iterate` returns a metric `{given}`, but no metric `{missing[0]}`.",
+            fix="Return both or neither. choreo.rollout returns the metrics of episodes; see also docs/your-own-algorithm.md.",
+        )
 
 
 def check_reductions(algo: Any, reductions: Mapping[str, Reduction]) -> None:
     """Refuse metrics whose reduction over the learner shards is not the one that `train_return` needs."""
     for metric, needed in NEEDED_REDUCTIONS.items():
-        if reductions[metric] != needed:
+        if metric in reductions and reductions[metric] != needed:
             declared = f'weight="{needed.weight}"' if needed.weight else f'reduce="{needed.op}"'
             raise AlgorithmError(
                 f"`{type(algo).__name__}.iterate` returns `{metric}` without saying how the numbers of several learners become "

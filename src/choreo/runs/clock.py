@@ -28,7 +28,7 @@ class Clock:
 
     @contextlib.contextmanager
     def running(self, runtime: Runtime, *, steps: int) -> Iterator[None]:
-        """Measure the body of the `with` statement, which runs `steps` environment steps. The time for compiling is not counted."""
+        """Measure the body of the `with` statement, which runs `steps` steps. The time for compiling is not counted."""
         start, compiled = time.perf_counter(), runtime.compile_seconds
         yield
         self._running += time.perf_counter() - start - (runtime.compile_seconds - compiled)
@@ -36,5 +36,5 @@ class Clock:
 
     @property
     def steps_per_second(self) -> float:
-        """Environment steps per second of running iterations; NaN before the first iteration."""
+        """Steps per second of running iterations; NaN before the first iteration."""
         return self._steps / self._running if self._running > 0 else math.nan

@@ -1,11 +1,14 @@
 """Compare runs: return over steps and over time, speed-up, final return.
 
 Everything is read from `run.toml`, `metrics.jsonl` and `summary.json`: no algorithm or environment is made. An unfinished
-run is compared up to its last row of metrics. The return of a run is the mean over its last training episodes, at least 100.
+run is compared up to its last row of metrics. The return of a run is the mean over its last training episodes, at least 100. If
+none of the runs measured training episodes, the return is that of the last evaluation. Steps are environment steps, or iterations
+in a run that takes no environment steps.
 Time is counted from the call of `train`, compiling included, and is known at boundaries only. Speed-ups are relative to the
 first run.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +41,8 @@ class Record:
     """The metrics so far."""
     summary: Mapping[str, Any]
     """The content of summary.json; empty if the run never finished."""
+    measure: str = "train_return"
+    """The metric that counts as the return: `train_return` or `eval_return`."""
 
     @classmethod
     def read(cls, path: str | Path) -> "Record":
@@ -80,8 +85,23 @@ class Record:
         return self._column("env_steps")
 
     @cached_property
+    def steps(self) -> np.ndarray:
+        """Steps at each row: environment steps, or iterations in a run without environment steps."""
+        return figures.steps_axis(self._column("iteration"), self.env_steps)[0]
+
+    @property
+    def unit(self) -> str:
+        """What the steps count."""
+        return figures.steps_axis(self._column("iteration"), self.env_steps)[1]
+
+    @cached_property
     def returns(self) -> np.ndarray:
-        return self._column("train_return")
+        """The return at each row. Between two evaluations, the return is that of the earlier one."""
+        measured = self._column(self.measure)
+        if self.measure == "train_return":
+            return measured
+        newest = np.maximum.accumulate(np.where(np.isfinite(measured), np.arange(len(measured)), 0))
+        return measured[newest]
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -101,7 +121,7 @@ class Record:
 
     @property
     def steps_per_second(self) -> float:
-        """Environment steps per second.
+        """Steps per second.
 
         For a finished run, this is without the time for compiling and evaluating. For an unfinished run, it is measured from
         the first boundary on.
@@ -112,7 +132,7 @@ class Record:
         if len(self.boundaries) < 2:
             return math.nan
         first, last = self.boundaries[0], self.boundaries[-1]
-        return float((self.env_steps[last] - self.env_steps[first]) / (self.seconds[last] - self.seconds[first]))
+        return float((self.steps[last] - self.steps[first]) / (self.seconds[last] - self.seconds[first]))
 
     @property
     def final_return(self) -> float:
@@ -120,7 +140,7 @@ class Record:
 
     @property
     def episodes(self) -> int:
-        """The number of episodes in the mean `final_return`."""
+        """The number of training episodes in the mean `final_return`; 0 if the run did not measure them."""
         counted = 0
         for count in self._column("episodes")[::-1]:
             if counted >= EPISODES_PER_RETURN:
@@ -141,12 +161,12 @@ class Record:
         return float(np.nanmax(returns)) if np.isfinite(returns).any() else math.nan
 
     def return_at(self, *, steps: float | None = None, seconds: float | None = None) -> float:
-        """The return at the last row within the given environment steps, or at the last boundary within the given seconds.
+        """The return at the last row within the given steps, or at the last boundary within the given seconds.
 
         NaN if there is no such row.
         """
         if steps is not None:
-            within = np.flatnonzero(self.env_steps <= steps)
+            within = np.flatnonzero(self.steps <= steps)
         else:
             within = self.boundaries[self.seconds[self.boundaries] <= seconds]
         return float(self.returns[within[-1]]) if len(within) else math.nan
@@ -159,7 +179,7 @@ class Record:
     @property
     def curve(self) -> figures.Curve:
         at = self.boundaries
-        return figures.Curve(str(self.path), self.env_steps, self.returns, self.seconds[at], self.returns[at])
+        return figures.Curve(str(self.path), self.steps, self.returns, self.seconds[at], self.returns[at])
 
     @property
     def _reliable_returns(self) -> np.ndarray:
@@ -186,6 +206,8 @@ class Comparison:
     def of(cls, paths: Sequence[str | Path], *, at_return: float | int | None = None) -> "Comparison":
         """Read the runs. By default, `at_return` is the highest return that all runs reached; NaN if environments differ."""
         records = tuple(Record.read(path) for path in paths)
+        if not any("train_return" in record.rows[-1] for record in records):
+            records = tuple(dataclasses.replace(record, measure="eval_return") for record in records)
         if at_return is None:
             same = len({record.environment for record in records}) == 1
             best = [record.best_return for record in records]
@@ -200,9 +222,14 @@ class Comparison:
         return f"Different environments, whose returns cannot be compared: {', '.join(environments)}"
 
     @property
+    def units(self) -> list[str]:
+        """What the steps of the runs count; two entries if they cannot be compared."""
+        return list(dict.fromkeys(record.unit for record in self.records))
+
+    @property
     def steps_of_all(self) -> float:
-        """The number of steps that every run has reached."""
-        return float(min(record.env_steps[-1] for record in self.records))
+        """The number of steps that every run has reached; NaN if the steps of the runs cannot be compared."""
+        return float(min(record.steps[-1] for record in self.records)) if len(self.units) == 1 else math.nan
 
     @property
     def seconds_of_all(self) -> float:
@@ -229,7 +256,11 @@ class Comparison:
 
     def figure(self) -> figures.Figure:
         """A figure of the returns over steps and over seconds."""
-        return figures.comparison([record.curve for record in self.records], title=self.title)
+        returns = "return (last 100 training episodes)"
+        if self.records[0].measure == "eval_return":
+            returns = "return (last evaluation, greedy)"
+        curves = [record.curve for record in self.records]
+        return figures.comparison(curves, title=self.title, steps=" or ".join(self.units), returns=returns)
 
     def _numbers(self, record: Record) -> dict[str, Any]:
         first = self.records[0]
@@ -241,15 +272,16 @@ class Comparison:
             "layout": record.layout,
             "finished": record.is_finished,
             "env_steps": int(record.env_steps[-1]),
+            "iterations": len(record.rows),
             "seconds": float(record.seconds[-1]),
             "steps_per_second": record.steps_per_second,
-            "speedup": record.steps_per_second / first.steps_per_second,
+            "speedup": record.steps_per_second / first.steps_per_second if record.unit == first.unit else math.nan,
             "return_at_steps": [(int(n), record.return_at(steps=n)) for n in _points(self.steps_of_all)],
             "return_at_seconds": [(s, record.return_at(seconds=s)) for s in _points(self.seconds_of_all)],
             "seconds_to_return": seconds,
             "speedup_to_return": seconds_of_first / seconds,
             "return": record.final_return,
-            "episodes": record.episodes,
+            "episodes": record.episodes if "train_return" in record.rows[-1] else math.nan,
             "eval_return": record.evaluation,
         }
 
@@ -269,15 +301,20 @@ class Comparison:
         yield line("layout", "layout", "{}")
         yield "state", ["finished" if each["finished"] else "unfinished" for each in numbers]
         yield line("environment steps", "env_steps", "{:,.0f}")
+        if "iterations" in self.units:
+            yield line("iterations", "iterations", "{:,.0f}")
         yield line("seconds", "seconds", "{:,.1f}")
-        yield line("steps per second", "steps_per_second", "{:,.0f}")
+        yield line(f"{' or '.join(unit.split()[-1] for unit in self.units)} per second", "steps_per_second", "{:,.0f}")
         yield line("  speed-up", "speedup", "{:.2f}x")
         for name, label in (
-            ("return_at_steps", "return at {:,.0f} steps"),
+            ("return_at_steps", "return at {:,.0f} {unit}"),
             ("return_at_seconds", "return after {:,.1f} s"),
         ):
             for i, (point, _) in enumerate(numbers[0][name]):
-                yield label.format(point), [_shown(each[name][i][1], "{:,.1f}") for each in numbers]
+                yield (
+                    label.format(point, unit=self.units[0].split()[-1]),
+                    [_shown(each[name][i][1], "{:,.1f}") for each in numbers],
+                )
         yield line(f"seconds to return {self.at_return:,.1f}", "seconds_to_return", "{:,.1f}")
         yield line("  speed-up", "speedup_to_return", "{:.2f}x")
         yield line("final return", "return", "{:,.1f}")
@@ -286,7 +323,7 @@ class Comparison:
 
 
 def _points(end: float) -> list[float]:
-    return [part * end for part in POINTS]
+    return [part * end for part in POINTS if math.isfinite(end)]
 
 
 def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -22,12 +22,15 @@ from choreo.partition.trace import trace
 from choreo.runs import algorithm_checks, public_names, resolve, toml_values, trusted_runs
 from choreo.runs.evaluation import check_act
 from choreo.runs.folder import Row, parse_toml, read_file
+from choreo.runs.steps import env_steps_per_iteration
 from choreo.runtime.make import RUNTIMES
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
 """The largest number of environment steps between two boundaries, if one iteration has fewer. At this number, the progress line
 moves a few times per second."""
+ITERATIONS_PER_CHUNK = 2**8
+"""The largest number of iterations between two boundaries, if iterations take no environment steps."""
 CHECKPOINTS_PER_RUN = 10
 """About how often the checkpoint is written during a run if `checkpoint_every` is not given."""
 
@@ -53,7 +56,7 @@ class RunConfig:
     layout: Any
     """Where the algorithm runs."""
     steps: int
-    """Environment steps asked for; rounded up to whole iterations."""
+    """Steps asked for (see `choreo.runs.steps`); rounded up to whole iterations."""
     seed: int
     """The run's only source of randomness."""
     runtime: str | None
@@ -81,10 +84,17 @@ class RunConfig:
         if self.runtime is not None and self.runtime not in RUNTIMES:
             raise unknown_name("runtime", self.runtime, RUNTIMES)
         check_act(self.algo)
+        env_steps_per_iteration(self.algo, self.env)  # refuses a wrong number
+
+    @functools.cached_property
+    def env_steps_per_iteration(self) -> int:
+        """Environment steps in one iteration; 0 if the algorithm takes none."""
+        return env_steps_per_iteration(self.algo, self.env)
 
     @property
     def steps_per_iteration(self) -> int:
-        return self.algo.unroll * self.env.num_envs
+        """Steps in one iteration: environment steps, or 1 if an iteration takes no environment steps."""
+        return self.env_steps_per_iteration or 1
 
     @property
     def iterations(self) -> int:
@@ -100,7 +110,9 @@ class RunConfig:
 
         It divides `eval_every` and `checkpoint_every`, so that boundaries fall on their multiples.
         """
-        most = max(1, STEPS_PER_CHUNK // self.steps_per_iteration)
+        most = ITERATIONS_PER_CHUNK
+        if self.env_steps_per_iteration:
+            most = max(1, STEPS_PER_CHUNK // self.env_steps_per_iteration)
         period = math.gcd(*(every for every in (self.eval_every, self.checkpoint_every) if every))
         return next(n for n in range(min(most, period or most), 0, -1) if period % n == 0)
 

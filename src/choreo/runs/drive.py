@@ -1,9 +1,11 @@
 """The loop of a run. It runs iterations up to the next boundary, and there it evaluates, writes, stops or saves.
 
     plan      check the parts of the algorithm, trace, plan: nothing is written before these succeed
-    open      run folder, loggers, progress line, runtime: closed in reverse order, however the run ends
-    loop      run to the next boundary ──► evaluate ──► write rows ──► tell loggers ──► stop? ──► checkpoint
+    open      run folder, loggers, runtime: closed in reverse order, however the run ends
+    loop      run to the next boundary ──► evaluate ──► write rows ──► tell subscribers ──► stop? ──► checkpoint
     finish    timing, profile, learning curve, summary
+
+Everything that happens becomes an event (`choreo.runs.events`): the progress line, loggers and callbacks are subscribers.
 
 Boundaries are iteration numbers that follow from the configuration, never times. Between two boundaries, nothing reads the
 state of a run or ends the run. So a resumed run gives the same bits as a run that was never interrupted.
@@ -13,7 +15,7 @@ import contextlib
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +28,25 @@ from choreo.plans.plan import Plan
 from choreo.runs import algorithm_checks, checkpoint
 from choreo.runs.clock import Clock
 from choreo.runs.config import RunConfig
-from choreo.runs.episode_returns import EpisodeReturns
+from choreo.runs.episode_returns import EpisodeReturns, measures_episodes
 from choreo.runs.evaluation import evaluate
+from choreo.runs.events import (
+    BoundaryReached,
+    CheckpointSaved,
+    EvaluationDone,
+    EventStream,
+    IterationDone,
+    OnIteration,
+    RunBegan,
+    Subscriber,
+    WarningGiven,
+    WorkerOutput,
+    WorkerStates,
+    each_iteration,
+    name_of_subscriber,
+)
 from choreo.runs.folder import Row, RunFolder, to_json
-from choreo.runs.loggers import Logger, Metrics, make_loggers
+from choreo.runs.loggers import Logger, make_loggers, rows_to
 from choreo.runs.progress import Progress
 from choreo.runs.rows import NotFinite, first_not_finite, make_rows
 from choreo.runs.run import Run, Timing
@@ -41,10 +58,6 @@ from choreo.runtime.engine.profile import Profile
 from choreo.runtime.engine.schedule import VersionRead
 from choreo.runtime.make import make_runtime
 from choreo.types import PyTree
-
-OnIteration = Callable[[int, Metrics], bool | None]
-"""Called at each boundary, once for each iteration since the boundary before, with the number and the metrics of the iteration.
-If a call returns True, the run ends at this boundary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +94,21 @@ class RunOptions:
     """The log of an earlier run; this run reads the same versions as the earlier run."""
 
 
-def drive(
-    config: RunConfig,
-    folder: RunFolder | None,
-    start: Start,
-    options: RunOptions,
-    *,
-    loggers: Sequence[str | Logger],
-    on_iteration: OnIteration | None,
-    progress: bool | None,
-) -> Run:
+@dataclass(frozen=True, kw_only=True)
+class Watchers:
+    """All that watch a run, as the user gave them."""
+
+    loggers: Sequence[str | Logger] = ()
+    """Loggers, or their names."""
+    on_iteration: OnIteration | None = None
+    """The callback for each iteration."""
+    subscribers: Sequence[Subscriber] = ()
+    """Called with every event."""
+    progress: bool | None = None
+    """Whether progress is shown; None: only in a terminal."""
+
+
+def drive(config: RunConfig, folder: RunFolder | None, start: Start, options: RunOptions, watchers: Watchers) -> Run:
     """Run the iterations from `start` to the end of the run; returns the finished run."""
     clock = Clock(earlier_seconds=start.rows[-1]["seconds"] if start.rows else 0.0)
     use_compilation_cache()
@@ -101,18 +119,18 @@ def drive(
             folder.open()
             stack.callback(folder.close)
             _write_inputs(folder, config, traced, start)
-        open_loggers = make_loggers(loggers, folder and folder.path)
-        for logger in open_loggers:
-            stack.callback(logger.close)
-        show = sys.stderr.isatty() if progress is None else progress
-        line = stack.enter_context(Progress(type(config.algo).__name__, total_steps=config.total_steps, show=show))
-        runtime = _make_runtime(config, the_plan, options, line)
+        stream, rows = _open_stream(watchers, folder), list(start.rows)
+        stack.enter_context(stream.ending(is_finished=lambda: rows[-1]["iteration"] + 1 == config.iterations))
+        stream.emit(_run_began(config, folder, start))
+        for warning in the_plan.warnings:
+            stream.emit(WarningGiven(text=warning))
+        runtime = _make_runtime(config, the_plan, options, stream)
         stack.callback(runtime.close)
         if folder is not None and runtime.differences:
             folder.write_config(config.to_toml(hosts=runtime.differences))
         _load_carry(runtime, start, config)
 
-        rows, returns = list(start.rows), EpisodeReturns(start.rows)
+        returns = EpisodeReturns(start.rows)
         first, stopping = start.done, False
         while first < config.iterations and not stopping:
             stop = config.next_boundary(first)
@@ -126,14 +144,16 @@ def drive(
                 new[-1]["eval_return"] = _mean_return(config, runtime, stop)
             rows += new
             _write_rows(folder, new, runtime)
-            stopping = _tell(new, open_loggers, on_iteration)
+            _tell(new, stream)
             if diverged is not None:
                 raise _diverged_error(config, folder, diverged)
-            line.update(new[-1], steps_per_second=clock.steps_per_second)
-            stopping = stopping or config.is_good_enough(new[-1])
-            if folder is not None and (stopping or config.is_checkpoint_due(stop)):
+            _tell_boundary(new[-1], stream, stop, clock)
+            if config.is_good_enough(new[-1]):
+                stream.ask_to_stop("stop_at_return")
+            if folder is not None and (stream.stop_asked_by or config.is_checkpoint_due(stop)):
                 checkpoint.save(folder.checkpoint, runtime.carry(), iteration=stop)
-            first = stop
+                stream.emit(CheckpointSaved(iterations_done=stop, path=folder.checkpoint))
+            first, stopping = stop, stream.stop_asked_by is not None
 
         profile = runtime.profile() if options.profile else None
         run = _finished_run(config, folder, runtime, rows, clock, profile)
@@ -147,12 +167,22 @@ def _make_plan(config: RunConfig) -> tuple[Traced, Plan]:
     algorithm_checks.check_parts(algo, config.env)  # before tracing `iterate`, which takes longer
     traced = build.trace_for(algo, config.env, config.layout)
     algorithm_checks.check_metrics(algo, traced.metrics)
+    _check_can_stop(config, traced)
     if config.layout.shards > 1 or config.layout.num_workers > 1:
         algorithm_checks.check_reductions(algo, traced.reductions)
     the_plan = build.plan_traced(traced, config.layout, title=config.title)
     for warning in the_plan.warnings:
         warnings.warn(warning, ChoreoWarning, stacklevel=4)  # shown at the line that called `train`
     return traced, the_plan
+
+
+def _check_can_stop(config: RunConfig, traced: Traced) -> None:
+    if config.stop_at_return is not None and not config.eval_every and not measures_episodes(traced.metrics):
+        raise RunError(
+            f"stop_at_return={config.stop_at_return:g} is never reached: `{type(config.algo).__name__}.iterate` returns no "
+            "metrics of episodes, and there are no evaluations.",
+            fix="Evaluate the parameters: give --eval-every 100 (eval_every=100).",
+        )
 
 
 def _check_can_start(start: Start, the_plan: Plan) -> None:
@@ -171,9 +201,41 @@ def _write_inputs(folder: RunFolder, config: RunConfig, traced: Traced, start: S
         folder.rewrite_metrics(start.rows)  # drops the rows after the checkpoint: their iterations are run again
 
 
-def _make_runtime(config: RunConfig, the_plan: Plan, options: RunOptions, line: Progress) -> Any:
+def _open_stream(watchers: Watchers, folder: RunFolder | None) -> EventStream:
+    """The stream of events, with all subscribers in their order: progress, loggers, `on_iteration`, the user's subscribers."""
+    stream = EventStream()
+    show = sys.stderr.isatty() if watchers.progress is None else watchers.progress
+    stream.subscribe(Progress(show=show), name="progress")
+    for logger in make_loggers(watchers.loggers, folder and folder.path):
+        stream.subscribe(rows_to(logger), name=name_of_subscriber(logger))
+    if watchers.on_iteration is not None:
+        stream.subscribe(each_iteration(watchers.on_iteration), name="on_iteration")
+    for subscriber in watchers.subscribers:
+        stream.subscribe(subscriber)
+    return stream
+
+
+def _run_began(config: RunConfig, folder: RunFolder | None, start: Start) -> RunBegan:
+    return RunBegan(
+        algorithm=type(config.algo).__name__,
+        environment=config.env.name,
+        folder=folder and folder.path,
+        total_steps=config.total_steps,
+        iterations=config.iterations,
+        iterations_done=start.done,
+    )
+
+
+def _make_runtime(config: RunConfig, the_plan: Plan, options: RunOptions, stream: EventStream) -> Any:
     named = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    return make_runtime(config.runtime, the_plan, **named, on_output=line.print, on_states=line.workers)
+
+    def on_output(worker: str, line: str) -> None:
+        stream.emit(WorkerOutput(worker=worker, line=line))
+
+    def on_states(states: Mapping[str, str]) -> None:
+        stream.emit(WorkerStates(states=states))
+
+    return make_runtime(config.runtime, the_plan, **named, on_output=on_output, on_states=on_states)
 
 
 def _load_carry(runtime: Runtime, start: Start, config: RunConfig) -> None:
@@ -203,15 +265,18 @@ def _write_rows(folder: RunFolder | None, rows: Sequence[Row], runtime: Runtime)
     runtime.log.clear()
 
 
-def _tell(rows: Sequence[Row], loggers: Sequence[Logger], on_iteration: OnIteration | None) -> bool:
-    """Pass each row to the loggers and to `on_iteration`; returns whether `on_iteration` asked to stop."""
-    stopping = False
+def _tell(rows: Sequence[Row], stream: EventStream) -> None:
+    """Emit the events of the iterations, and of the evaluation if there was one."""
     for row in rows:
-        for logger in loggers:
-            logger.log(row)
-        if on_iteration is not None and on_iteration(int(row["iteration"]), row):
-            stopping = True
-    return stopping
+        # A copy: a subscriber that changes the row must not change the result of the run.
+        stream.emit(IterationDone(iteration=int(row["iteration"]), row=dict(row)))
+    if "eval_return" in rows[-1]:
+        done = int(rows[-1]["iteration"]) + 1
+        stream.emit(EvaluationDone(iterations_done=done, mean_return=rows[-1]["eval_return"]))
+
+
+def _tell_boundary(row: Row, stream: EventStream, done: int, clock: Clock) -> None:
+    stream.emit(BoundaryReached(iterations_done=done, steps_per_second=clock.steps_per_second, row=dict(row)))
 
 
 def _diverged_error(config: RunConfig, folder: RunFolder | None, found: NotFinite) -> DivergedError:

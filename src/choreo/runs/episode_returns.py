@@ -1,13 +1,25 @@
-"""The metric `train_return`: after each iteration, the mean return of the last 100 or more training episodes."""
+"""The metric `train_return`: after each iteration, the mean return of the last 100 or more training episodes.
+
+An algorithm that trains without episodes, for example from a fixed dataset, returns no metrics of episodes. Then there is no
+`train_return`.
+"""
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from choreo.runs.folder import Row
 
 EPISODES_PER_RETURN = 100
 """`train_return` is the mean over at least this many episodes. While fewer have ended, it is the mean over all episodes."""
+
+EPISODES = ("episode_return", "episodes")
+"""The metrics that `train_return` is computed from. An algorithm returns both or neither."""
+
+
+def measures_episodes(metrics: Collection[str]) -> bool:
+    """Whether metrics with these names have a `train_return`."""
+    return all(name in metrics for name in EPISODES)
 
 
 class EpisodeReturns:
@@ -18,7 +30,8 @@ class EpisodeReturns:
         self._window: collections.deque[tuple[float, float]] = collections.deque()  # (episodes, their mean return)
         self._episodes = 0.0
         for row in rows:
-            self.add(row)
+            if measures_episodes(row):
+                self.add(row)
 
     def add(self, row: Row) -> float:
         """Add the episodes of one iteration. Returns the mean return over the window, or NaN if the window has no episode."""

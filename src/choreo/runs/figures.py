@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from choreo.errors import printable
-from choreo.runs.progress import short
+from choreo.runs.progress import first_loss, short
 from choreo.runs.safe_files import write_atomic
 from choreo.runtime.engine.profile import Profile
 
@@ -36,45 +36,62 @@ LABELS = {
 
 
 def learning_curve(metrics: Mapping[str, np.ndarray], *, title: str) -> Figure:
-    """A figure of the training returns, their running mean and the evaluations (if there were any), over environment steps."""
+    """A figure of the training returns, their running mean and the evaluations (if there were any), over environment steps.
+
+    Without environment steps, the axis counts iterations. Without any return, the figure shows the first loss.
+    """
     # `pyplot` is not used: it keeps figures in memory, and its backend depends on the display.
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(title=_literal(title), xlabel="environment steps", ylabel="episode return")
-    steps, returns = metrics["env_steps"], metrics["episode_return"]
-    axes.plot(steps, returns, color="C0", alpha=0.3, linewidth=1)
-    axes.plot(steps, metrics["train_return"], color="C0", label="training (last 100 episodes)")
+    steps, axis = steps_axis(metrics["iteration"], metrics["env_steps"])
+    axes = figure.add_subplot(title=_literal(title), xlabel=axis, ylabel="episode return")
+    if "train_return" in metrics:
+        axes.plot(steps, metrics["episode_return"], color="C0", alpha=0.3, linewidth=1)
+        axes.plot(steps, metrics["train_return"], color="C0", label="training (last 100 episodes)")
     if "eval_return" in metrics:
         due = np.isfinite(metrics["eval_return"])
         axes.plot(steps[due], metrics["eval_return"][due], "o-", color="C1", markersize=4, label="evaluation (greedy)")
+    loss = first_loss(metrics)
+    if not axes.lines and loss is not None:
+        axes.set_ylabel(_literal(loss))
+        axes.plot(steps, metrics[loss], color="C0", label="training")
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.grid(alpha=0.3)
-    axes.legend(loc="best")
+    if axes.lines:
+        axes.legend(loc="best")
     return figure
+
+
+def steps_axis(iterations: np.ndarray, env_steps: np.ndarray) -> tuple[np.ndarray, str]:
+    """The steps at each row, and their unit: environment steps, or iterations in a run without environment steps."""
+    return (env_steps, "environment steps") if env_steps[-1:].any() else (iterations + 1, "iterations")
 
 
 class Curve(NamedTuple):
     """The returns of one run over steps and over time."""
 
     label: str
-    env_steps: np.ndarray
+    steps: np.ndarray
     returns: np.ndarray
-    """The return at each of `env_steps`."""
+    """The return at each of `steps`."""
     seconds: np.ndarray
     """Seconds at each boundary."""
     returns_at_seconds: np.ndarray
     """The return at each of `seconds`."""
 
 
-def comparison(curves: Sequence[Curve], *, title: str) -> Figure:
-    """A figure with two panels: the return over environment steps, and the return over seconds. Each run is one line."""
+def comparison(curves: Sequence[Curve], *, title: str, steps: str, returns: str) -> Figure:
+    """A figure with two panels: the return over steps, and the return over seconds. Each run is one line.
+
+    `steps` and `returns` say what the axes show.
+    """
     figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_literal(title))
-    over_steps = figure.add_subplot(1, 2, 1, xlabel="environment steps", ylabel="return (last 100 training episodes)")
+    over_steps = figure.add_subplot(1, 2, 1, xlabel=steps, ylabel=returns)
     over_seconds = figure.add_subplot(1, 2, 2, xlabel="seconds, compiling included", sharey=over_steps)
     for curve in curves:
-        over_steps.plot(curve.env_steps, curve.returns, label=_literal(curve.label))
+        over_steps.plot(curve.steps, curve.returns, label=_literal(curve.label))
         over_seconds.plot(
             curve.seconds, curve.returns_at_seconds, marker="o", markersize=3, label=_literal(curve.label)
         )
@@ -106,10 +123,19 @@ def summary_table(summary: Mapping[str, Any], *, title: str, folder: Path | None
     table.add_column(justify="right")
     for name, value in summary.items():
         if name in LABELS:
-            table.add_row(LABELS[name], _shown(name, value))
+            table.add_row(*_line(name, value, summary))
     if folder is not None:
         table.add_row("run folder", Text(printable(str(folder))))
     return table
+
+
+def _line(name: str, value: Any, summary: Mapping[str, Any]) -> tuple[str, str]:
+    """The label and the text of one number. A run without environment steps counts iterations."""
+    if summary.get("env_steps") == 0 and name == "env_steps":
+        return "iterations", _shown(name, summary["iterations"])
+    if summary.get("env_steps") == 0 and name == "steps_per_second":
+        return "iterations per second", _shown(name, value)
+    return LABELS[name], _shown(name, value)
 
 
 def _shown(name: str, value: Any) -> str:

@@ -203,8 +203,10 @@ class RunFolder:
         )
 
 
-REQUIRED = ("iteration", "env_steps", "seconds", "train_return", "episodes", "episode_return")
+REQUIRED = ("iteration", "env_steps", "seconds")
 """Names that every row of metrics has."""
+OF_EPISODES = ("train_return", "episodes", "episode_return")
+"""Names that a row has if the algorithm measures episodes: all three, or none."""
 COUNTS = ("iteration", "env_steps")
 """Names in a row whose values are integers."""
 
@@ -232,7 +234,8 @@ def parse_toml(text: bytes, file: Path) -> dict[str, Any]:
 def _parse_row(file: Path, number: int, line: str) -> Row:
     row = _parse_json(line, file, f"Line {number} of {file} is not a row of metrics: {line[:60]!r}.")
     fits = isinstance(row, dict) and all(value is None or _is_number(value) for value in row.values())
-    if not fits or not all(name in row for name in REQUIRED) or not all(isinstance(row[name], int) for name in COUNTS):
+    complete = fits and all(name in row for name in REQUIRED) and len({name in row for name in OF_EPISODES}) == 1
+    if not complete or not all(isinstance(row[name], int) for name in COUNTS):
         raise RunError(
             f"Line {number} of {file} is not a row of metrics: {line[:60]!r}.",
             fix="Undo the last edit, or remove the line.",

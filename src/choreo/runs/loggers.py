@@ -5,14 +5,13 @@ A logger is any object with `log(row)` and `close()`; `row` maps names to number
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from choreo.errors import RunError, unknown_name
-
-Metrics = Mapping[str, float | int]
-"""The metrics of one iteration, by name."""
+from choreo.runs.events import Event, IterationDone, Metrics, RunEnded, Subscriber
+from choreo.runs.steps import steps_of
 
 
 @runtime_checkable
@@ -33,6 +32,19 @@ def make_loggers(loggers: Sequence[str | Logger], folder: Path | None) -> list[L
     if isinstance(loggers, str):
         loggers = [loggers]
     return [_make(logger, folder) for logger in loggers]
+
+
+def rows_to(logger: Logger) -> Subscriber:
+    """The subscriber that passes the row of each iteration to a logger, and closes the logger when the run has ended."""
+
+    def tell(event: Event) -> None:
+        match event:
+            case IterationDone():
+                logger.log(event.row)
+            case RunEnded():
+                logger.close()
+
+    return tell
 
 
 def check_loggers(loggers: Sequence[Any], folder: Path | None) -> None:
@@ -89,7 +101,7 @@ class TensorBoard:
     def log(self, row: Metrics) -> None:
         for name, value in row.items():
             if name not in ("iteration", "env_steps") and value == value:  # not NaN
-                self._writer.add_scalar(name, value, int(row["env_steps"]))
+                self._writer.add_scalar(name, value, steps_of(row))
 
     def close(self) -> None:
         self._writer.close()

@@ -22,15 +22,16 @@ import cloudpickle
 from choreo import algos, envs
 from choreo.errors import AlgorithmError, EnvError, LayoutError, UnknownNameError, unknown_name
 from choreo.layouts import ALIASES, PRESETS, Layout, find
+from choreo.runs.steps import FORM, has_steps
 
 PARTS = {
-    "unroll": "the number of steps per environment and iteration",
+    "unroll": f"the number of steps per environment and iteration, or {FORM}",
     "init": "`init(env, key) -> carry`",
     "iterate": "`iterate(env, carry, key) -> (carry, metrics)`",
     "policy": "`policy(train) -> params`",
     "act": "`act(params, obs, key, *, greedy=False) -> (action, extras)`",
 }
-"""The attributes that an algorithm must have."""
+"""The attributes that an algorithm must have. The method `steps_per_iteration` can take the place of `unroll`."""
 
 PREFIXES = ("jax", "gymnax", "gymnasium", "envpool")
 """Prefixes in the name of an environment. Any other word before the colon is a module."""
@@ -47,7 +48,7 @@ def algorithm(algo: Any) -> Any:
         algo = _with_defaults(algo)
     name = type(algo).__name__
     for part, form in PARTS.items():
-        if not hasattr(algo, part):
+        if not (has_steps(algo) if part == "unroll" else hasattr(algo, part)):
             raise AlgorithmError(f"`{name}` lacks `{part}`.", fix=f"Add {form}; see docs/your-own-algorithm.md.")
     if not dataclasses.is_dataclass(algo):
         raise AlgorithmError(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from choreo.runs.config import RunConfig
-from choreo.runs.episode_returns import EpisodeReturns
+from choreo.runs.episode_returns import EpisodeReturns, measures_episodes
 from choreo.runs.folder import Row
 from choreo.runtime.engine.metrics import as_numbers
 
@@ -23,10 +23,11 @@ def make_rows(
     columns = {name: as_numbers(values).tolist() for name, values in metrics.items()}
     rows = []
     for i, iteration in enumerate(iterations):
-        env_steps = (iteration + 1) * config.steps_per_iteration
+        env_steps = (iteration + 1) * config.env_steps_per_iteration
         row = {"iteration": iteration, "env_steps": env_steps, "seconds": round(seconds, 3)}
         row |= {name: values[i] for name, values in columns.items()}
-        row["train_return"] = returns.add(row)
+        if measures_episodes(row):
+            row["train_return"] = returns.add(row)
         rows.append(row)
     return rows
 

@@ -31,7 +31,7 @@ class Timing:
     compile_seconds: float = math.nan
     """The part of `seconds` spent compiling."""
     steps_per_second: float = math.nan
-    """Environment steps per second, without the time for compiling and evaluating."""
+    """Steps per second (see `choreo.runs.steps`), without the time for compiling and evaluating."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,8 +76,12 @@ class Run:
 
     @property
     def train_return(self) -> float:
-        """Mean return of the last 100 training episodes."""
-        return self.rows[-1]["train_return"] if self.rows else math.nan
+        """Mean return of the last 100 training episodes; NaN if none has ended, or if the algorithm does not measure episodes."""
+        return self.rows[-1].get("train_return", math.nan) if self.rows else math.nan
+
+    @property
+    def _measures_episodes(self) -> bool:
+        return bool(self.rows) and "train_return" in self.rows[-1]
 
     def evaluate(self, episodes: int = 100, *, seed: int = 0, greedy: bool = True) -> Evaluation:
         """Play complete episodes with the final parameters, from fresh resets. A different `seed` gives different episodes."""
@@ -122,10 +126,11 @@ class Run:
     @property
     def training_summary(self) -> dict[str, Any]:
         """The numbers of `summary` without the evaluation."""
+        measured = {"train_return": self.train_return} if self._measures_episodes else {}
         return {
-            "train_return": self.train_return,
+            **measured,
             "iterations": len(self.rows),
-            "env_steps": len(self.rows) * self.config.steps_per_iteration,
+            "env_steps": len(self.rows) * self.config.env_steps_per_iteration,
             **dataclasses.asdict(self.timing),
             "params_hash": checkpoint.sha256(self.params),
         }
@@ -142,7 +147,8 @@ class Run:
 
     def __repr__(self) -> str:
         folder = f", {self.path}" if self.path else ""
-        return f"<Run {self.config.title}: {len(self.rows)} iterations, return {self.train_return:.1f}{folder}>"
+        measured = f", return {self.train_return:.1f}" if self._measures_episodes else ""
+        return f"<Run {self.config.title}: {len(self.rows)} iterations{measured}{folder}>"
 
 
 @static_key.jit

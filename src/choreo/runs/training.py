@@ -19,7 +19,8 @@ from choreo.plans import build
 from choreo.plans.plan import Plan
 from choreo.runs import algorithm_checks, checkpoint, jax_settings, resolve
 from choreo.runs.config import InitFrom, RunConfig
-from choreo.runs.drive import OnIteration, RunOptions, Start, drive
+from choreo.runs.drive import RunOptions, Start, Watchers, drive
+from choreo.runs.events import OnIteration, Subscriber, check_subscribers
 from choreo.runs.folder import RunFolder, free_folder
 from choreo.runs.loggers import Logger, check_loggers
 from choreo.runs.run import Run, Timing
@@ -52,9 +53,12 @@ def train(
     init_from: str | Path | InitFrom | None = None,
     loggers: Sequence[str | Logger] = (),
     on_iteration: OnIteration | None = None,
+    subscribers: Sequence[Subscriber] = (),
     progress: bool | None = None,
 ) -> Run:
     """Train `algo` on `env` for at least `steps` environment steps, rounded up to whole iterations.
+
+    If the iterations of `algo` take no environment steps, `steps` counts iterations.
 
     `algo`, `env` and `layout` are values or names ("ppo", "my_ppo.py:MyPPO"; "jax:CartPole-v1"; "coarse").
 
@@ -74,6 +78,10 @@ def train(
     - `allow_versions`: accepts hosts whose versions differ from those of this machine. By default they are refused.
     - `same_bits`: refuses hosts whose CPU or XLA_FLAGS differ from those of this machine. By default they give a warning.
     - `trust_network`: lets learners on different machines combine gradients without encryption. By default this is refused.
+    - `loggers`: objects with `log(row)` and `close()`, or the name "tensorboard".
+    - `on_iteration`: called as `on_iteration(iteration, row)` at each boundary, for each iteration since the boundary before. If
+      it returns True, the run ends at this boundary.
+    - `subscribers`: functions that are called with every event of the run (choreo.runs.events).
     - `progress`: whether progress is shown; None: only in a terminal.
 
     JAX's settings are restored at the end, except for the number of CPU devices, which JAX cannot change after it started.
@@ -103,7 +111,7 @@ def train(
         folder = None if out is None else RunFolder(out)
         if folder is not None:
             folder.check_new()
-        check_loggers(loggers, folder and folder.path)
+        watchers = _checked(loggers, on_iteration, subscribers, progress, folder)
         weights = None if init_from is None else Weights.read(config, init_from)
         if weights is not None:
             config = dataclasses.replace(config, init_from=weights.origin)
@@ -118,7 +126,7 @@ def train(
             same_bits=same_bits,
             trust_network=trust_network,
         )
-        return drive(config, folder, start, options, loggers=loggers, on_iteration=on_iteration, progress=progress)
+        return drive(config, folder, start, options, watchers)
 
 
 def plan(algo: Any, env: Any, layout: Any = "fused", *, num_envs: int | None = None) -> Plan:
@@ -142,6 +150,7 @@ def resume(
     trust: bool = False,
     loggers: Sequence[str | Logger] = (),
     on_iteration: OnIteration | None = None,
+    subscribers: Sequence[Subscriber] = (),
     progress: bool | None = None,
 ) -> Run:
     """Continue a run from the last checkpoint in its folder. `steps` is by default the number that the run began with.
@@ -164,7 +173,7 @@ def resume(
             )
         if steps is not None:
             config = dataclasses.replace(config, steps=steps)
-        check_loggers(loggers, folder.path)
+        watchers = _checked(loggers, on_iteration, subscribers, progress, folder)
         done = checkpoint.iteration(folder.checkpoint)
         if done >= config.iterations:
             raise RunError(
@@ -177,7 +186,7 @@ def resume(
             carry=checkpoint.load(folder.checkpoint, config.carry_structure()),
         )
         options = RunOptions()
-        return drive(config, folder, start, options, loggers=loggers, on_iteration=on_iteration, progress=progress)
+        return drive(config, folder, start, options, watchers)
 
 
 def replay(
@@ -205,7 +214,7 @@ def replay(
         options = RunOptions(replay=log or None)
         last = checkpoint.iteration(folder.checkpoint) - 1  # a run may have ended early
         is_last = lambda iteration, _: iteration >= last  # noqa: E731
-        return drive(config, None, start, options, loggers=(), on_iteration=is_last, progress=progress)
+        return drive(config, None, start, options, Watchers(on_iteration=is_last, progress=progress))
 
 
 def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = False) -> Run:
@@ -223,6 +232,19 @@ def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = F
         carry = checkpoint.load(folder.checkpoint, config.carry_structure())
         rows = folder.read_metrics(before=done)
         return Run(config=config, train_state=carry.train, rows=rows, timing=_read_timing(folder), path=folder.path)
+
+
+def _checked(
+    loggers: Sequence[str | Logger],
+    on_iteration: OnIteration | None,
+    subscribers: Sequence[Subscriber],
+    progress: bool | None,
+    folder: RunFolder | None,
+) -> Watchers:
+    """What watches a run; refuses loggers and subscribers that could not be used."""
+    check_loggers(loggers, folder and folder.path)
+    check_subscribers(subscribers)
+    return Watchers(loggers=loggers, on_iteration=on_iteration, subscribers=subscribers, progress=progress)
 
 
 def _read_timing(folder: RunFolder) -> Timing:

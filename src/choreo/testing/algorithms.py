@@ -5,7 +5,8 @@
 
 An algorithm is a frozen dataclass of hyper-parameters with these parts. It needs no base class.
 
-    unroll                                        steps per environment and iteration
+    unroll                                        steps per environment and iteration; or, in place of this field, the method
+    steps_per_iteration(env) -> int               environment steps of all environments in an iteration
     init(env, key) -> carry                       `carry.train` is the learned state
     iterate(env, carry, key) -> carry, metrics    one iteration, with functions marked by @choreo.fragment
     policy(train) -> params                       the parameters that acting needs
@@ -24,23 +25,23 @@ from choreo.errors import AlgorithmError
 from choreo.partition.carry import form_of, leaves_of, with_leaves
 from choreo.partition.trace import Traced, trace
 from choreo.runs import algorithm_checks
+from choreo.runs.steps import env_steps_per_iteration, has_steps
 from choreo.types import PyTree
 
 PARTS = {
-    "unroll": "a field: steps per environment and iteration",
+    "unroll": "a field: steps per environment and iteration (or a method steps_per_iteration(env) -> int)",
     "init": "init(env, key) -> carry, with `carry.train`",
     "iterate": "iterate(env, carry, key) -> (carry, metrics)",
     "policy": "policy(train) -> params",
     "act": "act(params, obs, key, *, greedy=False) -> (action, extras)",
 }
-METRICS = ("episode_return", "episode_length", "episodes")
-"""The metrics of episodes that every algorithm must return; `choreo.rollout` returns them."""
 
 
 def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
     """Run every part of `algo` on `env` (default: 8 CartPole environments); raise AlgorithmError if a part is wrong."""
     env = envs.make("jax:CartPole-v1", num_envs=8) if env is None else env
     require_parts(algo)
+    env_steps_per_iteration(algo, env)
     key_init, key = jax.random.split(jax.random.key(0))
     form = form_of(lambda key: algo.init(env, key), key_init)
     algorithm_checks.check_carry(algo, form)
@@ -48,7 +49,7 @@ def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
         algorithm_checks.check_acts(algo, env, form.train)  # before the environment raises a less clear error
     traced = trace(algo, env)
     check_roles(algo, traced)
-    algorithm_checks.check_metrics(algo, traced.metrics, needed=METRICS)
+    algorithm_checks.check_metrics(algo, traced.metrics)
     carry = eqx.filter_jit(lambda key: algo.init(env, key))(key_init)
     carry = with_leaves(traced.carry, leaves_of(carry, traced.carry))
     check_iterate(algo, env, carry, key)
@@ -58,7 +59,7 @@ def check_algorithm(algo: Any, env: envs.Env | None = None) -> None:
 def require_parts(algo: Any) -> None:
     """Check that every part exists, that methods take the right number of arguments, and that `algo` is hashable. Calls no part."""
     name = type(algo).__name__
-    missing = [f"`{part}`: {what}" for part, what in PARTS.items() if not hasattr(algo, part)]
+    missing = [f"`{part}`: {what}" for part, what in PARTS.items() if not _has(algo, part)]
     if missing:
         raise AlgorithmError(
             f"`{name}` lacks {len(missing)} of the parts of an algorithm.",
@@ -77,6 +78,10 @@ def require_parts(algo: Any) -> None:
         raise AlgorithmError(
             f"`{name}` cannot be hashed.", fix="Make it a @dataclass(frozen=True) of hashable fields."
         ) from error
+
+
+def _has(algo: Any, part: str) -> bool:
+    return has_steps(algo) if part == "unroll" else hasattr(algo, part)
 
 
 def check_roles(algo: Any, traced: Traced) -> None:

@@ -122,6 +122,7 @@ class WorkerPool:
         try:
             for handle in handles:
                 handle.process.wait()
+            for handle in handles:  # after all waits: `on_output` may raise the error of a subscriber
                 while self._pass_on_output(handle):
                     pass
         finally:
