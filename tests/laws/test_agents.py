@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import choreo
+from choreo import envs
 from choreo.errors import LayoutError, PartitionError
 from choreo.partition.program import Segment
 from choreo.plans.build import plan
@@ -213,6 +214,68 @@ def test_as_many_environments_as_agents_give_the_reference_result(workers):
     algo, env = Bandits(), Meeting(AGENTS)
     run = run_of(InProcess(plan(algo, env, choreo.per_agent(workers))), KEY)
     assert_close(run, reference_run(algo, env, KEY), 1e-5)
+
+
+class MeetingInPython(gymnasium.Env):
+    """`Meeting` for two agents, as a Gymnasium environment. An episode lasts three steps."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (AGENTS, ACTIONS), np.float32)
+    action_space = gymnasium.spaces.MultiDiscrete([ACTIONS] * AGENTS)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        reward = float((np.asarray(action) == self.number).all())
+        self.steps += 1
+        return self._observe(), reward, False, self.steps == 3, {}
+
+    def _observe(self):
+        self.number = int(self.np_random.integers(ACTIONS))
+        return np.tile(np.eye(ACTIONS, dtype=np.float32)[self.number], (AGENTS, 1))
+
+
+@dataclass(frozen=True)
+class BanditsInPython(Bandits):
+    """As `Bandits`, for environments in Python, which have one reward for all agents."""
+
+    def init(self, env, key):
+        return Carry(jnp.zeros((AGENTS, ACTIONS, ACTIONS)), *env.reset(env.keys(key)))
+
+    def iterate(self, env, carry, key):
+        def step(state, key):
+            env_state, obs = state
+            act = jax.vmap(self.act, (0, 1, 0), 1, axis_name="agent")
+            action = act(carry.train, obs, jax.random.split(key, AGENTS))
+            env_state, timestep = env.step(env_state, action)
+            return (env_state, timestep.obs), (obs, action, timestep.reward)
+
+        state, (obs, action, reward) = jax.lax.scan(
+            step, (carry.env_state, carry.obs), jax.random.split(key, self.unroll)
+        )
+        learn = jax.vmap(self.learn, (0, 2, 2, None), axis_name="agent")
+        return Carry(learn(carry.train, obs, action, reward), *state), {"reward": jnp.mean(reward)}
+
+
+def test_python_environments_and_agents_divided_together_give_the_result_of_one_program():
+    """Two environments per worker, and as many environments as agents at a worker."""
+    algo, env = BanditsInPython(), envs.from_factory(MeetingInPython, 4)
+    whole = run_of(InProcess(plan(algo, env, choreo.fused())), KEY)
+    divided = run_of(InProcess(plan(algo, env, choreo.per_agent(workers=2))), KEY)
+    assert_close(divided, whole, 1e-5)
+
+
+def test_a_python_environment_cannot_be_divided_along_agents():
+    layout = choreo.Layout(choreo.Group("env", "actor", axis="agent"), choreo.Group("learner"))
+    with pytest.raises(PartitionError) as refusal:
+        plan(BanditsInPython(), envs.from_factory(MeetingInPython, 4), layout)
+    assert str(refusal.value).splitlines()[0] == (
+        "The host fragment `step` cannot run on `env+actor`, which is divided along the axis 'agent'. An object in Python has "
+        "some of the environments, and each of them whole."
+    )
+    assert str(refusal.value).splitlines()[-1] == "Put the role `env` into a group without this axis."
 
 
 def test_each_agent_gets_only_its_own_part_of_what_crosses():

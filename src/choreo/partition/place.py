@@ -126,7 +126,7 @@ def place(
 ) -> Placement:
     """The homes of a graph's ops and values.
 
-    `carry_axes`: the proposed env axis of each carried value, also where environments are divided among shards; `wanted_at`: for some outputs, by position, a group that reads
+    `carry_axes`: the proposed env axis of each carried value; `wanted_at`: for some outputs, by position, a group that reads
     them; `glue_at`: for some glue, the group that should compute it.
     """
     placer = _Placer(sites, graph.body, wanted_at, glue_at)
@@ -244,9 +244,9 @@ class _Placer:
                     fix=f"Use one site for `{home}`, or make it a method of an object: choreo.host_method.")  # fmt: skip
             if op.call and op.call.host and (size := self.sites.size(home)) and size.is_mapped:
                 raise PartitionError(
-                    f"The host fragment `{op.name}` cannot run on `{home}`, which is divided along the axis {size.name!r}: an object "
-                    "in Python has some of the environments, with everything in them.", at=op.at,
-                    fix=f"Name the role `{op.roles[0]}` in a group without this axis.")  # fmt: skip
+                    f"The host fragment `{op.name}` cannot run on `{home}`, which is divided along the axis {size.name!r}. An "
+                    "object in Python has some of the environments, and each of them whole.", at=op.at,
+                    fix=f"Put the role `{next(iter(op.roles))}` into a group without this axis.")  # fmt: skip
             if mixed and op.body:
                 return self._place_split(op, groups)
         elif self._can_run_anywhere(op):
