@@ -1,10 +1,10 @@
 # make setup          creates .venv with the `choreo` command, in the versions of constraints.txt
-# make demo           trains PPO on CartPole in seconds; look into runs/demo
+# make demo           trains PPO on CartPole in seconds, and writes the results to runs/demo
 # make test           every check of CI: ruff, pyright, imports, tests, and the graph tests on the newest JAX
 # make test-long      the promises of `make test` in more combinations: layouts, killed workers, environments, benchmarks
 # make test-learning  trains to the returns that the docs state, over several seeds
 # make bench          runs every script in benchmarks/, one question each; writes benchmarks/results/*.json and README's table
-# make constraints    pins the newest versions that fit pyproject.toml; commit the result
+# make constraints    writes the newest versions that pyproject.toml allows to constraints.txt; commit this file
 
 .PHONY: setup demo test lint test-main test-next test-long test-learning bench constraints clean
 .DELETE_ON_ERROR:
@@ -49,7 +49,7 @@ test-next:
 	if [ -z "$$python" ]; then \
 	  echo "skipped: the graph tests on the newest JAX, because there is no Python $(NEXT) here"; \
 	elif ! $(MAKE) --no-print-directory .venv-next/.stamp NEXT_PYTHON=$$python; then \
-	  echo "skipped: the graph tests on the newest JAX, because pip found no set of packages for Python $(NEXT)"; \
+	  echo "skipped: the graph tests on the newest JAX, because pip could not install the packages for Python $(NEXT)"; \
 	else \
 	  .venv-next/bin/python -c 'import jax, sys; print("graph tests: JAX", jax.__version__, "on Python", sys.version.split()[0])' \
 	  && .venv-next/bin/pytest --numprocesses $(WORKERS) --dist worksteal tests/test_compat.py tests/graph tests/partition; \

@@ -1,13 +1,14 @@
 """How long does a round trip of a message take through shared memory and TCP, and is it shorter if a waiting end spins first?
 
-Two processes, a driver and an echo, send one array back and forth. Shared memory is measured in three ways:
+A round trip sends an array from one process, the driver, to a second process, the echo, which sends the array back. Shared
+memory is measured in three ways:
 - `sleep`: the default, in which an end that waits goes to sleep at once;
 - `spin`: an end that waits spins (checks for a message again and again) for 50 us before it sleeps;
 - `bell`: like `sleep`, but each message also sends a byte through the doorbell, even if the other end is awake. By default, an end
   reads a flag, and sends this byte only if the other end sleeps. So `bell` shows how much time the flag saves.
-One pair of processes runs, or two pairs at the same time. All cases are measured in turns. The result of a case is the median
-time of a round trip, in microseconds. The ratio is `sleep` divided by `spin`, for one pair and 128 bytes: above 1, spinning is
-faster.
+TCP is measured in one way, `tcp`. In `sleep` and `spin`, the measurement is repeated with two pairs of processes at the same time.
+All cases are measured in turns. The result of a case is the median time of a round trip over the turns, in microseconds. The ratio
+is the time of `sleep` divided by the time of `spin`, for one pair and 128 bytes: above 1, spinning is faster.
 """
 
 import argparse

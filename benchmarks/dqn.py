@@ -1,16 +1,17 @@
 """How fast does DQN train on CartPole in one process, compared with Stable-Baselines3 and RLlib?
 
 All sides train plain DQN (neither double nor dueling, 1-step) with 8 environments, networks with 2 layers of 128 ReLU units, and a
-buffer of 1e5 steps. After every 4 steps of each environment there are 8 updates with batches of 64. This is Choreo's default
-number of updates. A second measurement, `_seldom`, has 1 update instead, the default of Stable-Baselines3. All sides have the same
-settings, except that Choreo's loss is the squared error and the loss of the others is Huber's.
+replay of 1e5 steps. After every 4 steps of each environment there are 8 updates with batches of 64. This is Choreo's default
+number of updates. A second measurement compares Choreo with Stable-Baselines3 only, and makes 1 update instead of 8; this is the
+default of Stable-Baselines3. The names of its results end with `_seldom`. All sides have the same settings, except that Choreo's
+loss is the squared error and the loss of the rivals is Huber's.
 
 Choreo is measured in two ways. `fused` steps gymnax's CartPole in one compiled loop (Choreo's own CartPole, if gymnax is not
-installed). `gymnasium` steps the same environments as the rivals. Stable-Baselines3 uses its DummyVecEnv. Each side has one thread,
-and RLlib runs in one process. All sides take short turns, so that other load on the machine affects all of them. RLlib's turns are
-longer, because it reports only after 1024 steps. Compilation is not measured. The result for each way and rival is the median
-ratio of steps per second over the turns, the spread, the same ratio in CPU time, and the number of cores that other processes kept
-busy.
+installed). `gymnasium` steps Gymnasium's CartPole, as the rivals do. Stable-Baselines3 uses its DummyVecEnv. Each side has one
+thread, and RLlib runs in one process. All sides take short turns, so that other load on the machine affects all of them. RLlib's
+turns are longer, because RLlib reports only after 1024 steps. Compilation is not measured. The result for each way and rival is the
+median ratio of steps per second over the turns, the spread, the same ratio in CPU time, and the number of cores that other
+processes kept busy.
 """
 
 import argparse
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def compare(updates: int, commands: dict[str, tuple[Path, str]], *, quick: bool) -> None:
-    # `chunk` is the number of iterations in one call of Choreo's runtime. It is the same as in choreo.train, except in a quick run.
+    # `chunk` is the number of iterations in one call of Choreo's runtime: the same as in choreo.train, except in a quick run.
     repeats, seconds, chunk = (1, 0.05, 2 * same.BLOCK) if quick else (21, 0.4, STEPS_PER_CHUNK // same.STEPS)
     with contextlib.ExitStack() as stack:
         rivals = {name: dqn_rivals.Process(*command, updates) for name, command in commands.items()}

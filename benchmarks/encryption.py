@@ -1,10 +1,10 @@
 """How much does the encryption of channels over TCP cost?
 
 Two sides are measured: `sealed` encrypts its frames, `unsealed` does not (`parts/unsealed`). There are two measurements:
-- `coarse`: all workers of PPO on CartPole with `coarse(workers=2)` over TCP;
-- `4MB`: a message of 4 MiB from one process to another, and a short answer.
-In each round both sides are measured once, and the CPU time of `sealed` is divided by that of `unsealed`. The result is the median
-of this ratio over all rounds. The same is done for wall time.
+- `coarse`: an iteration of PPO on CartPole with `coarse(workers=2)` over TCP. The CPU time is the sum over all workers.
+- `4MB`: a message of 4 MiB from one process to another, and a short answer. The CPU time is the sum over both processes.
+In each round both sides are measured once, and the CPU time of `sealed` is divided by the CPU time of `unsealed`. The result is the
+median of this ratio over all rounds. `wall_ratio` is the same ratio for wall time.
 """
 
 import argparse

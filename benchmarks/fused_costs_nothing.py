@@ -1,9 +1,9 @@
 """Is `choreo.train(layout=fused)` slower than a bare `jax.jit` + `lax.scan` of the same `iterate`?
 
-Both train PPO on CartPole for the same number of iterations in the same process, in turns. Compilation is not counted. Choreo's
-time is the time in which its runtime runs iterations and moves their metrics to the host. Between two chunks, `choreo.train` makes
-the rows of metrics; this time is not counted. The result is the median ratio of speeds over the repetitions (above 1: Choreo is
-faster), and the spread.
+Both sides train PPO on CartPole for the same number of iterations in the same process, in turns. Compilation is not counted.
+Choreo's time is the time in which its runtime runs iterations and moves their metrics to the host. The time in which `choreo.train`
+makes the rows of metrics, after each chunk, is not counted. The result is the median ratio of speeds over the repetitions (above 1:
+Choreo is faster), and the spread.
 """
 
 import argparse

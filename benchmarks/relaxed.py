@@ -1,13 +1,13 @@
 """How much faster do `max_lag` and `merge="any"` make a run if the learner, the environments or one worker is slow?
 
-IMPALA runs with two workers in `coarse`: in lockstep, with `max_lag=4`, and with `max_lag=8, merge="any"`. A step of an
-environment sleeps for 1 ms. There are three scenes:
+IMPALA runs with two workers in three layouts: `coarse` in lockstep, `coarse` with `max_lag=4`, and `coarse` with `max_lag=8,
+merge="any"`. A step of an environment sleeps for 1 ms. There are three scenes:
 - `slow_learner`: a large network also makes the learner slow.
 - `slow_env`: the learner is fast, so the environments take most of the time.
-- `straggler`: one of the two workers is four times slower than the other.
+- `straggler`: in one of the two workers, a step of an environment sleeps for 4 ms.
 In each scene, the three layouts take turns of a few seconds. Compilation is not measured. The result for each relaxed layout is its
-steps per second divided by those of lockstep (the median over the turns), and the verdict of `--profile`: which worker waits for
-which other worker.
+steps per second divided by the steps per second in lockstep (the median over the turns), and the verdict of `--profile`: which
+worker waits for which other worker.
 """
 
 import argparse

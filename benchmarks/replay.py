@@ -1,11 +1,12 @@
 """How many steps per second can be added to a replay, and how many items can be drawn, compared with flashbax and cpprb?
 
-Choreo and flashbax take turns. Each runs one compiled loop with the buffer as its carry: add, draw, set priorities. The buffer
-holds 1e5 or 1e6 transitions of CartPole. An iteration adds before it draws. If flashbax draws first, XLA copies its buffer in
-every iteration: nothing forces the read to finish before the write, so XLA does not write in place. `sample_first_ratio` is the
-ratio for this order. cpprb (C++ and NumPy, one process) is called from Python, as its users call it. The result for each
-rival is the median ratio of iterations per second over all cases and repetitions (above 1: Choreo is faster), and the spread. A
-rival that is not installed is left out; `pip install -e .[bench]` installs both.
+Choreo is compared with each rival in turns. Choreo and flashbax run one compiled loop with the replay as its carry. An iteration
+adds steps, draws items, and sets their priorities if items are drawn by priority. The replay can hold 1e5 or 1e6 transitions of
+CartPole. In the result `sample_first_ratio`, an iteration draws before it adds. XLA then copies the buffer of flashbax in every
+iteration: nothing forces the read to finish before the write, so XLA does not write in place. cpprb (C++ and NumPy, one process) is
+called from Python, as its users call it. There is a case for each sampler, capacity, number of environments and size of a batch.
+The result for each rival is the median ratio of iterations per second over all cases and repetitions (above 1: Choreo is faster),
+and the spread. A rival that is not installed is left out; `pip install -e .[bench]` installs both.
 """
 
 import argparse
@@ -35,13 +36,13 @@ class Case:
     sampler: str
     """"uniform" or "prioritized"."""
     capacity: int
-    """Steps that the buffer can store."""
+    """Number of steps that the buffer can store."""
     num_envs: int
     """Number of environments."""
     batch: int
-    """Items in one draw."""
+    """Number of items in one draw."""
     unroll: int = 4
-    """Steps of each environment in one addition."""
+    """Number of steps of each environment in one addition."""
     sample_first: bool = False
     """Whether an iteration draws before it adds."""
 
@@ -163,7 +164,7 @@ RIVALS = {"flashbax": flashbax_loop, "cpprb": cpprb_loop}
 
 
 def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) -> Callable[[], float]:
-    """Return a function that runs `iterations` iterations on a partly filled buffer and returns how many seconds they took.
+    """Return a function that runs `iterations` iterations on a partly filled buffer and returns the seconds that they took.
 
     Everything is compiled before `_timed` returns, so the seconds include no compilation.
     """
@@ -180,7 +181,7 @@ def _timed(case: Case, state, add: Callable, draw: Callable, iterations: int) ->
     fill = jax.jit(lambda state: jax.lax.fori_loop(0, additions, lambda _, state: add(state), state), donate_argnums=0)
     run = jax.jit(lambda s, key: jax.lax.scan(body, s, jax.random.split(key, iterations)), donate_argnums=0)
     state, _ = run(fill(state), jax.random.key(0))
-    # Run twice before the measurement: the results of the first run may have weak types, for which `run` is compiled once more.
+    # `run` runs twice before the measurement: the first run may return weak types, and JAX then compiles `run` a second time.
     latest = [jax.block_until_ready(run(state, jax.random.key(0)))[0]]
 
     def seconds() -> float:

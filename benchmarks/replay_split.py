@@ -1,12 +1,13 @@
-"""How fast can steps be added to, and items be drawn from, a replay at a separate site, compared with Reverb and cpprb?
+"""How fast does a replay at a separate site add steps and draw items, compared with Reverb and cpprb?
 
 One process makes steps, one holds the replay (1e5 steps of CartPole), and one draws items. For every 4 steps of each of 8
-environments, 8 batches of 64 items are drawn; these numbers are the same for all sides. Items are drawn uniformly in one
-measurement, and by priority in another, where new priorities are written back.
+environments, 8 batches of 64 items are drawn; these numbers are the same for all sides. There are two measurements. In the first,
+items are drawn uniformly. In the second, items are drawn by priority, and new priorities are written back.
 - Choreo runs an algorithm in a layout of three sites, in lockstep, over shared memory and over TCP. Choreo also steps CartPole,
   while the rivals add steps that were made in advance.
 - Reverb has a server, an inserting client and a sampling client. The clients connect to the server over loopback. Reverb prefetches
-  batches, so it draws some batches before the priorities of the last iteration are written back. Choreo does not.
+  batches, so Reverb draws some batches before the priorities of the last iteration are written back. Choreo always draws after
+  that.
 - cpprb has no process for its buffer and sends nothing: the process that adds and the process that draws share memory. So the
   ratio to cpprb shows the cost of a separate site.
 Each rival is used in the fastest way that we found (`parts/reverb_split.py`, `parts/cpprb_split.py`). All sides take turns of about

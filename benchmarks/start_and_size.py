@@ -2,11 +2,11 @@
 
 All measurements train PPO on Gymnasium's CartPole-v1 with 8 environments.
 - Start: each side starts new processes, in turns. The result is the time from the start of a process to the end of its first
-  iteration (128 steps of each environment, then 16 updates). It is a warm start: before the measurement, one start of each side has
-  filled Choreo's cache of compiled programs and the system's cache of files.
+  iteration (128 steps of each environment, then 16 updates). The starts are warm: before the measurement, one start of each side
+  fills Choreo's cache of compiled programs and the system's cache of files.
 - Size: the resident memory of the process of `fused`, of a worker that acts (`coarse`), and of a worker that only steps
-  environments (`fine`), divided by the limit that we set (`ALLOWED_MB`; below 1 is good). `rss` counts shared pages in full, `pss`
-  divides them among the processes that share them.
+  environments (`fine`), divided by the limit that we set in `ALLOWED_MB` (a ratio below 1 is good). `rss` counts shared pages in
+  full, `pss` divides them among the processes that share them.
 """
 
 import argparse

@@ -18,7 +18,11 @@ def table() -> str:
         f"{r['cores']} cores ({', '.join(r['devices'])}), no GPU, Python {r['python']}, JAX {r['jax']}" for r in results
     }
     return "\n".join(
-        [*rows, "", f"Measured on {' and '.join(sorted(on))}. Each benchmark ran once; `make bench` measures again."]
+        [
+            *rows,
+            "",
+            f"Measured on {' and '.join(sorted(on))}. Each script ran once, with several repetitions; see `make bench`.",
+        ]
     )
 
 

@@ -2,9 +2,9 @@
 
 PPO trains with 8 environments, in one process and with `coarse(workers=2)`. There are three cases: a step sleeps for 1 ms (like a
 simulator in a different process); a step computes for 1 ms (like a simulator in this process); or the environment is MuJoCo's
-Hopper-v5. Both sides take turns of a few seconds. Compilation is not measured. The result for each case
-is the median ratio of steps per second over the turns, the spread, and the number of cores that other processes kept busy. Two
-workers that compute need two free cores.
+Hopper-v5. Both sides take turns of a few seconds. Compilation is not measured. The result for each case is the median ratio of
+steps per second over the turns, the spread, and the number of cores that other processes kept busy. If steps compute, two workers
+can be faster than one process only with two free cores.
 """
 
 import argparse

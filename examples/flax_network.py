@@ -19,7 +19,7 @@ from choreo.ops import Categorical
 
 
 class Torso(nn.Module):
-    """Hidden layers shared by actor and critic, with one output layer for each."""
+    """Hidden layers that actor and critic share, with an output layer for the actor and an output layer for the critic."""
 
     num_actions: int
 

@@ -1,6 +1,6 @@
 """Train in your own Gymnasium environment with two workers. Run it as a script, or cell by cell in a notebook.
 
-A script needs no `__main__` guard, because workers never import it.
+This script needs no `__main__` guard, because workers never import the script.
 
 python examples/own_environment.py
 """
@@ -12,7 +12,7 @@ import choreo
 
 
 class MyEnv(gymnasium.Env):
-    """A safe with `difficulty + 1` lights. In each of ten steps one light is on; pressing its button gives a reward."""
+    """A safe with `difficulty + 1` lights. In each of ten steps one light is on; an action that names this light is rewarded."""
 
     def __init__(self, difficulty: int):
         self.lights = difficulty + 1

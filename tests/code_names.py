@@ -45,7 +45,7 @@ def defined_in(path: Path) -> frozenset[str]:
                 found.add(name)
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 found.add(name)
-            case ast.Constant(value=str(text)) if text.isidentifier():  # a role, a carrier, the name of a runtime
+            case ast.Constant(value=str(text)) if text.isidentifier():  # a role, a carrier or the name of a runtime
                 found.add(text)
     return frozenset(found)
 

@@ -1,9 +1,10 @@
 """A cache of lowered programs, so that a test process lowers and compiles equal programs only once.
 
 Many programs of the tests are equal: layouts share most of their programs, and a repeated run has the same programs as the first.
-Three quarters of the segments of the law matrix are equal to an earlier segment. The key of JAX's own cache on disk is the
-lowered program. Lowering takes as long as compiling without optimisations, so JAX's cache would save only about half of the
-time. The key of the cache in this file contains everything that lowering depends on:
+Three quarters of the segments of the law matrix are equal to an earlier segment. JAX's own cache on disk would save only about
+half of the time. The key of JAX's cache is the lowered program, so JAX must lower a program before looking for it in the cache,
+and lowering takes as long as compiling without optimisations. The key of the cache in this file contains everything that
+lowering depends on:
 
     equations, with all their types and parameters    the printed jaxpr
     numbers in the equations                          the bits of every constant and literal, because the print omits arrays
@@ -11,7 +12,7 @@ time. The key of the cache in this file contains everything that lowering depend
     arguments and results                             the structures of their pytrees
     configuration                                     default device, 64 bits or 32, optimised or not
 
-Programs with callbacks into Python are not cached, because the print does not identify the function.
+Programs with callbacks into Python are not cached, because the printed jaxpr does not identify the Python function.
 """
 
 import collections
@@ -23,7 +24,7 @@ import numpy as np
 from jax.extend import core as jec
 
 MOST = 200
-"""How many programs are kept at most, to limit the memory; the least recently used ones are dropped."""
+"""The largest number of programs in the cache, to limit the memory. The cache drops the least recently used programs."""
 
 _lower = jax.stages.Traced.lower
 _lowered: collections.OrderedDict[tuple[Any, ...], jax.stages.Lowered] = collections.OrderedDict()

@@ -4,7 +4,8 @@ Warnings are errors (pyproject.toml), types do not promote silently, shapes do n
 shapes are checked at run time (but not in `UNCHECKED`), and a test fails if it leaves a thread or a process behind.
 
 XLA compiles without most optimisations, because the programs of the tests run only for milliseconds, and optimising them would
-take most of the time. Tests marked `optimised` are compiled like users' programs, in a separate run: `pytest -m optimised`.
+take most of the time. The programs of tests marked `optimised` or `learning` are compiled like users' programs, in separate
+runs: `pytest -m optimised` and `pytest -m learning`.
 """
 
 import atexit
@@ -17,7 +18,8 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "CHOREO_TEST_RUN" not in os.environ:  # the main process; xdist workers inherit the folder
-    # A new compilation cache for each test run. With the user's cache, some programs would not be compiled, and so not tested.
+    # Each test run gets a new compilation cache. Programs in the user's cache would not be compiled again, so the tests would not
+    # show whether these programs compile.
     os.environ["CHOREO_TEST_RUN"] = os.environ["CHOREO_CACHE"] = tempfile.mkdtemp(prefix="choreo-tests-")
     # Test runs must not appear in the user's list of runs.
     os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["CHOREO_CACHE"], "state")
@@ -53,8 +55,9 @@ source_info_util.register_exclusion(str(Path(jaxtyping.__file__).parent))
 
 FAST_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX --xla_cpu_parallel_codegen_split_count=1"
 """XLA flags. The first selects simple fusions, which halve the compilation time. The second excludes fused multiply-add
-instructions, so that the rounding does not depend on the compiler's choice of instructions. The third generates code in one
-piece, which needs a fifth less time, and fewer memory maps. With JAX 0.11 and later, the first flag makes XLA abort the process."""
+instructions, so that the rounding does not depend on the compiler's choice of instructions. The third keeps the
+generated code undivided, which needs a fifth less time and fewer memory maps. With JAX 0.11 and later, the first flag makes XLA
+abort the process."""
 MAPS = Path("/proc/self/maps")
 UNCHECKED = (
     "algos", "laws", "faults", "docs", "plans", "users", "test_benchmarks.py", "test_cli.py", "test_documented.py",
@@ -62,15 +65,16 @@ UNCHECKED = (
     "test_who_waits.py", *(("graph", "partition") if jax.__version_info__ < (0, 11) else ()),
 )  # fmt: skip
 """Folders and files of tests that run or plan whole programs. Annotations are not checked in these tests, because the checks
-would take a third of the time. In the tests of single modules, annotations are checked; in those of `graph` and `partition`, only
-with the newest JAX."""
+would take a third of the time. In the tests of single modules, annotations are checked. In the tests of `graph` and `partition`,
+annotations are checked only with JAX 0.11 and later."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the compiler's options before the first program is compiled; child processes inherit them."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does this for background jobs
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs with SIGINT ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Traces consist of many long-lived small objects; with the default thresholds the collector takes a tenth of the time.
+    # Traces consist of many long-lived small objects. With the default thresholds, the garbage collector would take a tenth of the
+    # time.
     gc.set_threshold(20_000, 10, 10)
     gc.freeze()
     if config.option.markexpr in ("learning", "optimised"):
@@ -149,7 +153,7 @@ def no_thread_or_process_is_left():
 
 
 def _left(threads: set[threading.Thread], processes: set[psutil.Process]) -> list[str]:
-    # The authenticator of connections is started once and stays, as ZeroMQ's own threads do.
+    # The thread that authenticates connections is started once and runs until the process ends, like ZeroMQ's own threads.
     started = [t for t in threading.enumerate() if t not in threads and t.name != "choreo-authenticator"]
     return [f"thread {t.name}" for t in started] + [f"process {p.pid} ({p.name()})" for p in _children() - processes]
 
@@ -163,7 +167,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
     try:
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
-        return True  # it ended in the meantime
+        return True  # the process ended in the meantime
 
 
 _cells: dict[str, bool] = {}

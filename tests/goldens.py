@@ -22,5 +22,5 @@ def check_golden(name: str, text: str) -> None:
         FOLDER.mkdir(exist_ok=True)
         path.write_text(text)
     assert text == path.read_text(), (
-        f"tests/golden/{name}.txt differs; if the change is intended, set CHOREO_WRITE_GOLDEN=1"
+        f"The text differs from tests/golden/{name}.txt. If you intended this change, run pytest with CHOREO_WRITE_GOLDEN=1."
     )

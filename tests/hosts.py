@@ -47,7 +47,7 @@ class Agent:
 
     @property
     def cluster(self) -> Cluster:
-        """A cluster of this host alone."""
+        """A cluster whose only host is that of this agent."""
         return Cluster(hosts=(self.host,), token_file=self.token)
 
     def end(self) -> str:

@@ -1,4 +1,4 @@
-"""Read SVG pictures, to test what they show."""
+"""Functions that read SVG pictures, so that tests can check the contents of a picture."""
 
 import itertools
 import re

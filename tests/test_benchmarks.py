@@ -1,6 +1,6 @@
 """CI runs one benchmark with `--quick` and imports the others. `make test-long` runs the others with `--quick`.
 
-The tests check that a benchmark runs, not how fast Choreo is.
+The tests check that a benchmark runs, not how fast Choreo is. They also check the stored results, and the table in the README.
 """
 
 import importlib.util
@@ -15,12 +15,12 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = sorted(p.name for p in FOLDER.glob("*.py") if p.name not in ("harness.py", "table.py"))
 CI = ("gymnasium_ppo.py",)
-"""The cheapest benchmark, which CI runs. The others are only imported; `make test-long` runs them."""
+"""The cheapest benchmark. CI runs it with `--quick`."""
 
 
 @pytest.fixture
 def as_a_script(monkeypatch):
-    """Let a script run in this process, which has already imported JAX, without the strict settings of our tests."""
+    """Let a script run in this process, in which JAX is already imported. The strict settings of the tests are off."""
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("NPROC", "1")  # some scripts set NPROC; monkeypatch restores it after the test
     dispatch = jax.config.read("jax_cpu_enable_async_dispatch")

@@ -1,4 +1,7 @@
-"""The parts of JAX beyond its documented API that we rely on. Read this when a new JAX release breaks something."""
+"""Tests of the parts of JAX that Choreo uses although they are not documented.
+
+If a new release of JAX breaks something, start here.
+"""
 
 import subprocess
 import sys
@@ -22,7 +25,7 @@ def only(fn, *args) -> jec.JaxprEqn:
 
 
 class TestVmaps:
-    """`enclosing_vmaps` finds the vmaps around a call. A fragment is recorded with its vmaps and with the shapes inside of them."""
+    """`enclosing_vmaps` finds the vmaps around a call. Choreo records these vmaps for each call of a fragment."""
 
     def seen(self, transform, *args):
         found = []
@@ -54,7 +57,7 @@ class TestVmaps:
 
     @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
     def test_inside_a_jit_the_vmap_outside_is_not_seen(self, transform):
-        """The jitted function is traced once, for un-vmapped shapes; the vmap is applied to the traced program."""
+        """JAX traces the jitted function once, with the shapes inside the vmap. Then JAX applies the vmap to the traced program."""
         _, vmaps = self.seen(lambda f: transform(jax.jit(f)), jnp.ones((5, 3)), jnp.ones((5, 3)))
         assert vmaps == ()
 
@@ -128,7 +131,7 @@ def test_the_program_inside_a_wrapper_can_be_evaluated(wrap):
     eqn = only(wrap(lambda x: jnp.sin(x)), jnp.float32(0.5))
     inner = _compat.inner_jaxpr(eqn)
     assert inner is not None, (
-        f"{eqn.primitive.name} is missing in _compat.INLINED, or its parameter has a different name"
+        f"_compat.INLINED has no entry for {eqn.primitive.name}, or the entry names a wrong parameter"
     )
     assert _compat.eval_jaxpr(inner, [jnp.float32(0.5)]) == [jnp.sin(jnp.float32(0.5))]
 
@@ -177,7 +180,7 @@ def test_clients_exist_once_jax_has_listed_its_devices():
 
 
 def test_gloo_listens_at_the_address_it_is_given():
-    """No host name resolves to 127.0.0.2, so Gloo listens there only if it is told to.
+    """No host name resolves to 127.0.0.2, so Gloo listens at this address only because of `use_gloo_at`.
 
     The test needs a new process, because JAX makes its devices only once.
     """
@@ -206,7 +209,7 @@ def test_innermost_skips_the_python_checks_of_a_compiled_function():
 
 
 def test_the_two_programs_of_split_known_compute_the_same_as_the_whole():
-    """For the two programs, `rest(*first(*known), *others)` equals `whole(*known, *others)`."""
+    """`split_known` returns two programs, `first` and `rest`. `rest(*first(*known), *others)` equals `whole(*known, *others)`."""
     whole = jax.make_jaxpr(jax.jit(lambda a, b, c: (jnp.sin(a) * b, jnp.cos(a), b + c)))(1.0, 2.0, 3.0)
     first, rest, types = _compat.split_known(whole, [True, False, False])
     between = _compat.eval_jaxpr(first, [1.0])

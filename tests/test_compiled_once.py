@@ -1,4 +1,7 @@
-"""The cache of lowered programs distinguishes programs that differ in anything on which lowering depends."""
+"""Tests of the cache of lowered programs (`compiled_once.py`).
+
+If two programs differ in anything on which lowering depends, the cache must distinguish them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ X = jnp.arange(3.0)
 
 
 def scaled(by):
-    """A new function at every call, always with the same equations."""
+    """A new function in every call. For the same `by`, the function always has the same equations."""
     return lambda x: jax.lax.fori_loop(0, 2, lambda _, x: x * by, x)
 
 

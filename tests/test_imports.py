@@ -45,14 +45,15 @@ def test_help_answers_within_a_second():
 
 
 def test_public_names_exist_and_import_no_optional_package():
-    """Packages that few users need are imported only in the functions that use them."""
+    """If only few users need a package, Choreo imports the package only in the functions that use it."""
     missing = "import choreo, choreo.algos, choreo.envs; print([n for n in choreo.__all__ if not hasattr(choreo, n)])"
     extras = "import sys; print([m for m in ('gymnax', 'flax', 'tensorboardX', 'matplotlib') if m in sys.modules])"
     assert run_python(f"{missing}\n{extras}").split() == ["[]", "[]"]
 
 
 def test_no_module_hides_a_public_function():
-    """Python binds the name of an imported submodule in its package. This would replace a function of the same name."""
+    """When Python imports a submodule, it sets an attribute of this name in the package. So a submodule would replace a public
+    function of the same name."""
     code = "import choreo; print(*[n for n in choreo._MODULE_OF if importlib.util.find_spec(f'choreo.{n}')])"
     assert run_python(f"import importlib.util; {code}").strip() == ""
 
@@ -80,7 +81,7 @@ def test_dependencies_are_those_that_are_imported():
         - sys.stdlib_module_names
         - {"choreo"}
     )
-    through_jax = {"filelock", "flatbuffers"}  # JAX needs them, for its compilation cache and for export
+    through_jax = {"filelock", "flatbuffers"}  # JAX imports them, for its compilation cache and for export
     assert imported - optional | through_jax == required
 
 

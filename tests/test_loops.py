@@ -46,7 +46,7 @@ def test_metrics_of_episodes_are_nan_if_no_episode_ended():
 
 
 def test_memory_starts_anew_in_each_episode():
-    """The memory counts the steps of an episode. Every episode has two steps, so the counts are 1, 2, 1, 2, ..."""
+    """Here the memory is the number of steps in the episode. Every episode has two steps, so the numbers are 1, 2, 1, 2, ..."""
 
     def act(params, obs, key, memory):
         memory = {"steps": memory["steps"] + 1}

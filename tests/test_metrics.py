@@ -30,7 +30,7 @@ class Declares:
 
     unroll: int = 4
     within: str = "iterate"
-    """Where the metrics are declared: directly in "iterate", in a "jit", or in a "fragment"."""
+    """Where the metrics are declared: directly in `iterate` ("iterate"), inside a "jit", or inside a "fragment"."""
 
     def init(self, env, key):
         return Carry(jnp.zeros((4, 2)), Position(*env.reset(env.keys(key))))

@@ -1,7 +1,7 @@
 """A mark does not change the results of a function, and Choreo finds the mark in the traced program.
 
-The marks in these tests are `choreo.fragment`, `choreo.host_fragment` and `choreo.all_reduce`. `all_reduce` is an exception: with
-several learner shards, it changes the results.
+The marks in these tests are `choreo.fragment`, `choreo.host_fragment` and `choreo.all_reduce`. There is one exception:
+with several learner shards, `all_reduce` changes the results.
 """
 
 import functools
@@ -35,7 +35,7 @@ KEY = jax.random.key(3)
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Disable the checks of annotations, as for a user, so that a wrong type reaches our own error message."""
+    """Disable the checks of annotations at run time. Then a wrong type reaches Choreo's own check, as in a user's program."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -340,12 +340,12 @@ def test_at_a_site_a_host_fragment_is_called_directly(layout, loop):
             assert not jax.make_jaxpr(step.fn)(scalar, scalar, *(given.aval for given in step.ins)).effects
 
     run = planned_run(algo, env, planned, KEY)
-    # Three iterations. Each calls the host fragment three times, or once, with two arrays.
+    # Each of the three iterations calls the host fragment three times (with `loop`) or once. Each call gets two arrays.
     assert len(given) == (18 if loop else 6) and all(type(x) is np.ndarray for x in given)
     np.testing.assert_array_equal(
         given, copies, err_msg="an array that the host fragment received was overwritten later"
     )
-    # In one compiled program, XLA may fuse the operations around the callback, and round differently.
+    # The reference is one compiled program. In it, XLA may fuse the operations around the callback, and round differently.
     assert_close(run, host_reference(loop), 1e-6)
 
 
@@ -397,7 +397,7 @@ def test_a_host_fragment_takes_python_numbers():
 
 class TestAHostFragmentIsRefused:
     def call(self, fn):
-        """Call the host fragment as a site does; in a compiled callback, XLA would wrap the error."""
+        """Call the host fragment directly, as a site does. In a compiled program, XLA would wrap the error in another error."""
         host = choreo.host_fragment("env", fn, {"s": ROW}, name="simulator")
         call = one_call(lambda s: host(s)["s"], jnp.ones((E, 3)))
         assert call.host is not None
@@ -439,7 +439,8 @@ class TestAHostFragmentIsRefused:
 
     @pytest.mark.parametrize("layout", [fused(), fine(1)], ids=["fused", "fine"])
     def test_under_vmap(self, layout):
-        """The Python function would get a batch instead of a row, and could return a wrong result of the right shape."""
+        """Under `vmap`, the Python function would get the whole batch instead of a row. The result could have the right shape and
+        wrong numbers."""
         spec = jax.ShapeDtypeStruct((), np.float32)
         host = choreo.host_fragment("env", lambda row: np.float32(row.sum()), spec, name="total")
 

@@ -1,4 +1,4 @@
-"""Static values that compare equal (`==`) but differ in type or bits do not share a program."""
+"""Static values can compare equal (`==`) and yet differ in type or bits. Such values must not share a program."""
 
 import collections
 import dataclasses
@@ -178,7 +178,7 @@ class Net(eqx.Module):
 
 def test_static_fields_of_a_module_are_distinguished():
     trees = [jax.tree.structure(Net(jnp.ones(2), rate)) for rate in (1, 1.0, True)]
-    assert trees[0] == trees[1]  # JAX compares static fields by `==`, so we need a key of our own
+    assert trees[0] == trees[1]  # JAX compares static fields by `==`, so Choreo needs a different key
     assert len({tree_key(tree) for tree in trees}) == 3
     trees = [jax.tree.structure({name: 0.0}) for name in (1, 1.0, True)]
     assert len({tree_key(tree) for tree in trees}) == 3
@@ -244,7 +244,7 @@ class TestAFragment:
         assert traced == [1, 2, 3, 2]
 
     def test_keeps_the_order_of_dicts(self):
-        """JAX sorts the keys of a dict, but a fragment must see and return them in their original order."""
+        """JAX sorts the keys of a dict. But a fragment must get and return a dict with the keys in their original order."""
 
         @choreo.fragment("actor")
         def swap(d, *, more):
@@ -273,7 +273,7 @@ class TestAFragment:
         assert float(jax.jit(program)(jnp.float32(1))) == float(expected) == 4.0
 
     def test_a_plan_traces_fragments_anew(self):
-        """An object, a global or a closure may have changed since the last trace."""
+        """An object, a global or a closure that the fragment reads may have changed since the last trace."""
 
         class Settings:
             rate = 1.0

@@ -38,12 +38,12 @@ class Tiny:
     unroll: int = 16
     """Steps per environment and iteration."""
     total_steps: int | None = None
-    """Environment steps of the whole run. The step size falls to 0 over these steps; with None, the step size is constant.
-    `choreo.train` replaces None by the steps of the run."""
+    """Environment steps of the whole run. The step size falls to 0 over these steps. `choreo.train` replaces None by the number of
+    steps of the run. If the value is still None when `learn` runs, the step size is constant."""
     nan_at: int = -1
-    """The iteration that reports NaN as its loss; -1 for none."""
+    """The iteration that reports NaN as its loss; -1 if no iteration does."""
     centred: bool = True
-    """Whether the mean return is subtracted as a baseline."""
+    """Whether the learner subtracts the mean return as a baseline."""
     squash: Callable[[jax.Array], jax.Array] = jnp.tanh
     """A function that is applied to observations."""
 

@@ -3,7 +3,7 @@
     python tools/files_to_read.py [ppo sac] [--limit 4]
 
 The script runs `init` and `iterate` of each algorithm with its defaults on a small environment, under `jax.eval_shape`, and
-notes the file of every Python function that is called. It counts the files of the package, including the algorithm's own. Some
+notes the file of every Python function that is called. It counts the files of the package, including the algorithm's own file. Some
 files are not counted, because a reader of the algorithm need not open them: types and errors; environments (`envs/`, `host/`);
 replay (`buffers/`); and the code behind fragments (`roles`, `static_key`, `dtypes`, `_compat`). The script exits with 1 if any
 algorithm needs more files than the limit.

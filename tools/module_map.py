@@ -5,7 +5,7 @@ python tools/module_map.py --write    writes the map between the two markers of 
 python tools/module_map.py --check    fails if the map in docs/architecture.md is out of date
 
 Each row shows a room: a package, or a module at the top level. The rooms at the top level are in the order of the layers in
-pyproject.toml. Each of them imports only rooms of its own layer and of lower layers. The packages within a room follow it in
+pyproject.toml. Each of them imports only rooms of its own layer and of lower layers. The packages within a room follow the room in
 alphabetical order; a separate contract in pyproject.toml orders their imports. The description of a room is the first sentence of
 its docstring.
 """

@@ -18,7 +18,7 @@ from pathlib import Path
 from choreo.algos import ALGOS
 
 LIMIT = 40.0
-"""Percent of the shorter file."""
+"""The largest allowed share, in percent of the lines of the shorter file."""
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     over = [pair for pair, percent in shares.items() if percent > limit]
     for one, other in over:
         print(
-            f"{one}.py and {other}.py share {shares[one, other]:.0f}% of the shorter file; the limit is {limit:.0f}%."
+            f"{one}.py and {other}.py share {shares[one, other]:.0f}% of the lines of the shorter file; the limit is {limit:.0f}%."
         )
     return 1 if over else 0
 
@@ -42,13 +42,13 @@ def lines_of(path: Path) -> Counter[str]:
 
 
 def share(one: Counter[str], other: Counter[str]) -> float:
-    """The common lines, in percent of the shorter file."""
+    """The number of common lines, in percent of the lines of the shorter file."""
     return 100 * (one & other).total() / min(one.total(), other.total())
 
 
 def print_table(files: dict[str, Counter[str]], shares: dict[tuple[str, str], float]) -> None:
     width = max(map(len, files)) + 1
-    print("Lines in common, in percent of the shorter file:\n")
+    print("Lines in common, in percent of the lines of the shorter file:\n")
     print(" " * width + "lines" + "".join(name.rjust(width) for name in files))
     for one, lines in files.items():
         cells = (f"{shares[one, other]:.0f}" if (one, other) in shares else "" for other in files)

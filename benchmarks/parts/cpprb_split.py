@@ -2,14 +2,15 @@
 
     python cpprb_split.py uniform|prioritized
 
-The program prints the process id of the explorer. Then it reads numbers of iterations from stdin, and for each number prints how
-many seconds these iterations took.
+The program prints the process id of the explorer. Then it reads numbers of iterations from stdin. For each number, it runs that
+many iterations and prints the seconds that they took.
 
     explorer                 learner (this process)
     add 32 rows  --> shared memory --> sample 512 rows, sum them; if prioritized, update their priorities
 
 There is no separate process for the buffer: both processes use the same memory, with cpprb's own locks. Two semaphores limit how
-far adding and drawing can be apart; cpprb itself sets no limit. A row is a transition with the observations before and after it.
+far adding can be ahead of drawing, and ensure that drawing is never ahead of adding; cpprb itself sets no limits. A row is a
+transition with the observations before and after it.
 """
 
 import multiprocessing
@@ -75,7 +76,7 @@ def explore(buffer, room, stored, orders) -> None:
 
 
 def _rows(num: int) -> dict[str, np.ndarray]:
-    # Rows made once, in advance: this side need not step environments.
+    # The rows are made once, in advance, so that this side does not step environments.
     rng = np.random.default_rng(0)
     return {
         "obs": rng.normal(size=(num, 4)).astype(np.float32),

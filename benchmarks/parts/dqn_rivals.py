@@ -1,4 +1,4 @@
-"""DQN of other libraries, each in its own Python environment: Stable-Baselines3 in `.venv-bench`, RLlib in `.venv-rllib`."""
+"""DQN of two other libraries in separate Python environments: Stable-Baselines3 in `.venv-bench`, RLlib in `.venv-rllib`."""
 
 import subprocess
 import sys

@@ -38,7 +38,7 @@ class Waiting(gymnasium.Env):
 class Computing(Waiting):
     """A step computes, like a simulator in this process.
 
-    A step takes 1 ms of CPU time, not of wall time, so that its work is the same on a busy machine.
+    A step takes 1 ms of CPU time, not of wall time, so that a step does the same work on a busy machine as on an idle one.
     """
 
     def spend(self):
@@ -48,9 +48,9 @@ class Computing(Waiting):
 
 
 class Straggling(Waiting):
-    """Steps take four times as long in one of the workers: the first worker that creates the symbolic link `mark`.
+    """Steps take four times as long in one of the workers: in the worker that creates the symbolic link `mark` before the others.
 
-    `coordinator` is the process id of the coordinator. The coordinator also makes an environment, but never creates the link.
+    `coordinator` is the process id of the coordinator. The coordinator also makes an environment, but does not create the link.
     """
 
     def __init__(self, mark: str, coordinator: int):

@@ -1,4 +1,4 @@
-"""A process that is driven line by line: it reads a number of iterations from stdin, runs them, and prints measured seconds."""
+"""A process that is driven line by line: for each number on stdin, it runs that many iterations and prints measured seconds."""
 
 import subprocess
 from collections.abc import Sequence

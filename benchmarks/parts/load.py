@@ -7,8 +7,8 @@ from pathlib import Path
 class Others:
     """After `with Others(pids) as others: ...`, `others.cores` is the mean number of cores that other processes kept busy.
 
-    Not counted are this process, the processes `pids`, and those of their children that have ended. A child that still runs
-    is counted, unless it is in `pids`.
+    This process and the processes `pids` are not counted as other processes. Their children are counted while they run, unless
+    they are in `pids`; a child that has ended is not counted.
     """
 
     def __init__(self, pids: "list[int] | None" = None):

@@ -4,7 +4,7 @@ import importlib.util
 
 
 def without_mujoco_if_missing(cases: list[str], mujoco: str) -> list[str]:
-    """Return `cases`. Without MuJoCo, the case named `mujoco` is left out, and a message says how to install MuJoCo."""
+    """Return `cases`. If MuJoCo is not installed, leave out the case named `mujoco`, and print how to install MuJoCo."""
     if mujoco not in cases or importlib.util.find_spec("mujoco") is not None:
         return cases
     print("MuJoCo is not installed; pip install 'gymnasium[mujoco]' to measure Hopper-v5.")

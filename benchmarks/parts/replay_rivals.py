@@ -1,4 +1,4 @@
-"""Replay of other libraries, between processes: cpprb in Choreo's Python environment (`[bench]`), Reverb in `.venv-reverb`."""
+"""Replays of other libraries, shared by several processes: cpprb in Choreo's Python environment, Reverb in `.venv-reverb`."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""An algorithm that only uses a replay: it stores steps and draws items. In place of learning, it sums all numbers of the items.
+"""An algorithm that stores steps and draws items, but learns nothing: the learner only sums all numbers in the items.
 
     env, actor          buffer               learner
     4 steps per env --> stored
@@ -40,12 +40,12 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Adds steps, draws items, and sets priorities; learns nothing."""
+    """Adds steps, draws items, and sets priorities."""
 
     prioritized: bool = False
     """Whether items are drawn in proportion to priorities, which the learner sets."""
     capacity: int = same.CAPACITY
-    """Steps that the replay stores."""
+    """Number of steps that the replay can store."""
     unroll: int = same.UNROLL
     """Steps per environment and iteration."""
 
@@ -74,7 +74,7 @@ class Traffic:
 
     @choreo.fragment("learner")
     def learn(self, batches: Batches) -> tuple[Train, jax.Array]:
-        """The learner's state, with the sum over all numbers in the batches, and a priority for each item: [batch, item]."""
+        """Return the learner's state (the sum over all numbers in the batches), and a priority for each item: [batch, item]."""
         total = sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(batches))
         return Train(jnp.asarray(total)), jnp.abs(batches.steps.obs[:, :, 0, 0]) + batches.steps.reward[:, :, 0]
 

@@ -4,14 +4,14 @@
 
     python reverb_split.py uniform|prioritized
 
-The program prints the process ids of the server and of the inserting client. Then it reads numbers of iterations from stdin, and
-for each number prints how many seconds these iterations took.
+The program prints the process ids of the server and of the inserting client. Then it reads numbers of iterations from stdin. For
+each number, it runs that many iterations and prints the seconds that they took.
 
     inserting client       server                       sampling client (this process)
     StructuredWriter --gRPC--> table, rate limiter --gRPC--> TrajectoryDataset, batches of 64; if prioritized, update_priorities
 
-This program follows the advice of Reverb's documentation: a dataset instead of `Client.sample`, with a worker for each core and
-three batches in flight per worker; a signature; and a rate limiter that keeps 16 samples per insert. The other choices were the
+This program follows the advice of Reverb's documentation. It uses a dataset instead of `Client.sample`, with a worker for each core
+and three batches in flight per worker, a signature, and a rate limiter that keeps 16 samples per insert. The other choices were the
 fastest of those that we tried:
 - an item is one step with the observations before and after it (a fifth faster than an item of two steps, which shares its steps
   with the items before and after it);
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # else TensorFlow logs about GPUs
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # otherwise TensorFlow logs messages about GPUs
 
 import numpy as np
 import replay_numbers as same  # pyright: ignore[reportMissingImports]
@@ -102,7 +102,7 @@ def _dataset(address: str):
 def serve(sampler: str) -> None:
     """Run the server until stdin ends."""
     by_priority, uniform = reverb.selectors.Prioritized(same.EXPONENT), reverb.selectors.Uniform()
-    # Inserting may be ahead of sampling by the same number of iterations as in `cpprb_split.py`.
+    # As in `cpprb_split.py`, inserting may be ahead of sampling by at most `AHEAD` iterations.
     limiter = reverb.rate_limiters.SampleToInsertRatio(
         same.ITEMS / same.STEPS, min_size_to_sample=same.FILLED, error_buffer=float(same.AHEAD * same.ITEMS)
     )
@@ -114,7 +114,7 @@ def serve(sampler: str) -> None:
         rate_limiter=limiter,
         signature={name: tf.TensorSpec(x.shape, x.dtype) for name, x in STEP.items()},
     )
-    with tempfile.TemporaryDirectory() as folder:  # else Reverb makes a folder and leaves it behind
+    with tempfile.TemporaryDirectory() as folder:  # otherwise Reverb makes a folder that remains
         server = reverb.Server([table], port=None, checkpointer=reverb.checkpointers.DefaultCheckpointer(folder))
         print(server.port, flush=True)
         sys.stdin.read()

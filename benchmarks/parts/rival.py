@@ -1,4 +1,4 @@
-"""Stable-Baselines3, in its own Python environment, so that Choreo's Python environment does not need PyTorch."""
+"""Stable-Baselines3, in a separate Python environment, so that Choreo's Python environment does not need PyTorch."""
 
 import subprocess
 import sys

@@ -53,14 +53,14 @@ def main() -> None:
         wall, cpu, before = time.perf_counter(), time.process_time(), steps
         for _ in range(int(line) // same.BLOCK):
             steps = sampled(algo)
-        # RLlib can take a few more steps than the iterations have. So the times are scaled down to the steps of the iterations.
+        # RLlib can take a few more steps than these iterations have. So the times are scaled down to the steps of the iterations.
         share = int(line) * same.STEPS / (steps - before)
         print(share * (time.perf_counter() - wall), share * (time.process_time() - cpu), flush=True)
     algo.stop()
 
 
 def sampled(algo) -> float:
-    """Train until the next report of RLlib; returns the number of environment steps so far."""
+    """Train until RLlib reports the next time; returns the number of environment steps so far."""
     return algo.train()["env_runners"]["num_env_steps_sampled_lifetime"]
 
 

@@ -10,9 +10,10 @@ from choreo.runtime.make import make_runtime
 
 
 class Running:
-    """A plan that runs in a runtime with these `options`.
+    """Runs a plan in a runtime.
 
-    The argument `runtime` is a name; None: the runtime that `choreo.train` would use.
+    `runtime` is the name of the runtime; if `runtime` is None, it is the runtime that `choreo.train` would use. `options` are the
+    options of the runtime.
     """
 
     def __init__(self, runtime: str | None, plan: Plan, **options: Any):

@@ -14,7 +14,7 @@ NUMBERS = {
     "gae_lambda": 0.98,
     "ent_coef": 0.01,
 }
-"""The defaults of `choreo.PPO()`. Both libraries have the same network: actor and critic have 2 layers of 64 tanh units each."""
+"""The defaults of `choreo.PPO()`. In both libraries, actor and critic have separate networks with 2 layers of 64 tanh units."""
 
 
 def make(env: str, num_envs: int):

@@ -65,7 +65,7 @@ def bound_axis_names() -> tuple[str, ...]:
 
 
 def trace_context() -> Hashable:
-    """The settings on which a trace depends, besides the function and the types of its arguments.
+    """The settings on which a trace depends, in addition to the function and the types of its arguments.
 
     These settings are those in the key of JAX's cache of traces (precision, x64, promotion of dtypes, bound axis names, meshes,
     user contexts, and more), and the default generator of random keys, which JAX's key leaves out.
@@ -151,7 +151,7 @@ def _is_from_jax(rule: Any) -> bool:
     """Are this function, and all functions that it closes over, defined in JAX?"""
     if isinstance(rule, functools.partial):
         return all(_is_from_jax(part) for part in (rule.func, *rule.args, *rule.keywords.values()) if callable(part))
-    # `__globals__` first: `functools.wraps` copies `__module__` from the function that is wrapped.
+    # Look at `__globals__` first, because `functools.wraps` copies `__module__` from the function that is wrapped.
     module = getattr(rule, "__globals__", {}).get("__name__") or getattr(rule, "__module__", None) or ""
     if not module.startswith("jax."):
         return False
@@ -229,7 +229,8 @@ _RNG_UNIFORM = primitives(["rng_uniform"])
 
 
 def rename_calls(eqn: jec.JaxprEqn, rename: Callable[[str], str]) -> jec.JaxprEqn:
-    """The equation with `rename` applied to the names of the jitted function that it calls and of all jitted functions inside."""
+    """The equation with `rename` applied to the name of the jitted function that it calls, and to the names of all jitted functions
+    inside of that function."""
     changed = {key: new for key, old in eqn.params.items() if (new := _renamed(old, rename)) is not old}
     if eqn.primitive in _JIT and (name := rename(eqn.params["name"])) != eqn.params["name"]:
         changed["name"] = name
@@ -297,7 +298,7 @@ def while_params(eqn: jec.JaxprEqn) -> WhileParams:
 def innermost(compiled: Any) -> Callable[..., Any]:
     """The function inside `compiled`, which skips JAX's checks in Python. The checks take 3 us of a call of 32 us.
 
-    Call `compiled` once before: the inner function exists only after the first call.
+    Call `compiled` once before you call `innermost`: the inner function exists only after the first call.
     """
     return compiled._call
 

@@ -1,4 +1,4 @@
-"""The errors that users see, and how they print. Some modules define more errors, which derive from `ChoreoError`.
+"""The errors that users see, and how they are printed. Some modules define more errors, which derive from `ChoreoError`.
 
     what happened
       produced at  my_ppo.py:88:13 (act)

@@ -31,7 +31,7 @@ class Transition(NamedTuple):
     action: jax.Array
     """Action of the step."""
     extras: PyTree
-    """All that `act` returned besides the action and the memory."""
+    """The second result of `act`: any values to learn from, such as the distribution of the action."""
     reward: jax.Array
     """Reward of the step."""
     discount: jax.Array
@@ -77,7 +77,7 @@ def rollout(
     an episode. With `each` [env, ...], `act` takes one more argument, the part of `each` for its environment:
     `act(params, obs, key, each)`.
 
-    Returns the environments after the last step, the trajectory [time, env, ...], and the metrics of episodes that ended.
+    Returns the `Position` after the last step, the trajectory [time, env, ...], and the metrics of episodes that ended.
     """
 
     def step(now: Position, key: Key):
@@ -90,7 +90,7 @@ def rollout(
         transition = Transition(now.obs, action, extras, ts.reward, ts.discount, ts.last, ts.next_obs)
         return Position(env_state, ts.obs, memory), (transition, ts.info)
 
-    # Metrics are computed after the loop: with environments in Python, every compiled call within the loop costs time per step.
+    # Compute the metrics after the loop. With environments in Python, a compiled call in the loop would cost time at every step.
     end, (trajectory, info) = jax.lax.scan(step, start, jax.random.split(key, unroll))
     return end, trajectory, episode_metrics(trajectory.last, info)
 
@@ -101,7 +101,7 @@ def unfold(
     """Apply a network along one sequence [time, ...]; returns the results of `apply` at every step.
 
     `apply(obs, memory) -> (..., memory)` is the network on one observation. `memory` is the memory before the first step
-    (None for a network without memory). After the last step of an episode, the memory becomes `fresh`.
+    (None for a network without memory). After the last step of an episode, the memory becomes `fresh`, as for a new episode.
     """
     if memory is None:
         return jax.vmap(apply, (0, None))(obs, None)

@@ -59,7 +59,7 @@ class Call:
     host: HostFn | None = None
     """For a host fragment: the Python function on numpy arrays that a site calls."""
     independent: bool = False
-    """Whether the user guarantees that no environment depends on another under `vmap`."""
+    """Whether the user guarantees that, under `vmap`, no environment depends on another environment."""
     out_names: list[str] = field(default_factory=list)
     """The path of each result in the tree that the function returns (`[1].reward`); filled in when the function is traced."""
     out_orders: tuple[tuple[Any, ...], ...] = ()
@@ -76,17 +76,19 @@ MOST_FORMS = 512
 """The largest number of compiled functions that a fragment keeps, so that calls with many different sizes do not fill the
 memory."""
 MOST_CALLS = 2**16
-"""The largest number of `Call` records that are kept. They are small, and a traced program refers to them by number."""
+"""The largest number of `Call` records that are kept. It is large, because traced programs refer to records by their numbers, and
+because a record is small."""
 
 _forms_of_this_trace: contextvars.ContextVar["dict[Fragment, Recent[tuple[Any, Call]]] | None"] = (
     contextvars.ContextVar("choreo_of_this_trace", default=None)
 )
-"""Within `traced_anew`: the compiled functions of each fragment. None elsewhere: each fragment uses its own `forms`."""
+"""Within `traced_anew`: the compiled functions of each fragment. Elsewhere None: then the functions are in `Fragment.forms`."""
 
 
 @contextlib.contextmanager
 def traced_anew() -> Iterator[None]:
-    """Within this context, fragments do not use earlier traces: an object, global or closure that they read may have changed."""
+    """Within this context, fragments do not use earlier traces, because an object, a global variable or a closure that a fragment
+    reads may have changed."""
     token = _forms_of_this_trace.set({})
     try:
         yield
@@ -99,7 +101,7 @@ _calls: Recent[Call] = Recent(MOST_CALLS)
 
 
 def find_call(name: str | None) -> Call | None:
-    """The record of the fragment call with this jit name; None if the name is not a fragment's."""
+    """The record of the fragment call with this jit name; None if a jit with this name is not a fragment."""
     if name is None or not name.startswith(f"{PREFIX}:"):
         return None
     return _calls.get(int(name.rsplit(":", 1)[1]), lambda: _forgotten(name))
@@ -115,7 +117,8 @@ def without_number(name: str) -> str:
 
 def _forgotten(name: str) -> NoReturn:
     raise AlgorithmError(
-        f"The record of `{name}` is no longer kept: it was traced too long ago.", fix="Trace the program again."
+        f"The record of the fragment `{name}` is no longer kept: the program was traced too long ago.",
+        fix="Trace the program again.",
     )
 
 
@@ -179,8 +182,8 @@ class Fragment:
         jitted, record = self._forms().get(key, lambda: self._new_form(form, avals, vmaps))
         out = jitted(*arrays)
         if vmaps and record.jaxpr is None:
-            # Record the program now: when a plan needs it, the JAX configuration (a precision, for example) may differ. JAX
-            # has just traced the function, so this returns the cached program.
+            # Record the program now. Later, when a plan needs the program, the JAX configuration (a precision, for example) may
+            # have changed. JAX has just traced the function, so `trace` returns the cached program.
             record.jaxpr = jitted.trace(*(struct_of(aval) for aval in avals)).jaxpr
         out = jax.tree.map(
             lambda x: x.value if isinstance(x, _Static) else x, out, is_leaf=lambda x: isinstance(x, _Static)
@@ -380,7 +383,7 @@ def shard_numbers(shards: int) -> jax.Array:
 
 
 def find_reduction(name: str | None) -> str | None:
-    """The operation ("mean") of the `all_reduce` that has this jit name; None if the name is not an `all_reduce`'s."""
+    """The operation ("mean") of the `all_reduce` that has this jit name; None if a jit with this name is not an `all_reduce`."""
     return name.removeprefix(REDUCE_PREFIX) if name is not None and name.startswith(REDUCE_PREFIX) else None
 
 

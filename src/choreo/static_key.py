@@ -30,12 +30,12 @@ _BY_VALUE = (int, bool, str, bytes, type(None), type(Ellipsis), type)
 
 
 _HOLD_A_VALUE = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset, np.ndarray, np.generic, jax.Array)
-"""Types whose values hold data. A dataclass that inherits from one of them holds this data besides its fields."""
+"""Types whose values hold data. A dataclass that inherits from one of them holds this data in addition to its fields."""
 
 
 class NoKey(TypeError):
-    """Raised for a mutable value that is not plain data. Its identity cannot be the key, because the value can change. Its
-    parts are unknown."""
+    """Raised for a mutable value that is not plain data. Its identity cannot be the key, because the value can change. Its parts
+    cannot be the key, because they are unknown."""
 
     def __init__(self, value: Any):
         super().__init__(f"a `{type(value).__name__}` is not hashable")
@@ -92,7 +92,7 @@ def _key(x: Any, within: tuple[int, ...], *, strict: bool) -> Hashable:
     if kind is complex:
         return (kind, struct.pack("<dd", x.real, x.imag))
     if isinstance(x, np.generic) or kind is np.ndarray:
-        # Compare by content: a NumPy array is mutable, unlike a JAX array.
+        # Compare by content and not by identity: a NumPy array is mutable, unlike a JAX array.
         if not x.dtype.hasobject:
             return (kind, x.dtype, x.shape, x.tobytes())
     elif isinstance(x, jax.Array | gymnasium.Space) and not isinstance(x, jax.core.Tracer):

@@ -55,8 +55,8 @@ class Shoot:
 class Walk:
     """Episodes of two steps. The first action chooses a place; the best place is 0.5. The best second action equals the place.
 
-    Places are actions mapped by `within_one`. For actions mapped in this way, the value of a second action is
-    1 - (action - place)^2 - (place - 0.5)^2. If the second action is the best one, the value of a first action is
+    In these formulas, `within_one` has mapped all actions to [-1, 1], and the place is the first action. The value of a second
+    action is 1 - (action - place)^2 - (place - 0.5)^2. If the best second action follows, the value of a first action is
     GAMMA * (1 - (action - 0.5)^2).
     """
 

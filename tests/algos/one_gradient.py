@@ -129,7 +129,7 @@ def assert_shards_equal(train):
 
 
 def assert_shards_equal_whole(shards, whole):
-    """Assert that the two shards are equal bit for bit, and equal to the one shard `whole` up to rounding in float64."""
+    """Assert that the states of both shards are equal bit for bit, and equal to `whole`, the state of one shard, up to 1e-10."""
     assert_shards_equal(shards)
     for both, one in zip(jax.tree.leaves(shards), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(both[0], one, rtol=1e-10, atol=1e-12)

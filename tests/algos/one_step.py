@@ -73,7 +73,7 @@ def act_once(task, state, action):
 
 @dataclass(frozen=True)
 class Name:
-    """The best action has the same index in its space as the observation. Neither space begins at 0."""
+    """The best action is the observation minus 3, so both have the same index in their spaces. Neither space begins at 0."""
 
     observation_space = property(lambda self: spaces.Discrete(3, start=2))
     action_space = property(lambda self: spaces.Discrete(3, start=-1))
@@ -87,7 +87,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The observation is nested and has three pieces with two values each. The best action repeats the pieces as three bits."""
+    """The observation is nested. Each of its three leaves has two values. The best action repeats the leaves as three bits."""
 
     observation_space = property(
         lambda self: spaces.Dict(

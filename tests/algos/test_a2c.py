@@ -29,7 +29,7 @@ def test_update_clips_the_gradient_that_it_applies():
     ones = jax.tree.map(jnp.ones_like, train.params.network)
     train, metrics = algo.update(train, Gradient(ones, None), jnp.float32(32))
     np.testing.assert_allclose(metrics["grad_norm"], sum(x.size for x in jax.tree.leaves(ones)) ** 0.5, rtol=1e-6)
-    # RMSProp's mean of squared gradients was 0 before. Now its sum over all parameters is 1 - decay = 0.01 times the square of
-    # the clipped norm.
+    # Before the update, RMSProp's mean of squared gradients is 0 for every parameter. After the update, the sum of these means is
+    # 0.01 (1 - decay) times the square of the clipped norm.
     mean_square = optax.tree.get(train.optimizer, "nu")
     np.testing.assert_allclose(sum(np.sum(x) for x in jax.tree.leaves(mean_square)), 0.01 * 1e-3**2, rtol=1e-4)

@@ -38,7 +38,8 @@ def test_the_critic_loss_changes_only_critics_and_the_policy_loss_only_the_polic
     gradient = jax.jit(jax.grad(lambda network: algo.loss(network, target, steps, jax.random.key(0))[0]))(
         by_hand(0.25, [1.0])
     )
-    # The error times the action -0.5: the value is -0.5 + 0.1, and the target is 1 + 0.9 * (2 * 0.5 + 0.2).
+    # The gradient is (value - target) times the action, -0.5. The value is -0.5 + 0.1 = -0.4, and the target is
+    # 1 + 0.9 * (2 * 0.5 + 0.2) = 2.08.
     np.testing.assert_allclose(gradient.critics[0].slope, (-0.4 - 2.08) * -0.5, rtol=1e-5)
     np.testing.assert_allclose(gradient.policy.action, [-1.0], rtol=1e-6)
 
@@ -54,10 +55,9 @@ def test_exploring_actions_stay_in_the_action_space():
     params = algo.policy(train)._replace(updates=np.int32(1))  # before the first update, actions are uniform
     keys, obs = jax.random.split(jax.random.key(1), 500), np.zeros(1, np.float32)
     noisy = np.asarray(jax.jit(jax.vmap(lambda key: algo.act(params, obs, key)[0]))(keys))
-    assert (
-        noisy.min() == -1 and noisy.max() == 3
-    )  # noise of 2 half-widths is the whole width, so many actions are clipped
+    # The standard deviation of the noise is 2 half-widths, the whole width of the action space. So many actions are clipped.
+    assert noisy.min() == -1 and noisy.max() == 3
     assert np.unique(noisy).size > 100
     quiet = DDPG(noise=0.1, network=SMALL)
     noisy = np.asarray(jax.jit(jax.vmap(lambda key: quiet.act(params, obs, key)[0]))(keys))
-    np.testing.assert_allclose(noisy.std(), 0.1 * 2, rtol=0.15)  # the unit of `noise` is half of the width, which is 2
+    np.testing.assert_allclose(noisy.std(), 0.1 * 2, rtol=0.15)  # `noise` is in half-widths; a half-width is 2

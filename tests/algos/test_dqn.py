@@ -55,16 +55,16 @@ def variants(*in_ci: str, but: str | None = None):
     return pytest.mark.parametrize("variant", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
-@variants("2 buffer shards")  # this variant is prioritized too
+@variants("2 buffer shards")  # this variant also has the option of "prioritized"
 def test_finds_the_values_of_a_task_of_one_step(variant):
-    """The value is 1 for the action with the number of the observed sign, and 0 for the other actions."""
+    """The value is 1 for the action whose number is that of the observed sign, and 0 for the other actions."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
     carry, _ = learn_task(algo, "match", ITERATIONS, 8)
     found = np.stack([values(algo, carry.train, one_hot(jnp.int32(sign), 3)) for sign in range(3)])
     np.testing.assert_allclose(found, np.eye(3), atol=0.1)
 
 
-@variants("c51", "qr", but="3-step")  # 3-step returns contain rewards of random actions, so their values differ
+@variants("c51", "qr", but="3-step")  # with 3-step returns, the values differ: they include rewards of random actions
 def test_values_of_the_first_step_include_the_reward_of_the_second(variant):
     """On the left, the second step pays 0.5. On the right, it pays 1 for action 0, else 0. Only action 1 leads to the right."""
     algo = dataclasses.replace(TOY, **VARIANTS[variant])
@@ -87,9 +87,9 @@ def test_a_time_limit_is_bootstrapped(variant):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """The best action has the index of the observed number, and is always allowed. The other actions are allowed at random.
+    """The best action has the same index in its space as the observed number. Neither space begins at 0.
 
-    Neither space begins at 0.
+    The best action is always allowed. Each other action is allowed at random.
     """
 
     observation_space = property(
@@ -110,7 +110,7 @@ class Allowed:
 
 def test_masked_actions_are_never_taken_and_spaces_need_not_begin_at_0():
     _, metrics = learn(dataclasses.replace(TOY, epsilon=(1.0, 0.0)), OneStep(Allowed(), 8), 300, 0)
-    assert metrics["episode_return"].min() >= 0  # one masked action would make it negative
+    assert metrics["episode_return"].min() >= 0  # one masked action would make a mean negative
     assert metrics["episode_return"][-20:].mean() >= 0.95
 
 
@@ -191,7 +191,8 @@ def test_epsilon_falls_with_environment_steps():
 
 
 def test_nothing_is_learned_until_min_size_steps_are_stored():
-    assert TOY.min_size == 64  # an iteration draws before it stores 2 x 8 steps, so the fifth is the first to learn
+    # Each iteration draws items before it stores 2 x 8 steps, so the fifth iteration is the first that learns.
+    assert TOY.min_size == 64
     _, metrics = learn_task(TOY, "match", ITERATIONS, 8)
     np.testing.assert_array_equal(metrics["learned"], [0] * 4 + [1] * (ITERATIONS - 4))
 

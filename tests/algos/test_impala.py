@@ -1,4 +1,4 @@
-"""IMPALA with actors that lag behind the learner, and its gradient.
+"""IMPALA with actors that lag behind the learner, and the gradient of IMPALA.
 
 The tests that A2C, IMPALA and REINFORCE share are in test_one_gradient.py.
 """

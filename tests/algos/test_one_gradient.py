@@ -36,7 +36,7 @@ FAMILY = {"A2C": A2C, "IMPALA": IMPALA, "REINFORCE": REINFORCE}
 TOY = {name: algo(unroll=8, learning_rate=1e-2, entropy_coef=0.0, network=SMALL) for name, algo in FAMILY.items()}
 ITERATIONS = 400
 TOTAL_STEPS = {"A2C": 320 * 8 * 16, "IMPALA": ITERATIONS * 8 * 16, "REINFORCE": None}
-"""Steps until the learning rate is 0, or None for a constant rate. With A2C, the rate is 0 before the last iteration."""
+"""Steps until the learning rate is 0, or None for a constant rate. With A2C, the rate reaches 0 before the last iteration."""
 LOW_GAMMA = {
     name: dataclasses.replace(toy, gamma=0.8, max_grad_norm=10.0, total_steps=TOTAL_STEPS[name])
     for name, toy in TOY.items()
@@ -104,9 +104,9 @@ def check_importance(name, metrics):
     ],
 )
 def test_takes_the_best_allowed_action_and_never_a_masked_one(name, options, iterations):
-    """Also checks that a mask is not normalised. test_spaces.py tests the same in CI, with PPO, which has the same networks."""
+    """Also checks that a mask is not normalised. CI tests the same in test_spaces.py, with PPO, which uses the same networks."""
     carry, metrics = learn(dataclasses.replace(TOY[name], **options), OneStep(HighestOfTwo(), 16), iterations, 0)
-    assert metrics["episode_return"].min() >= 0  # one masked action would make it negative
+    assert metrics["episode_return"].min() >= 0  # one masked action would make a mean negative
     assert metrics["episode_return"][-5:].mean() >= 0.99
     if "normalise_obs" in options:
         assert carry.train.params.moments["action_mask"] is None
@@ -177,7 +177,7 @@ def test_two_shards_learn_the_same_as_one_shard_with_all_environments(name, opti
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "total_steps"), [("A2C", 10_000), ("IMPALA", 10_000), ("REINFORCE", None)])
 def test_shards_stay_equal_over_an_iteration(name, total_steps):
-    """CI does not run this test. It runs the test above, of one update, and the law matrix (tests/laws), of whole iterations."""
+    """CI does not run this test. CI runs the test above for one update, and the law matrix (tests/laws) for whole iterations."""
     algo = dataclasses.replace(TOY[name], unroll=4, normalise_obs=True, total_steps=total_steps)
     train, metrics = iterate_on_two_shards(algo, batch(Aim(), 8))
     assert_shards_equal(train)

@@ -100,9 +100,8 @@ def test_the_learner_recomputes_the_probabilities_of_the_actor():
     params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(2), x.shape), carry.train.params)
     fresh = algo.initial_state(params)
     act = jax.jit(lambda start, key: rollout(env, algo.act, params, start, key, 11, fresh=fresh)[:2])
-    start, _ = act(
-        carry.position, jax.random.key(0)
-    )  # stops in the middle of an episode: 11 steps, and an episode has 2
+    # After these 11 steps, the environments are in the middle of an episode, because an episode has 2 steps.
+    start, _ = act(carry.position, jax.random.key(0))
     _, trajectory = act(start, jax.random.key(1))
     sequences = jax.tree.map(lambda x: x.swapaxes(0, 1), trajectory)
     assert trajectory.last.any() and jnp.abs(start.memory[0]).sum() > 0
@@ -237,9 +236,10 @@ def test_an_unroll_of_0_is_refused():
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_8_and_16_environments_give_the_same_primitives(network):
-    """The compiler traces `iterate` with two numbers of environments and compares the traces, so both must have the same equations.
+    """The compiler traces `iterate` for two numbers of environments and compares the traces, which must have the same equations.
 
-    `jax.random.permutation` would break this: for the 2,048 steps of 16 environments, it sorts twice.
+    With `jax.random.permutation`, the equations would differ: it sorts once for the 1,024 steps of 8 environments, and twice for
+    the 2,048 steps of 16 environments.
     """
     algo = PPO(unroll=128, minibatch_size=256, network=NETWORKS[network], normalise_obs=True, total_steps=10_000)
     assert _primitives(algo, num_envs=8) == _primitives(algo, num_envs=16)

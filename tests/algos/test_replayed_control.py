@@ -125,7 +125,10 @@ def check_first_actions(algo, train, taken):
     ("name", "options"), [("DDPG", {}), pytest.param("TD3", {"target_noise": 0.0}, marks=pytest.mark.long)]
 )
 def test_two_shards_learn_the_same_as_one_shard_with_all_items(name, options):
-    """The loss must not draw random numbers. The loss of SAC draws actions, so test_sac.py tests only that shards stay equal."""
+    """The loss must not draw random numbers, because two shards draw different numbers than one shard does.
+
+    The loss of SAC draws actions. So test_sac.py tests only that shards stay equal.
+    """
     with jax.enable_x64(True):
         algo = FAMILY[name](learning_rate=0.1, network=NETWORKS[name], optimizer=optax.sgd, **options)
         assert_shards_equal_whole(on_two_shards(algo), on_one_shard(algo))

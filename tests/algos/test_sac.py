@@ -78,7 +78,7 @@ def test_the_last_step_before_a_time_limit_has_no_critic_loss():
 
 
 def test_critics_policy_and_temperature_each_depend_on_their_own_loss_only():
-    """For each of the three parts, its own loss and the sum of all losses give the same gradient."""
+    """The critics get the same gradient from the critic loss as from the sum of all losses; so do policy and temperature."""
     algo, learned, target = SAC(gamma=0.9), by_hand(), lines(3.0, 4.0)
 
     def gradient(*names):

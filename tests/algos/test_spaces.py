@@ -1,4 +1,4 @@
-"""PPO with observations and actions in every kind of space. The best return of every task is 1."""
+"""PPO with observations and actions in every kind of space, and REINFORCE in a layout. The best return of every task is 1."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ def test_a_mask_for_actions_of_two_dimensions_works_with_memory_and_normalised_o
 
 
 def _check_returns_are_best_and_no_action_was_masked(metrics):
-    assert metrics["episode_return"].min() >= 0  # one masked action would make it negative
+    assert metrics["episode_return"].min() >= 0  # one masked action would make a mean negative
     assert metrics["episode_return"][-5:].mean() >= 0.99
     for name in ("loss", "entropy", "approx_kl"):
         assert np.isfinite(metrics[name]).all()

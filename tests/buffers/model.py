@@ -1,4 +1,4 @@
-"""A model of a replay, made of Python lists. Every step has a number; an item is a tuple of such numbers."""
+"""A model of a replay, made of Python lists. Every step has a number; an item is a tuple of the numbers of its steps."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,10 @@ ONE_STEP = StoredStep(jnp.zeros((2,)), jnp.zeros((), jnp.int32), jnp.zeros(()), 
 
 
 def steps(first: int | jax.Array, unroll: int, num_envs: int) -> StoredStep:
-    """Steps [time, env]. Step t of environment e has the number 1000 t + e; `numbers` reads the number from its fields."""
+    """The steps from `first` to `first + unroll - 1` of each environment, [time, env].
+
+    Step t of environment e has the number 1000 t + e. `numbers` reads this number from the fields of the step.
+    """
     number = jnp.add.outer(1000 * (first + jnp.arange(unroll)), jnp.arange(num_envs)).astype(jnp.int32)
     real = number.astype(jnp.float32)
     return StoredStep(jnp.stack([real, real + 0.5], axis=-1), number, real, jnp.ones_like(real), number % 7 == 0)

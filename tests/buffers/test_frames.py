@@ -54,10 +54,10 @@ UNROLL = 3
 @pytest.mark.parametrize(("stack", "sampler"), [(2, "uniform"), (4, "prioritized")])
 @pytest.mark.parametrize("additions", [1, 4, 5, 6, 17], ids=lambda n: f"{n}_additions")
 def test_drawn_stacks_equal_those_of_the_environment(stack, sampler, additions):
-    """Before the ring buffer is full, when it has just become full, and after overwriting.
+    """The test draws before the ring buffer is full, when it has just become full, and after steps were overwritten.
 
-    All stored items are drawn, and no others. In a full ring buffer, the oldest `stack - 1` steps begin no item: they only supply
-    frames to later stacks.
+    All stored items are drawn, and no others. In a full ring buffer, no item begins at one of the oldest `stack - 1` steps: these
+    steps only supply frames to later stacks.
     """
     length = 3
     played = [play(lengths, additions * UNROLL, stack) for lengths in LENGTHS]

@@ -1,4 +1,4 @@
-"""XLA never copies a replay: the cost of an addition depends on the steps added, not on the size of the replay."""
+"""XLA updates a replay in place and never copies it, so a replay needs little more memory than the steps in it."""
 
 import itertools
 import os

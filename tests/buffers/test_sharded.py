@@ -21,7 +21,7 @@ def test_the_number_of_updates_is_the_ratio_times_the_steps(ratio, unroll, num_e
 
 
 def test_the_ratio_refers_to_the_steps_of_all_learner_shards():
-    """`iterate` is given only the environments of one shard."""
+    """`iterate` is given only the environments of one shard, but the number of updates follows from the steps of all shards."""
     found = []
 
     def one_shard(x):

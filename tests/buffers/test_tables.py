@@ -1,4 +1,4 @@
-"""A replay draws the same items as a simple model, made of Python lists."""
+"""A replay draws the same items as a simple model made of Python lists. A replay also refuses wrong options."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ def one_table(batch: int = 64, *, capacity: int = 24, unroll: int = 2, length: i
 
 
 def replays(max_examples: int):
-    """Run a test on random replays. Hypothesis does not shrink failures, because that would compile a hundred more replays."""
+    """Run a test on random replays. Hypothesis does not shrink failures, because shrinking would compile a hundred more replays."""
 
     def decorate(test):
         run = settings(max_examples=max_examples, phases=[Phase.explicit, Phase.generate])
@@ -153,7 +153,7 @@ class TestHowOften:
 
     @pytest.mark.parametrize("batch", [32, 256])
     def test_an_item_without_weight_is_never_drawn(self, batch):
-        """For a position just below the total weight, rounding could lead to a place beyond the last item."""
+        """Rounding can move a position just below the total weight to the total weight. `find` must then return the last item."""
         weights = jnp.full((3, 5), 0.1)
         tree = jax.jit(lambda: sum_tree.set_consecutive(sum_tree.empty(3, 100, batch), jnp.arange(5), weights))()
         # The largest float32 below 1. In the last of the 32 strata, this position is rounded to the total weight.
@@ -226,7 +226,8 @@ class TestMaxTimesSampled:
             if drawn.ready:
                 counts.update(numbers(drawn.steps))
         assert max(counts.values()) == 2 and set(counts) <= set(items)
-        assert sum(counts.values()) > 2 * len(items) - 2 * 5  # the remaining draws are too few for a batch
+        # At the end, fewer than 5 items are left to draw. They are too few for a batch.
+        assert sum(counts.values()) > 2 * len(items) - 2 * 5
 
     def test_a_prioritized_table_keeps_the_same_limit(self):
         replay = one_table(1, capacity=16, sampler="prioritized", max_times_sampled=3)
@@ -357,9 +358,9 @@ class TestCountersDoNotOverflow:
         replay = one_table(4, samples_per_insert=0.5)
         state, _ = filled(replay, 2, 10)
         size = round_of_steps(replay.ring(2))
-        # Four rounds, each of about 2^30 steps of two environments.
+        # In each of the four rounds, about 2^30 steps of each of the two environments were stored.
         state = state._replace(inserted=Count(state.inserted.rest, jnp.int32(4)))
-        # Samples per insert, environments, rounds and steps per round, divided by the batch.
+        # The product of samples per insert, environments, rounds and steps per round, divided by the batch size.
         most_draws = 0.5 * 2 * 4 * size / 4
         for share, ready in ((0.99, True), (1.01, False)):
             rounds, rest = divmod(int(share * most_draws), LARGEST_ROUND)
@@ -378,7 +379,7 @@ class TestCountersDoNotOverflow:
     def test_a_replay_larger_than_a_round_is_refused(self, monkeypatch):
         monkeypatch.setattr(memory, "memory_bytes", lambda: 2**60)
         with pytest.raises(
-            AlgorithmError, match=r"2,000,000,000 steps is too large: it can number at most 1,073,741,823 steps"
+            AlgorithmError, match=r"2,000,000,000 steps is too large: a replay can hold at most 1,073,741,823 steps"
         ):
             one_table(capacity=2 * 10**9).init(ONE_STEP, 8)
 
@@ -395,7 +396,7 @@ def as_if_after(state: ReplayState, more: int) -> ReplayState:
 
 class TestMistakes:
     def test_names_of_tables_must_differ_and_exist(self):
-        with pytest.raises(AlgorithmError, match="each with a name of its own"):
+        with pytest.raises(AlgorithmError, match="no two tables may have the same name"):
             Replay(capacity=9, unroll=1, tables=(Table(length=1, batch=1), Table(length=2, batch=1)))
         with pytest.raises(AlgorithmError, match="It has 'items'"):
             one_table().table("item")
@@ -423,9 +424,9 @@ class TestMistakes:
     def test_a_wrong_number_of_new_steps_is_refused(self):
         replay = one_table()
         state = replay.init(ONE_STEP, 2)
-        with pytest.raises(AlgorithmError, match=r"takes 2 steps of 2 environments .* given \[3, 2\]"):
+        with pytest.raises(AlgorithmError, match=r"needs arrays of shape \[2, 2, ...\]; .* begin with \[3, 2\]"):
             replay.add(state, steps(0, 3, 2))
-        with pytest.raises(AlgorithmError, match=r"given \[2, 1\]"):
+        with pytest.raises(AlgorithmError, match=r"begin with \[2, 1\]"):
             replay.add(state, steps(0, 2, 1))
 
     def test_a_replay_larger_than_the_memory_is_refused(self):

@@ -58,8 +58,8 @@ def test_a_deviation_is_printed_and_gives_exit_code_1(found, capsys):
     out, err = capsys.readouterr()
     assert "metrics['loss']" in out and "1 other" in out and "nothing but time" not in out
     assert err == (
-        "PartitionError: In this layout, `metrics['loss']` is off by 5.0e-01 from jax.jit(iterate) after 2 iterations; "
-        "0 is allowed.\nPlease report this program: Choreo should have refused to make a wrong plan.\n"
+        "PartitionError: After 2 iterations in this layout, `metrics['loss']` differs by 5.0e-01 from jax.jit(iterate); "
+        "the largest allowed difference is 0.\nPlease report this program: Choreo should have refused to make a wrong plan.\n"
     )
     assert main([*args, "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The built-in environments give the same steps as Gymnasium's, for the same actions."""
+"""The built-in environments: for the same actions, the same steps as Gymnasium's; ends of episodes, and clipped actions."""
 
 import gymnasium
 import jax
@@ -84,7 +84,7 @@ def test_a_time_limit_truncates_the_episode():
         returns.append(float(ts.info["episode_return"][0] - ts.reward[0]))
     assert lasts == [False, False, True] * 2 + [False]
     assert discounts == [1.0] * 7
-    assert returns[0] == returns[3] == returns[6] == 0.0  # the sum begins anew with each episode
+    assert returns[0] == returns[3] == returns[6] == 0.0  # the sum is 0 at the beginning of each episode
 
 
 def test_termination_in_the_step_of_the_time_limit_is_not_a_truncation():

@@ -1,4 +1,4 @@
-"""Gymnasium environments in a program: equality, types, steps under `jax.jit`, and their description in run.toml."""
+"""Gymnasium environments: equality, types, steps under `jax.jit`, descriptions in run.toml, command-line arguments, errors."""
 
 import gymnasium
 import jax

@@ -53,7 +53,7 @@ def shrink(train: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:
-    """5 steps of the environments; before each step, `think` runs 3 times."""
+    """Each iteration takes 5 steps in the environments. Before each step, `think` runs 3 times."""
 
     unroll: int = 5
 
@@ -66,7 +66,7 @@ class Nested:
 
         def step(place, _):
             thought, _ = jax.lax.scan(ponder, place, length=3)
-            place = move(place, -thought)  # glue between two fragments
+            place = move(place, -thought)  # the minus is glue between two fragments
             return place, place
 
         place, path = jax.lax.scan(step, carry.place, length=self.unroll)

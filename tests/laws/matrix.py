@@ -25,7 +25,7 @@ fields that it has."""
 CONTINUOUS = ("ddpg", "td3", "sac")
 """Algorithms for continuous actions, which run on Pendulum."""
 USUAL = {"workers": 2, "learners": 2, "buffers": 2}
-"""Arguments for presets; each preset gets those that it takes."""
+"""Arguments for presets. Each preset gets only the arguments that it takes."""
 RELAXED = {"max_lag": {"max_lag": 2}, "merge": {"max_lag": 3, "merge": "any"}}
 """Arguments for relaxed layouts, by option. A preset that takes the option also runs with these arguments."""
 NO_AGENTS = "The layout divides an axis 'agent', but no fragment is called under a vmap of that axis_name."
@@ -51,8 +51,8 @@ def environment(algo: str) -> envs.Env:
 def layouts() -> dict[str, Layout]:
     """All layouts of the matrix, by title.
 
-    Every preset runs with the arguments of `USUAL`. If it takes `devices`, it also runs on two devices. If it takes an option of
-    `RELAXED`, it also runs relaxed.
+    Every preset runs with the arguments of `USUAL`. A preset that takes `devices` also runs on two devices. A preset also runs
+    relaxed, once for each option of `RELAXED` that it takes.
     """
     return {title: PRESETS[name](**arguments) for name in PRESETS for title, arguments in _variants(name)}
 
@@ -90,10 +90,10 @@ CELLS = [(algo, layout) for algo in ALGOS for layout in layouts()]
 
 
 def cells_with_workers() -> list[tuple[str, str]]:
-    """The cells that `make test` also runs with worker processes: each algorithm at least once, and each layout but `per_agent` once.
+    """The cells that `make test` also runs with workers: each algorithm at least once, and each layout except `per_agent` once.
 
-    Algorithms with replay take longest to compile, so each of them gets one layout: a layout whose buffer has its own sites,
-    or a layout with few processes. The other algorithms take turns in the remaining layouts, beginning with the algorithm
+    Algorithms with replay take longest to compile, so each of them gets only one layout: a layout whose buffer has its own
+    sites, or a layout with few processes. The other algorithms take turns in the remaining layouts, beginning with the algorithm
     that has the fewest fields.
     """
     wanted = layouts()

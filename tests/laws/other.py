@@ -36,9 +36,9 @@ class Carry(NamedTuple):
     obs: jax.Array
     """Observation of each environment."""
     ping: jax.Array
-    """A number per environment; swaps places with `pong` in each iteration."""
+    """A number per environment. Its next value is half of `pong`."""
     pong: jax.Array
-    """A number per environment; swaps places with `ping` in each iteration."""
+    """A number per environment. Its next value is `ping`."""
     never: jax.Array
     """Never changes."""
     count: jax.Array

@@ -128,9 +128,10 @@ def merged_reference(
 
 
 def env_axes(algo: Any, env: Any, carry: Any) -> list[int | None]:
-    """The env axis of each array of the carry, or None.
+    """For each array of the carry: its env axis, or None.
 
-    The env axis is the only axis whose length is E for E environments, and 2E for 2E environments.
+    The env axis is the only axis whose length is E for E environments, and 2E for 2E environments. The result is None if no axis
+    has these lengths, or if several axes have them.
     """
     with unmarked():
         twice = eqx.filter_eval_shape(
@@ -191,7 +192,7 @@ def assert_same_bits(run: Run, reference: Run) -> None:
 def assert_close(run: Run, reference: Run, tolerance: float) -> None:
     """Assert law level 3: every leaf and every metric has the same type, and floats agree up to `tolerance`.
 
-    Replicas compute with smaller arrays, and rounding depends on the shape of an array.
+    Floats need not be equal: replicas compute with smaller arrays, and rounding depends on the shape of an array.
     """
     assert run.keys() == reference.keys()
     for name, value in reference.items():
@@ -227,8 +228,8 @@ def assert_same_leaf(name: str, found: Any, wanted: Any, tolerance: float | None
 def _assert_same_static(name: str, found: Any, wanted: Any, tolerance: float | None) -> None:
     """Assert that two leaves have the same type and bits. At least one of them is not an array.
 
-    If the reference has a Python number, the run is allowed to have an array of the type that JAX gives to this number: Choreo
-    carries a number that changes as an array.
+    If the reference has a Python number, the run is allowed to have an array of the type that JAX gives to this number. The
+    reason is that a number that changes becomes an array in Choreo's carry.
     """
     if isinstance(found, np.ndarray) and isinstance(wanted, (bool, int, float, complex)):
         assert_same_leaf(name, found, np.asarray(jnp.asarray(wanted)), tolerance)

@@ -129,7 +129,7 @@ def refuse_or_equal(
         try:
             assert_close(run, wanted, tolerance)
         except AssertionError as wrong:
-            raise AssertionError(f"silently wrong under {name}: {wrong}") from wrong
+            raise AssertionError(f"The result is silently wrong under the layout `{name}`: {wrong}") from wrong
         refusals[name] = None
     return refusals
 

@@ -130,7 +130,7 @@ def test_agents_with_separate_parameters_give_the_reference_result():
 
 
 def test_agents_that_share_parameters_combine_them_at_one_site():
-    """Each agent acts at its own site. The mean over agents is computed at a site that is not divided."""
+    """Each agent acts at its own site. The mean over agents is computed at a single site, which has the results of all agents."""
     algo, env = Bandits(shared=True), Meeting(NUM_ENVS)
     layout = choreo.Layout(choreo.Group("env"), choreo.Group("actor", axis="agent"), choreo.Group("learner"))
     run = run_of(InProcess(plan(algo, env, layout)), KEY)

@@ -249,7 +249,7 @@ def test_an_impure_call_is_not_made_by_each_replica(what, where):
 
 
 def test_an_impure_value_is_computed_once_and_sent():
-    """Usually each site computes glue without operands. But a random number must be drawn once and sent to the other sites."""
+    """Usually each site computes glue without operands itself. But a random number must be drawn once and sent to other sites."""
 
     @dataclass(frozen=True)
     class Drawn(Acts):
@@ -329,7 +329,7 @@ class TestCheckIndependent:
             share = lambda x: x / np.float32(x.shape[0] if x.ndim > 1 else 1)  # noqa: E731
             return w * jax.pure_callback(share, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
 
-        with pytest.raises(AlgorithmError, match="environments mix in it: as the only row of a batch, the result"):
+        with pytest.raises(AlgorithmError, match="environments mix in it: in a batch of only one row, the result"):
             choreo.testing.check_independent(Acts(choreo.fragment("actor", independent=True)(act)), Pond(E))
 
     def test_rows_that_a_fragment_refuses_are_left_out(self):
@@ -346,7 +346,7 @@ class TestCheckIndependent:
             return w * jax.pure_callback(small, jax.ShapeDtypeStruct(s.shape, s.dtype), s, vmap_method="expand_dims")
 
         with pytest.raises(
-            AlgorithmError, match="cannot be tested: it raises an error for all values in the other rows"
+            AlgorithmError, match="cannot be tested: it raises an error for every value that the test puts into"
         ):
             choreo.testing.check_independent(Acts(choreo.fragment("actor", independent=True)(act)), Pond(E))
 

@@ -1,7 +1,8 @@
-"""Law level 3 for carries with more than arrays in them: Python numbers, modules, strings, functions, weak types.
+"""Level 3 of the law (docs/law.md) for carries that hold more than arrays: Python numbers, modules, strings, functions, weak types.
 
-The reference is a Python loop over `iterate` without marks; its first iteration gets the Python numbers of `init`. Floats agree
-up to 1e-6. A leaf that cannot be carried is refused, and the refusal names the path of the leaf.
+The reference is a Python loop that calls `iterate` without marks. Its first iteration gets the Python numbers that `init` returned.
+The result of a run agrees with the reference up to 1e-6. Choreo refuses a carry with a leaf that it cannot carry, and the refusal
+names the path of this leaf.
 """
 
 from collections import OrderedDict, defaultdict
@@ -49,7 +50,7 @@ def push(w, s):
 def program(more: Callable[[], Any], learn: Callable[..., Any]) -> Functions:
     """An algorithm whose train state holds the leaf `more()`.
 
-    `learn(w, more, grad)` is its learner, and returns the new weights, the new leaf and the loss.
+    `learn(w, more, grad)` is the learner of this algorithm. It returns the new weights, the new leaf and the loss.
     """
     learner = choreo.fragment("learner")(learn)
 
@@ -78,7 +79,8 @@ def decay(w, rate, grad):
 
 
 def change_one_by_the_other(w, pair, grad):
-    """`b` grows by `a`, but `a` is 0 in the first iteration: only the second trace shows that `b` changes."""
+    """`b` grows by `a`. Choreo first traces `iterate` with the number 0 for `a`, and `b` comes back unchanged. Then it traces
+    `iterate` with an array for `a`, because `a` changes. Only this second trace shows that `b` changes too."""
     return w - 0.1 * pair["b"] * grad, {"a": pair["a"] + 1, "b": pair["b"] + pair["a"]}, jnp.sum(w)
 
 
@@ -121,8 +123,8 @@ def test_changing_leaves_are_not_frozen(name, layout):
 
 
 def test_learner_shards_share_a_counter():
-    """The mean of the gradient over shards is the mean over all environments, so the reference is the
-    Python loop, which has one shard."""
+    """The reference is the Python loop, although this loop has only one shard: the mean of the gradients of all shards equals the
+    gradient for all environments."""
 
     def learn(w, updates, grad):
         return w - 0.1 * jnp.float32(updates) * choreo.all_reduce(grad), updates + 1, jnp.sum(w)
@@ -205,7 +207,7 @@ def test_every_kind_of_leaf_and_container_is_carried(layout, runtime):
 
 
 class TestUnchanged:
-    """A Python leaf that `iterate` returns unchanged stays a Python value, because Equinox branches on such leaves."""
+    """A Python leaf that `iterate` returns unchanged stays a Python value, because Equinox modules use such leaves in `if`."""
 
     def test_dropout_and_attention_keep_their_python_leaves(self):
         def more():
@@ -244,7 +246,8 @@ class TestUnchanged:
 
 
 class TestRefused:
-    """Leaves that change in a way that an array of one type cannot represent. The refusal names the path of the leaf."""
+    """A part of the carry changes, but an array of one type cannot take its place. The refusal names the path of the leaf. A static
+    field of a module is not a leaf: if such a field changes, the refusal shows the structures of both carries."""
 
     def test_a_string_that_changes(self):
         text = refusal(lambda: {"name": "warm"}, lambda w, more, grad: (w, {"name": "cold"}, jnp.sum(w)))
@@ -300,11 +303,11 @@ class TestRefused:
 
 
 class TestWeakTypes:
-    """A Python number has a weak type: the type of a result depends on the other operand."""
+    """A Python number has a weak type. If JAX combines it with an array, the type of the array decides the type of the result."""
 
     def test_a_leaf_that_is_weak_only_at_first_gets_the_strong_type(self):
-        """`init` gives the leaf a weak type, and `iterate` a strong one. The leaf gets the strong type from the start, as in
-        `lax.scan`, provided that the program computes in the same types."""
+        """`init` gives the leaf a weak type, and `iterate` a strong one. Choreo gives the leaf the strong type from the start, as
+        `lax.scan` does. Choreo does so only if `iterate` computes in the same types for a weak and for a strong leaf."""
 
         def start():
             return jnp.full((3,), 0.5)  # has a weak type
@@ -349,14 +352,15 @@ class TestWeakTypes:
 
 
 class TestArrivingParts:
-    """With merge="any", `init` runs for all E environments, and `iterate` runs for the environments of one worker."""
+    """With merge="any", `init` runs for all E environments, and `iterate` runs for the environments of one worker. So Choreo must
+    know how to divide each leaf. The same holds for learner shards, which the last test uses."""
 
     @pytest.mark.parametrize(
         "shape", [lambda n: (4 * n,), lambda n: (n + 1,), lambda n: (n // 2,), lambda n: (n, n), lambda n: (n,) * (1 + (n > 4))],
         ids=["4E", "E+1", "E/2", "ExE", "rank"],
     )  # fmt: skip
     def test_a_shape_without_an_axis_of_exactly_E_is_refused(self, shape):
-        """Choreo once divided a leaf of 4E rows as if it had E rows. The mean of numbers below 1 was then 2.4."""
+        """Choreo once divided a leaf of 4E rows as if it had E rows. An algorithm then got 2.4 as the mean of numbers below 1."""
         text = merged_refusal(lambda env: {"ring": jnp.zeros(shape(env.num_envs))})
         assert text.startswith(
             f"`carry['more']['ring']` of `Functions` is float32{_shape_text(shape(6))} for 6 environments and "

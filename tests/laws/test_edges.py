@@ -1,12 +1,12 @@
-"""Level 3 of the law (docs/law.md) for edge cases: odd leaves, containers, statics, configurations and sizes.
+"""Level 3 of the law (docs/law.md) for edge cases: unusual leaves, containers, static values, configurations and sizes.
 
 `edge_cases/` has the programs. The reference is the program without marks. The tests compare all that a user can see: the
 structure and the types of the carry, and every metric of every iteration under its own name; for whole runs, also the summary
-and the evaluation. Floats agree up to 1e-5, or up to twice the precision of a less precise type. Everything else agrees bit for
-bit. E is the number of environments.
+and the evaluation. Floats agree up to 1e-5. For a type with fewer digits than that, such as bfloat16, the tolerance is twice the
+precision of the type. Everything else agrees bit for bit. E is the number of environments.
 
 `runs` asserts that a program runs under the given layouts and gives the reference result. `refused_or_equal` also allows a
-refusal that names the leaf, the metric or the user's line.
+refusal that names the leaf, the metric or the user's line. Only a refusal about merge="any" need not name any of these.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def cases(*names: Collection[Any], ci: Callable[..., bool]) -> list[Any]:
 
 
 def never(*_: Any) -> bool:
-    """An argument `ci` for `cases`: `make test` runs no combination."""
+    """A value for the argument `ci` of `cases`. With it, `make test` runs no combination."""
     return False
 
 
@@ -182,11 +182,12 @@ def test_metrics_keep_their_names_in_relaxed_and_sharded_layouts(layout):
     runs(with_metrics("OrderedDict"), {layout: EVERY_LAYOUT[layout]})
 
 
-# Statics that compare equal
+# Static values that compare equal
 
 
 MOST_USED = ("argument", "self", "static field")
-"""Places of a static value. `make test` tries all values in these places, and some values in the others."""
+"""The most common places of a static value. `make test` tries every group of values in these places. In all other places, it tries
+only the groups "one" and "zero"."""
 
 
 def types_and_bits(result: Any) -> list[Any]:
@@ -199,7 +200,7 @@ def types_and_bits(result: Any) -> list[Any]:
     cases(HOLDERS, EQUALS, ci=lambda holder, values: values in ("one", "zero") or holder in MOST_USED),
 )
 def test_statics_that_compare_equal_are_told_apart(holder, values):
-    """The values are used one after the other, in both orders. A value must never get the program of an earlier value."""
+    """The test uses the values one after the other, in both orders. A value must never get the program of an earlier value."""
     call, x = HOLDERS[holder], jnp.float32([0.5, -2.0])
     for value in (*EQUALS[values], *reversed(EQUALS[values])):
         with unmarked():
@@ -290,7 +291,7 @@ def test_a_configuration_changed_between_two_plans_takes_effect(name):
 
 
 def test_the_precision_of_a_plan_is_that_of_its_own_trace():
-    """On a CPU every precision gives the same numbers, so this test looks for the precision in the fragment's program."""
+    """On a CPU, every precision gives the same numbers. So this test reads the precision in the program of the fragment."""
     algo = configured()
     for configuration, found in ((CONFIGURATIONS["matmul precision"], True), (contextlib.nullcontext, False)):
         with configuration():
@@ -319,7 +320,7 @@ def test_leaves_whose_shape_depends_on_the_number_of_environments_are_carried(na
     ("name", "layout"), cases(SHAPES, ["any", "shards"], ci=lambda name, layout: layout == "any" or name in ONE_AXIS)
 )
 def test_shapes_are_refused_or_equal_for_workers_and_shards(name, layout):
-    """`init` makes the carry for all environments. Each worker (merge="any") or shard has a part of the environments."""
+    """`init` makes the carry for all environments. Each worker (merge="any") or shard has only its share of the environments."""
     refused_or_equal(with_shape(name), {layout: EVERY_LAYOUT[layout]})
 
 
@@ -337,8 +338,8 @@ def test_shapes_are_refused_or_equal_in_every_layout(name, layout):
 
 
 SIZES = [(3, 3), (2, 2), (2, 3), (1, 1), (1, 3), (4, 2), (6, 6)]
-"""Pairs of the number of environments and the width of a state. In each pair, some numbers equal each other, the number of
-replicas, or 1."""
+"""Pairs: the number of environments, and the width of a state. In each pair, a number is 1, or equals the other number or the
+number of replicas. So Choreo cannot recognise the env axis by its length."""
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_programs_with_other_sizes_equal_to_E_are_refused_or_equal(name, sizes):
 
 @pytest.mark.parametrize(("name", "sizes"), cases(SIZED, SIZES, ci=never))
 def test_sizes_are_refused_or_equal_in_every_layout(name, sizes):
-    # All layouts but two divide the environments among 2 or 3 replicas or shards.
+    # "fused" and "three sites" do not divide the environments. All other layouts divide them among 2 or 3 replicas or shards.
     fits = EVERY_LAYOUT if sizes[0] % 6 == 0 else {layout: EVERY_LAYOUT[layout] for layout in ("fused", "three sites")}
     refused_or_equal(SIZED[name], fits, Pond(*sizes))
 
@@ -368,7 +369,8 @@ def test_sizes_are_refused_or_equal_in_every_layout(name, sizes):
     "layout", [fused(), pytest.param(coarse(2), marks=pytest.mark.long)], ids=["fused", "coarse x2"]
 )
 def test_a_run_shows_the_results_of_the_reference(layout):
-    """Checks rows, train state, summary and evaluation of `choreo.train`. E, `unroll` and the size of an observation are all 4."""
+    """Check the rows, the train state, the summary and the evaluation of `choreo.train`. E, `unroll` and the size of an observation
+    are all 4, so that their axes have the same length."""
     algo, env = Learner(), choreo.envs.make("jax:CartPole-v1", 4)
     run = choreo.train(algo, env, steps=48, layout=layout, runtime="inprocess", eval_every=3, eval_episodes=2)
     wanted = reference_run(algo, env, run.config.key)
@@ -393,13 +395,13 @@ def test_a_run_shows_the_results_of_the_reference(layout):
 
 
 MARKS = pytest.mark.parametrize("marks", [contextlib.nullcontext, unmarked], ids=["marked", "unmarked"])
-"""With marks, the cache of fragments must tell the algorithms apart. Without marks, this cache is not used: then other caches
-must tell them apart."""
+"""With marks, the cache of fragments must distinguish the algorithms. Without marks, this cache is not used, so other caches must
+distinguish the algorithms."""
 
 
 @MARKS
 def test_evaluation_tells_algorithms_apart_that_compare_equal(marks):
-    """Evaluation of `Learner(sign=1.0)` must not use the policy of `Learner(sign=1)`, although the two compare equal."""
+    """`Learner(sign=1.0)` and `Learner(sign=1)` compare equal. But the evaluation of one must not use the policy of the other."""
     env, params = choreo.envs.make("jax:CartPole-v1", 4), jnp.zeros((4, 2))
     play = functools.partial(evaluate, env=env, params=params, key=jax.random.key(1), episodes=2)
     with marks():
@@ -410,7 +412,7 @@ def test_evaluation_tells_algorithms_apart_that_compare_equal(marks):
 
 @MARKS
 def test_act_tells_algorithms_apart_that_compare_equal(marks):
-    """`Run.act` of `Learner(sign=1.0)` must not use the policy of `Learner(sign=1)`."""
+    """`Run.act` of a run of `Learner(sign=1.0)` must not use the policy of `Learner(sign=1)`."""
     env, obs = choreo.envs.make("jax:CartPole-v1", 4), np.array([0.0, 0.0, 0.1, 0.1], np.float32)
     actions = {}
     for sign in (1, 1.0):

@@ -1,13 +1,16 @@
-"""Law levels 2 and 3 for PPO and for the program of `other.py`, against `jax.jit(iterate)` after three iterations.
+"""Levels 2 and 3 of the law (docs/law.md) for PPO and for the program of `other.py`.
 
-Level 2: the same compiled shapes give the same bits. Level 3: replicas compute with smaller arrays, and rounding depends on the
-shape of an array. Their results agree to 1e-10 in float64 with plain SGD (Adam would hide a wrong factor), and to 1e-5 in
-float32 with the real optimiser.
+The reference is `jax.jit(iterate)`. The tests compare the results after three iterations.
+
+Level 2: a layout that computes with arrays of the same shapes as the reference gives the same bits. Level 3: replicas compute
+with smaller arrays, and rounding depends on the shape of an array. So layouts with replicas agree with the reference only to 1e-10
+in float64 with plain SGD, and to 1e-5 in float32 with the algorithm's own optimiser. (The tests in float64 do not use Adam, because
+Adam takes almost the same step for a gradient with a wrong factor.)
 
 Level 2 has a limit: XLA on CPU rounds `a * b + c` once or twice, depending on the other ops of the compiled program. So the
-last bit can differ if a program is cut between a fragment and the arithmetic next to it. In this file that happens in one leaf
-of one program only: `Other` with Adam, whose gradient crosses sites. `test_a_sum_that_xla_may_round_twice_agrees_to_1e_6` tests
-this program.
+last bit can differ if a program is cut between a fragment and the arithmetic next to it. In this file, this happens only in one
+leaf of one program: `Other` with Adam, whose gradient crosses from one site to another.
+`test_a_sum_that_xla_may_round_twice_agrees_to_1e_6` tests this program.
 """
 
 import contextlib
@@ -60,15 +63,15 @@ MANY_SITES = Layout(Group("env", replicas=3), Group("actor", replicas=2), Group(
 
 
 OPTIMISED = {("ppo", "fused"), ("ppo", "three sites")}
-"""Cells that run with XLA's optimisations (`pytest -m optimised`): one site, and three sites. `test_runtimes.py` has such a
-cell with workers."""
+"""Cells that run with XLA's optimisations (`pytest -m optimised`): one with one site, one with three sites. `test_runtimes.py` has
+an optimised cell with workers."""
 CI = {
     "other-fused", "ppo-gymnasium-three sites",
     "ppo-lstm-coarse x2", "ppo-continuous-coarse x4", "other-fine x2", "ppo-gymnasium-env x2, actor x3",
     "ppo-coarse x4", "ppo-env x6, actor x4",
 }  # fmt: skip
 """Cells that `make test` runs without XLA's optimisations: each algorithm with one site per group or with replicas, and PPO in
-float64. The matrix runs every algorithm in coarse and fine."""
+float64. More cells are not needed, because `test_matrix.py` runs every algorithm of Choreo in coarse and fine."""
 
 
 def cells(layouts):
@@ -108,7 +111,7 @@ def run_in(layout, algorithm, x64=False):
 
 
 def without_repeats(cells):
-    """Leave out some cells with Python environments. They would repeat what the cells that remain already test."""
+    """Leave out the cells with Python environments that would only repeat what other cells test."""
     return [c for c in cells if c.values[0] != "ppo-gymnasium" or c.id.endswith(("fused", "sites", "x2", "actor x3"))]
 
 
@@ -141,7 +144,7 @@ FLOAT64 = {
     "ppo-lstm-env x2, actor x3",
     "ppo-continuous-coarse x2",
 }
-"""Cells for float64: every layout of `REPLICAS` and every variant of PPO that runs on JAX environments at least once."""
+"""The cells for float64. Each layout of `REPLICAS`, and each variant of PPO on JAX environments, has at least one such cell."""
 
 
 def float32_cells():
@@ -184,7 +187,7 @@ def test_exact_gives_the_same_bits_for_any_number_of_workers(algorithm):
     one = run_in(coarse(1, exact=True), algorithm)
     for workers in (2, 6):
         assert_same_bits(run_in(coarse(workers, exact=True), algorithm), one)
-    # An LSTM on blocks rounds differently from the reference. The next test has a program whose bits are equal.
+    # An LSTM on blocks rounds differently from the reference. The program of the next test gives the bits of the reference.
     assert_close(one, reference_of(algorithm)[-1], 1e-5)
 
 

@@ -1,9 +1,11 @@
-"""The law for every algorithm in every layout; the cells come from `matrix.py`.
+"""The law (docs/law.md) for every algorithm in every layout. A cell is one such pair; the cells come from `matrix.py`.
 
-lockstep layouts, one process     the reference, `jax.jit(iterate)`, up to 1e-5 after three iterations (level 3)
-lockstep layouts, with workers    the bits of the same plan in one process (level 1)
-relaxed layouts                   a replay of the log gives the same bits, and no lag in the log exceeds `max_lag` (level 4)
-cells that cannot run             refused with the message that `matrix.py` states
+This is what each kind of cell must do:
+
+lockstep layout, one process     agree with the reference, `jax.jit(iterate)`, up to 1e-5 after three iterations (level 3)
+lockstep layout, workers         give the bits that the same plan gives in one process (level 1)
+relaxed layout                   keep every lag within `max_lag`, and replay from its log with the same bits (level 4)
+cell that cannot run             be refused with the message that `matrix.py` states
 """
 
 import functools
@@ -47,7 +49,8 @@ def planned(algo: str, layout: str):
 def traced(algo: str, shards: int, one_by_one: Layout | None):
     """The trace of an algorithm. All layouts with the same number of shards share one trace.
 
-    A layout with merge="any" learns from workers one by one and needs its own trace: pass that layout as `one_by_one`.
+    With merge="any", the learner uses the parts of the workers one by one. So each such layout needs a separate trace: pass the
+    layout as `one_by_one`.
     """
     layout = one_by_one or Layout(Group("env", "actor", "buffer", "learner"), shards=shards)
     return trace_for(matrix.algorithm(algo), matrix.environment(algo), layout)
@@ -95,7 +98,7 @@ def check_log(runtime, run):
 
 
 def check_with_worker_processes(algo: str, layout: str, in_one_process):
-    """Run a cell with worker processes. Replay a relaxed run from its log; any other run must have the bits of `in_one_process`."""
+    """Run a cell with worker processes. If the run is relaxed, check its log. If not, it must have the bits of `in_one_process`."""
     runtime = Local(planned(algo, layout))
     run = run_of(runtime, KEY)
     if runtime.plan.layout.is_relaxed:

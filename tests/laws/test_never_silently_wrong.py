@@ -220,7 +220,7 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gradient of a mean": lambda x: jax.grad(lambda x: jnp.mean(x) ** 2)(x),
     "gradient, sorted": lambda x: jax.grad(lambda x: jnp.sum(jnp.sort(x, axis=0) * rows(LINE)))(x),
     "jacobian": lambda x: jax.jacfwd(lambda x: jnp.sum(x**2, axis=1))(x).sum(axis=1),
-    # More pairs of similar functions: one mixes environments, the other does not.
+    # More groups of similar functions: some mix environments, the others do not.
     "tiled by features": lambda x: jnp.tile(x, (1, 2))[:, 1:4] + jnp.tile(x, (2, 1, 1))[1],
     "tiled, then cut": lambda x: jnp.tile(x, (2, 1))[E:],
     "gamma by env key": lambda x: (
@@ -243,14 +243,14 @@ MORE_MIXERS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "custom rule of vmap": lambda x: jax.vmap(centre_under_vmap)(x),
     "inside jit": jax.jit(lambda x: x - jnp.mean(x, axis=0, keepdims=True)),
 }
-"""Functions that mix environments, and similar functions that do not. The rules must tell them apart."""
+"""Functions that mix environments, and similar functions that do not mix them. The rules must distinguish the two kinds."""
 
 
 @jax.custom_batching.custom_vmap
 def centre_under_vmap(row):
     """Return the row unchanged. Under `vmap`, the result is each row minus the mean of all rows.
 
-    The function is in this file because a refusal must name a line of this file.
+    The function must be in this file, because the tests expect that a refusal names a line of this file.
     """
     return row
 
@@ -353,7 +353,7 @@ class Algo:
 
 @functools.cache
 def reference(mixer: str, around: str) -> Run:
-    """The reference result. It is the same for glue and all kinds of fragments, because the reference has no marks."""
+    """The reference result. It is the same for every entry of `KINDS`, because the reference has no marks."""
     algo = Algo(AROUND[around]((MIXERS | MORE_MIXERS)[mixer]))
     return reference_op_by_op(algo, Pond(E), jax.random.key(KEY))
 
@@ -364,7 +364,8 @@ def case(*parts: str, ci: bool) -> Any:
 
 
 def mixer_cases() -> list[Any]:
-    """All combinations. `make test` runs each pair of a mixer and an entry of `KINDS`, with one entry of `AROUND` for each pair."""
+    """All combinations. `make test` runs each mixer with each entry of `KINDS`, but each of these pairs with only one entry of
+    `AROUND`."""
     cells = itertools.product(enumerate(MIXERS), enumerate(AROUND), enumerate(KINDS))
     return [case(mixer, around, kind, ci=(m + k) % len(AROUND) == a) for (m, mixer), (a, around), (k, kind) in cells]
 
@@ -397,7 +398,8 @@ def test_more_ways_to_mix_are_refused_or_equal(mixer, kind):
      "tiled by features", "checkpoint name", "fft of features", "matrices of each", "map over environments", "solve of each"],
 )  # fmt: skip
 def test_functions_that_do_not_mix_run_on_blocks(mixer):
-    """These functions only look like mixers. If Choreo lost the rule for one of them, only this test would fail."""
+    """These functions only look like mixers. If Choreo lost the rule for one of them, it would refuse the function. Then only this
+    test would fail, because the other tests of these functions accept a refusal."""
     algo = Algo(batched("actor")(MORE_MIXERS[mixer]))
     assert not any(
         refuse_or_equal(algo, Pond(E), __file__, UNEQUAL_GROUPS, reference=lambda: reference(mixer, "alone")).values()

@@ -1,15 +1,19 @@
-"""Law level 3 for random programs: each is refused with the user's line, or equals the program without marks up to 2e-5.
+"""Level 3 of the law (docs/law.md) for random programs.
+
+Choreo must either refuse a program and name the user's line, or compute what the program without marks computes, up to 2e-5.
 
 A program has three lists of instructions: one before a scan over `env.step`, one inside the scan, one after it. An
-instruction names an op, the operands, and how the op is called. The call is glue, a fragment of some role, or a mapped fragment.
-Some ops have a scan, cond, while loop or jit around them. With E environments and T steps, the kinds of values are
+instruction names an op, the operands, and how the op is called: as glue, in a fragment of some role, or in a mapped fragment (a
+fragment of one environment, called under `vmap`). Some ops have a scan, cond, while loop or jit around them. With E environments
+and T steps, the kinds of values are
 
     env [E, 3]     shared [3]     time [T, E, 3]     count [E] of integers     key (an operand only)
 
 The float results of all ops are squashed by tanh, so that rounding errors do not grow.
 
-A wide program can also have odd leaves in its carry, the carry in a container, metrics out of order, and ops in other types. The
-number of environments can equal the width of a state, the number of steps in the scan, or the number of replicas.
+A wide program varies more: its carry can be in any container and can have unusual leaves, its metrics can be in any order, and
+some ops compute in other types. Its number of environments can equal the width of a state, the number of steps in the scan, or the
+number of replicas.
 """
 
 import collections
@@ -35,7 +39,7 @@ from laws.refuse_or_equal import MORE_LAYOUTS, Pond, refuse_or_equal
 T = 3
 WEIGHTS = jnp.linspace(-0.5, 0.5, 9).reshape(3, 3)
 Ops = dict[str, tuple[tuple[str, ...], str, Any]]
-"""By the name of an op: the kinds of its operands, the kind of its result, and its function."""
+"""For each op, by name: the kinds of its operands, the kind of its result, and its function."""
 
 
 @functools.cache
@@ -158,7 +162,8 @@ ROWS: dict[str, Any] = {
     "time total": lambda x: jnp.sum(x, axis=0),
     **OTHER_TYPES,
 }
-"""The functions that mapped fragments call. Each is the op of that name for one environment; "over E" divides by 6 for any E."""
+"""The functions of mapped fragments. Each function is the op of the same name for one environment. An exception is "over E", which
+here always divides by 6."""
 ROLES = ("env", "actor", "buffer", "learner")
 
 
@@ -168,14 +173,14 @@ class Instruction(NamedTuple):
     op: str
     """Name of the op."""
     kind: str
-    """How the op is called: as "glue", or in a "fragment" or a "mapped" fragment. An op that is not in `ROWS` cannot be mapped; it
-    is then called as glue."""
+    """How the op is called: as "glue", or in a "fragment" or a "mapped" fragment. An op that is not in `ROWS` cannot be mapped:
+    "mapped" then means glue."""
     role: str
     """Role of the fragment."""
     around: str
     """Control flow around the op: "" (none), "scan", "cond", "while" or "jit"."""
     operands: tuple[int, int, int]
-    """For each operand, its index among the values of its kind, modulo the number of these values."""
+    """For each operand: the index of a value among the values of its kind, modulo the number of these values."""
 
 
 @dataclass(frozen=True)
@@ -360,15 +365,15 @@ METRICS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @dataclass(frozen=True)
 class WideProgram:
-    """A random program with odd leaves beside its carry, the carry in a container, and metrics of several types."""
+    """A random program whose carry is in a container and has additional, unusual leaves. Its metrics have several types."""
 
     program: RandomProgram
     """The program that computes carry and metrics."""
     container: str
     """Container of the carry."""
     leaves: tuple[tuple[str, str], ...]
-    """Further leaves, in pairs: a leaf of `LEAVES` and its changed value. For each pair: its name in `LEAVES`, and an entry of
-    `TREATMENTS`."""
+    """The additional leaves. They come in pairs: a leaf of `LEAVES`, and the same leaf after one change. This field holds, for each
+    pair, the name in `LEAVES` and an entry of `TREATMENTS`."""
     metrics: str
     """Container of the metrics."""
 
@@ -412,8 +417,8 @@ WIDE_INSTRUCTIONS = st.builds(
     operands=st.tuples(*[st.integers(0, 7)] * 3),
 )
 TREATMENTS = ("kept", "changed", "swapped", "doubled", "read")
-"""What an iteration does with a pair of leaves: it keeps both, changes the first, swaps them, gives both the same new value
-("doubled"), or reads and changes the first."""
+"""What an iteration does with a pair of leaves. It keeps both; changes the first; swaps the two; gives both the same new value
+("doubled"); or reads the first and changes it."""
 WIDE_PROGRAMS = st.builds(
     WideProgram,
     program=st.builds(
@@ -436,12 +441,12 @@ LAYOUTS_OF = {
     2: {"fused": fused(), "coarse x2": coarse(2), "fine x2": fine(2), "everything x2": MORE_LAYOUTS["everything x2"]},
     1: {"fused": fused(), "coarse x1": coarse(1), "three sites": MORE_LAYOUTS["three sites"]},
 }  # fmt: skip
-"""Layouts by the number of environments. 3 is also the width of a state and the number of steps; 2 and 1 are numbers of
-replicas."""
+"""The layouts for each number of environments. The number 3 is also the width of a state and the number of steps; 3, 2 and 1 are
+also numbers of replicas."""
 SIZES = st.sampled_from([6, 3, 3, 2, 1])
 
-# Hypothesis derives the random programs from the name and the source of each test below (`derandomize` in tests/conftest.py):
-# a test that is renamed, or gets a docstring, runs other programs.
+# Hypothesis derives the random programs from the name and the source of each test below (`derandomize` in tests/conftest.py).
+# So if you rename such a test or change its source, even its docstring, the test runs other programs.
 
 
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))

@@ -1,8 +1,10 @@
-"""Law level 4: a relaxed run (`max_lag`, `merge="any"`) replays bit for bit from its log.
+"""Level 4 of the law (docs/law.md): a relaxed run (`max_lag`, `merge="any"`) replays bit for bit from its log.
 
 The log says which version of the parameters each worker read, and in which order the learner used the workers' parts. No
-version is more than `max_lag` updates old. For one run without lag and one run with lag, the result also agrees with a
-hand-written loop, up to 1e-5.
+version is more than `max_lag` updates old. Two tests also compare a run with a loop that is written by hand: one run without lag,
+and one run with lag. Both results agree up to 1e-5.
+
+Other tests check that Choreo refuses layouts that cannot be relaxed, and a log that is too short.
 """
 
 import functools
@@ -35,7 +37,7 @@ CELLS = {
     "sebulba, lag": choreo.sebulba(4, 2, max_lag=3),
     "central, any": choreo.central(4, max_lag=3, merge="any"),
 }
-"""Layouts with four workers. The matrix runs every relaxed layout with two workers, in one process and in several."""
+"""Layouts with four workers. `test_matrix.py` runs every relaxed layout with two workers, in one process and in several."""
 
 
 @functools.cache
@@ -53,12 +55,12 @@ def test_a_run_in_one_process_replays_and_keeps_the_bounds_of_its_layout(cell):
     check_replay(InProcess(planned(cell)))
 
 
-@pytest.mark.long  # `make test` runs two workers, in the matrix
+@pytest.mark.long  # `make test` runs relaxed layouts with two workers, in test_matrix.py
 def test_a_run_with_workers_replays_in_one_process():
     check_replay(Local(planned("central, any")))
 
 
-@pytest.mark.long  # `make test` runs TCP in test_runtimes.py, and relaxed workers in the matrix
+@pytest.mark.long  # `make test` runs TCP in test_runtimes.py, and relaxed layouts with workers in test_matrix.py
 def test_a_run_with_python_environments_over_tcp_replays_in_one_process():
     the_plan = plan(ALGO, envs.make("CartPole-v1", 8), choreo.coarse(2, max_lag=3, merge="any"))
     check_replay(Local(the_plan, carrier="tcp"))
@@ -72,7 +74,7 @@ def check_replay(runtime):
 
 
 def test_merge_any_without_lag_is_iterate_on_one_part_after_the_other():
-    """The reference of merge="any" is a loop of `jax.jit(iterate)` over the workers' parts, in the order of the log."""
+    """The reference for merge="any" is a loop that calls `jax.jit(iterate)` once for each part, in the order of the log."""
     algo, workers = ALGO, 4
     the_plan = plan(algo, ENV, choreo.coarse(workers, merge="any"))
     run, log = logged_run(InProcess(the_plan), iterations=3)
@@ -146,16 +148,17 @@ def act_twice(env, w, slow, s):
 
 
 def act_by_glue(env, carry, key):
-    """Actor and learner read `half` and `both`, which glue computes. The new carry depends on `both`, too."""
+    """Glue computes `half` and `both` from carried values. The actor and the learner read the two, and the new carry depends on
+    `both` too."""
     half, both, s = act_twice(env, carry["w"], carry["slow"], carry["s"])
     w, slow, loss = learn(half, carry["slow"] + both, s[None])
     return {"w": w, "slow": 0.5 * both + slow, "s": s}, {"loss": loss, "half": half[0]}
 
 
 def test_glue_reads_one_version_of_the_carried_values():
-    """A worker computes the glue from the version of `w` and `slow` that the log names; the learner uses the newest version.
+    """A worker computes the glue from the version of `w` and `slow` that the log names. The learner uses the newest version.
 
-    The expected result is computed by hand from the log.
+    The test computes the expected result without Choreo, from the log.
     """
     algo, env, layout = Functions(still, act_by_glue), Pond(6), choreo.coarse(2, max_lag=2)
     the_plan = plan(algo, env, layout)
@@ -181,7 +184,7 @@ def test_glue_reads_one_version_of_the_carried_values():
 
 
 def test_with_merge_any_glue_reads_one_version_of_the_carried_values():
-    """Checked by a replay of the log, which must give the same bits."""
+    """The test replays the log, and the replay must give the same bits."""
     the_plan = plan(Functions(still, act_by_glue), Pond(6), choreo.coarse(2, max_lag=3, merge="any"))
     run, log = logged_run(InProcess(the_plan))
     assert_same_bits(run_of(InProcess(the_plan, replay=log), KEY, 6), run)

@@ -1,4 +1,4 @@
-"""Law level 1: the same plan gives the same bits in one process and in worker processes.
+"""Level 1 of the law (docs/law.md): the same plan gives the same bits in one process and in worker processes.
 
 The workers exchange messages over shared memory or over TCP, on one host or on two.
 """
@@ -27,8 +27,8 @@ THREE_SITES = {
     "jax": Layout(Group("env", replicas=2), Group("actor"), Group("learner")),
     "gymnasium": Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner")),
 }
-"""Layouts by kind of environment. For Python environments, the layout has more sites, and blocks of two sizes: workers that only
-step Python environments start fast, because they do not import JAX."""
+"""A layout with three groups, for each kind of environment. Workers that only step Python environments start fast, because they do
+not import JAX. So the layout for Python environments has more sites, and blocks of two different sizes."""
 LAYOUTS = {
     "fused": fused(),
     "coarse x1": coarse(1),
@@ -40,7 +40,8 @@ LAYOUTS = {
 ENVS = {"jax": "jax:CartPole-v1", "gymnasium": "CartPole-v1"}
 CELLS = [(env, name, layout) for env in ENVS for name, layout in (LAYOUTS | {"three sites": THREE_SITES[env]}).items()]
 CI = {("gymnasium", "fused"), ("gymnasium", "fine x1"), ("gymnasium", "three sites")}
-"""Cells that `make test` runs. The tests over TCP run other layouts, and the matrix runs JAX environments over shared memory."""
+"""The cells that `make test` runs over shared memory. The tests over TCP run more layouts, and `test_matrix.py` runs JAX
+environments over shared memory."""
 OPTIMISED = ("jax", "coarse x1")
 
 
@@ -89,7 +90,7 @@ def test_workers_over_tcp_give_the_same_bits(env, layout):
 
 @pytest.mark.long  # `make test` runs exact blocks in one process, in test_layouts.py
 def test_workers_in_exact_blocks_give_the_same_bits():
-    """With `exact=True` the size of a block does not depend on the number of workers: four workers give the bits of two."""
+    """With `exact=True`, the size of a block does not depend on the number of workers. So four workers give the bits of two."""
     run = run_of(Local(planned("jax", coarse(4, exact=True))), KEY)
     assert_same_bits(run, in_one_process("jax", coarse(4, exact=True)))
     assert_same_bits(run, in_one_process("jax", coarse(2, exact=True)))
@@ -113,7 +114,7 @@ def test_a_runtime_continues_from_the_carry_of_another():
 
 
 class TestTwoHosts:
-    """The second host is an agent in a network namespace. On machines without namespaces, both hosts are on loopback."""
+    """The second host is an agent in a network namespace. On a machine without namespaces, both hosts use 127.0.0.1."""
 
     @pytest.mark.parametrize(
         ("env", "layout"),

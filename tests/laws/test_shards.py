@@ -1,8 +1,8 @@
 """With S learner shards, results do not depend on the number of sites or devices on which the shards run.
 
-The reference is `vmap` of `iterate` on E/S environments, where each shard has its own key. Results agree with the reference to
-1e-10 in float64 with plain SGD, and to 1e-5 in float32 (level 3 of docs/law.md). Worker processes give the bits of one process
-(level 1). A program or layout that does not fit the shards is refused.
+The reference is `vmap` of `iterate` over the shards. Each shard has E/S of the E environments, and a separate key. Results agree
+with the reference to 1e-10 in float64 with plain SGD, and to 1e-5 in float32 (level 3 of docs/law.md). Worker processes give the
+same bits as one process (level 1). Choreo refuses a program or a layout that does not fit the shards.
 """
 
 import functools
@@ -78,7 +78,7 @@ def test_any_number_of_devices_gives_the_same_results(layout):
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ON_ONE_SITE)
 def test_any_number_of_devices_gives_the_same_results_in_float64(layout):
-    """`make test` skips this test, because PPO compiles slowly. The next test checks float64 with A2C."""
+    """`make test` skips this test, because PPO compiles slowly. In its place, the next test checks float64 with A2C."""
     with jax.enable_x64(True):
         run = run_of(InProcess(planned(ppo, True, layout)), KEY)
         assert_close(run, reference(ppo, float64=True), 1e-10)
@@ -104,7 +104,7 @@ def test_two_processes_give_the_same_results():
         assert_same_bits(run, run_of(InProcess(the_plan), KEY))
 
 
-@pytest.mark.long  # `make test` checks other numbers of sites and devices (see above)
+@pytest.mark.long  # `make test` runs fewer replicas, in `test_any_number_of_sites_or_devices_gives_the_same_results`
 def test_more_replicas_than_devices_give_the_same_results():
     """Eight replicas run on four devices, so two replicas take turns on each device."""
     run = run_of(InProcess(plan(a2c(), ENV, choreo.multi_learner(8))), KEY)
@@ -190,7 +190,7 @@ def test_a_gradient_through_all_reduce_is_refused_or_right(layout):
     try:
         runtime = InProcess(plan(Coupled(), ENV, layout))
     except PartitionError:
-        assert layout.name == "multi_learner", "only multi_learner may refuse this program: one site runs it unchanged"
+        assert layout.name == "multi_learner", "only multi_learner may refuse this program: fused runs it unchanged"
         return
     assert_close(run_of(runtime, KEY), sharded_reference(Coupled(), ENV, 2, KEY), 1e-5)
 
@@ -221,7 +221,7 @@ def step_and_learn(learn):
 
 @choreo.fragment("learner")
 def learn_from_flags(w, s):
-    """Learn from reductions of bools: the sum counts them, the maximum is a bool, the mean is a float."""
+    """Learn from reductions of bools: the sum is the number of True values, the maximum is a bool, the mean is a float."""
     flags = [choreo.all_reduce(s[:, 0] > 0.1, op) for op in ("sum", "max", "mean")]
     return w - 0.1 * choreo.all_reduce(jnp.mean(s, 0)) * sum(jnp.mean(flag.astype(s.dtype)) for flag in flags)
 

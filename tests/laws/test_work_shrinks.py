@@ -1,7 +1,7 @@
 """Replicas divide the work: each of N workers computes about 1/N of the FLOPs of a single worker.
 
-The results of a plan can be right although every replica computes everything. So these tests take the FLOPs of the compiled
-segments of one worker from XLA. The tests fail if this count is more than 10% above the worker's share.
+The results of a plan can be right although every replica computes everything. So the tests ask XLA for the FLOPs of the compiled
+segments of one worker. A test fails if the worker needs over 10% more FLOPs than its share.
 """
 
 import functools
@@ -48,8 +48,8 @@ def _flops(segment: Segment) -> float:
 
 
 def test_the_flops_include_the_network():
-    """One step of 16 environments through a network with two layers of 64 units takes about 143,000 FLOPs. A smaller count would
-    mean that XLA did not count the network."""
+    """For 16 environments, one call of a network with two layers of 64 units takes about 143,000 FLOPs. If the count were smaller,
+    XLA would not have counted the network."""
     assert flops(coarse(1)) > NUM_ENVS * 2 * (4 * 64 + 64 * 64 + 64 * 2)
 
 

@@ -1,4 +1,7 @@
-"""Every command in the tables of docs/layouts.md gives a plan."""
+"""The commands in the tables of docs/layouts.md give a plan, and the page names other systems for distributed RL.
+
+If several commands have the same algorithm and layout, only one of them is tested.
+"""
 
 import re
 import shlex
@@ -21,18 +24,18 @@ def layout_of(command):
 
 
 DISTINCT = {(command.split()[0], layout_of(command)): command for command in COMMANDS}
-"""One command for each pair of an algorithm and a layout. The docs have several commands with the same pair."""
+"""One command for each pair of an algorithm and a layout, because the docs have several commands for some of the pairs."""
 
 
 FASTEST_FIRST = ["impala", "a2c", "ppo", "dqn"]
-"""Algorithms, sorted by the time that it takes to make their plans."""
+"""The algorithms, sorted by the time that a plan for them takes."""
 
 
 def commands():
     """The commands of `DISTINCT`, as parameters of the test.
 
-    A command is marked `long` if it has nothing new: the commands before it have its algorithm, its preset, its `merge`, and a lag
-    if it has one.
+    A command is marked `long` unless one of these is new, that is, in no earlier command: its algorithm, its preset, its `merge`,
+    and whether it has a lag.
     """
     seen = set()
     for (algo, layout), command in sorted(DISTINCT.items(), key=lambda pair: FASTEST_FIRST.index(pair[0][0])):

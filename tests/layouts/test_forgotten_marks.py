@@ -1,4 +1,7 @@
-"""If `act` or `learn` has no `@fragment`, the plan has a warning, which names the group that runs the unmarked functions."""
+"""If `act` or `learn` has no `@fragment`, a plan with several groups has a warning.
+
+The warning names the group that runs the unmarked functions.
+"""
 
 import re
 from dataclasses import replace
@@ -53,14 +56,14 @@ def test_gradient_and_update_count_as_learner():
 def test_the_warning_names_an_unmarked_learner_and_its_line():
     (warning,) = plan(algorithm(push, learns_unmarked), Pond(), coarse(2)).warnings
     assert re.sub(r"[^( ]*test_forgotten_marks.py:\d+", "FILE:LINE", warning) == (
-        "No fragment has the role `learner`, for which coarse has the group `buffer+learner`. Unmarked code runs where it "
-        "costs the fewest bytes: at `buffer+learner` learns_unmarked (FILE:LINE), algorithm.<locals>.go (FILE:LINE). Mark the "
-        'function that should run there: @choreo.fragment("learner").'
+        "No fragment has the role `learner`, for which coarse has the group `buffer+learner`. Unmarked code runs where "
+        "the fewest bytes cross between sites: learns_unmarked (FILE:LINE), algorithm.<locals>.go (FILE:LINE) at `buffer+learner`. "
+        'Mark the function that should run at `buffer+learner`: @choreo.fragment("learner").'
     )
 
 
 def test_the_warning_names_an_unmarked_actor_and_its_line():
-    """In this layout the workers are meant for environments only, but they also run the unmarked actor."""
+    """In the layout `fine`, workers should run only environments. Here they also run the unmarked actor."""
     (warning,) = plan(algorithm(pushes_unmarked, learns), Pond(), fine(2)).warnings
     assert "No fragment has the role `actor`, for which fine has the group `actor+buffer+learner`." in warning
     assert re.search(r"pushes_unmarked \(\S*test_forgotten_marks.py:\d+\)", warning)

@@ -1,5 +1,8 @@
-"""A user can define a layout in a file. Choreo finds it by name, passes options to it and records it in run.toml. Mistakes
-are refused."""
+"""A user can define a layout in a file, as a value or as a function.
+
+Choreo finds the layout by the name `file.py:name`, passes options to the function, and records the layout in run.toml. A wrong
+name or option is refused.
+"""
 
 import runpy
 from pathlib import Path
@@ -46,7 +49,7 @@ def own(tmp_path, monkeypatch):
 
 
 def two_stage(workers, *, exact=False):
-    """The layout that Choreo must make from `own.py:two_stage`."""
+    """The layout that Choreo must make for `own.py:two_stage`."""
     groups = Group("env", replicas=workers), Group("actor", "learner")
     return Layout(*groups, exact=exact, name="two_stage")
 
@@ -130,7 +133,8 @@ class TestRun:
 
 
 class TestMadeWith:
-    """`made_with` finds the arguments from which a preset made a layout. Shards are included, because results depend on shards."""
+    """`made_with` finds the arguments from which a preset made a layout. They include the number of shards, because results
+    depend on this number."""
 
     LAYOUTS = (
         fused(),

@@ -1,5 +1,8 @@
-"""A layout is a value. Its repr is code that makes the same layout, except for the name. Contradictions are refused with a message
-that says what to do."""
+"""A layout is a value. Its repr is code that makes the same layout, except for the name.
+
+Choreo refuses a layout that contradicts itself, or does not fit the algorithm or the number of environments. The message says what
+to do.
+"""
 
 import pickle
 
@@ -34,7 +37,7 @@ def refusal(fn, *args, **kwargs) -> str:
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    """Do not check annotations at run time, so that a wrong type reaches Choreo's own check, as in a user's program."""
+    """Disable the checks of annotations at run time. Then a wrong type reaches Choreo's own check, as in a user's program."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 

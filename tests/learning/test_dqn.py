@@ -1,4 +1,4 @@
-"""DQN, C51 and Ape-X learn CartPole. The tests check the median result of five seeds, and one test also the smallest result.
+"""DQN, C51 and Ape-X learn CartPole. Each test checks the median result of five seeds. One test also checks the smallest result.
 
 The measure is the mean return of 100 new episodes, with the final parameters and greedy actions.
 The hyper-parameters were chosen on other seeds (100 and above).

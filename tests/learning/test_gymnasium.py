@@ -1,7 +1,7 @@
-"""PPO learns CartPole and Pendulum of Gymnasium. Worker processes step the environments.
+"""PPO learns Gymnasium's CartPole and Pendulum. Worker processes step the environments.
 
 The measure is the mean return of 100 new episodes, with the final parameters and greedy actions.
-The settings are those of tests/learning/test_ppo.py. They were chosen on JAX environments.
+The settings are the same as in tests/learning/test_ppo.py. They were chosen in runs with JAX environments.
 `make test-learning` runs this file.
 """
 

@@ -1,4 +1,4 @@
-"""Networks for continuous actions refuse some action spaces, action masks, and zero critics. Each error gives the reason."""
+"""Networks for continuous actions refuse some action spaces, all action masks, and zero critics. Each error gives the reason."""
 
 import functools
 

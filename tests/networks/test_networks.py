@@ -42,7 +42,7 @@ def test_each_part_of_a_multi_discrete_observation_becomes_one_hot():
 def test_only_bytes_with_a_range_of_0_to_255_are_scaled_to_one(space, largest):
     encode = networks.encoder(space)
     assert encode(jnp.full((2, 2), 255, space.dtype)).tolist() == [largest] * 4
-    # Floats are not scaled, because they have already been normalised with running statistics.
+    # If a network gets floats in place of bytes, running statistics have normalised them already. So the floats are not scaled.
     assert encode(jnp.full((2, 2), 2.0)).tolist() == [2.0] * 4
 
 
@@ -88,7 +88,7 @@ REFUSED = [
     (masked_by(spaces.MultiBinary(2)), spaces.MultiBinary(2), "not for MultiBinary", "a different name"),
     (masked_by(spaces.MultiBinary(2)), VECTOR, "not for Box", "a different name"),
 ]
-"""Observation space, action space, a pattern in the message, and a part of the message's advice."""
+"""In each row: the observation space, the action space, a pattern of the message, and a part of the advice in the message."""
 
 
 @pytest.mark.parametrize("network", [networks.mlp, networks.lstm], ids=["mlp", "lstm"])

@@ -1,4 +1,4 @@
-"""Squashed Gaussians: densities equal those of distrax and are finite in the tails; the greedy action is the median."""
+"""Squashed Gaussians: their densities equal those of distrax and are finite in the tails. The greedy action is the median."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ WIDE = Bounds((-2.0, 0.0), (2.0, 10.0), (2,))
 
 @pytest.mark.parametrize("bounds", [pytest.param(UNIT, marks=pytest.mark.long), WIDE], ids=["unit", "wide"])
 def test_densities_equal_those_of_distrax(bounds):
-    """Choreo's densities are those of actions scaled to [-1, 1]; those of distrax are densities of the actions themselves.
+    """Choreo gives the density of the action scaled to [-1, 1], and distrax gives the density of the action itself.
 
-    So the test adds log(width / 2) of each dimension to the log-densities of distrax.
+    So the test adds log(width / 2) of each dimension to the log-density of distrax.
     """
     distrax = pytest.importorskip("distrax", reason="distrax is not installed")
     mean, log_std = jnp.array([0.5, -1.0]), jnp.array([-0.3, 0.2])
@@ -30,7 +30,8 @@ def test_densities_equal_those_of_distrax(bounds):
 
 
 def test_densities_in_the_tails_are_finite():
-    """Where tanh(x) is rounded to 1 in float32, its slope is about 4 exp(-2 |x|), not 0. The slope's logarithm must be finite."""
+    """For large |x|, float32 rounds tanh(x) to 1 or -1. But the slope of tanh is about 4 exp(-2 |x|), not 0. So the logarithm of
+    the slope must be finite."""
 
     def drawn(mean):
         pi = Squashed(mean, jnp.array([-9.0, -9.0]), UNIT)

@@ -1,4 +1,7 @@
-"""Distributions agree with SciPy, and with the frequencies and moments of their samples."""
+"""Distributions agree with SciPy and distrax, and their samples have the right frequencies and moments.
+
+One more test checks the clipped surrogate of PPO.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +130,7 @@ def test_if_every_action_is_masked_all_are_equally_likely():
 
 
 def test_the_surrogate_is_clipped_only_on_one_side_of_one():
-    """Schulman et al. 2017, figure 1: the loss is clipped where a ratio further away from 1 would make the loss smaller."""
+    """Schulman et al. 2017, figure 1: the loss is constant where it would otherwise fall as the ratio moves away from 1."""
     ratio = jnp.array([0.5, 1.0, 1.5, 0.5, 1.0, 1.5])
     advantage = jnp.array([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     loss = ops.clipped_surrogate(ratio, advantage, 0.2)
@@ -138,7 +141,7 @@ def test_the_surrogate_is_clipped_only_on_one_side_of_one():
 
 @pytest.mark.long
 def test_log_probs_and_entropies_equal_distrax():
-    """`make test` skips this test; the tests above compare with SciPy."""
+    """`make test` skips this test, because the tests above already compare with SciPy."""
     distrax = pytest.importorskip("distrax", reason="distrax is not installed; the tests above compare with SciPy")
     ours, theirs = ops.Categorical(jnp.asarray(LOGITS)), distrax.Categorical(logits=jnp.asarray(LOGITS))
     action = jnp.array([1, 3], jnp.int32)

@@ -1,4 +1,4 @@
-"""`n_step` equals a loop, with a termination or a time limit at any step. Without time limits it equals rlax."""
+"""`n_step` equals a loop, with a termination or a time limit at any step. Without time limits, `n_step` equals rlax."""
 
 import itertools
 
@@ -14,10 +14,10 @@ ENDS = ("goes on", "terminates", "time limit")
 
 
 def by_hand(reward, discount, last):
-    """The sum of the rewards, the factor of the bootstrapped value, and the number of steps until that value."""
+    """The discounted sum of the rewards, the factor of the bootstrapped value, and the number of steps that count."""
     total, factor, steps = 0.0, 1.0, 0
     for r, d, ended in list(zip(reward, discount, last, strict=True))[:-1]:
-        if ended and d > 0:  # a time limit: the next observation was not stored
+        if ended and d > 0:  # A time limit. The observation after this step was not stored, so the step does not count.
             break
         total += factor * r
         factor *= GAMMA * d
@@ -50,7 +50,7 @@ def test_equals_the_loop_with_every_kind_of_end_at_every_step(n):
 
 
 def test_without_time_limits_it_equals_rlax():
-    """rlax has no time limits. After the end of an episode it goes on with a discount of 0, which gives the same return."""
+    """rlax has no time limits. It adds the steps after the end of an episode with the factor 0, so the return is the same."""
     rlax = pytest.importorskip("rlax", reason="rlax is not installed; the test above compares with a loop")
     n_step = jax.jit(lambda *args: ops.n_step(*args, GAMMA))
     rng = np.random.default_rng(0)
@@ -61,7 +61,7 @@ def test_without_time_limits_it_equals_rlax():
         discount = np.where(last, 0.0, 1.0).astype(np.float32)
         got = n_step(jnp.asarray(reward), jnp.asarray(discount), jnp.asarray(last))
         target = got.reward + got.discount * value[int(got.steps)]
-        # reward_t, discount_t and value_t belong to the step from t to t + 1.
+        # For the step from t to t + 1, rlax takes the reward, the discount, and the value of the observation at t + 1.
         theirs = rlax.n_step_bootstrapped_returns(
             jnp.asarray(reward[:5]), GAMMA * jnp.asarray(discount[:5]), jnp.asarray(value[1:]), n=5
         )

@@ -24,8 +24,8 @@ def test_moments_of_a_stream_are_those_of_all_data():
 
 
 def test_statistics_of_shards_may_be_averaged():
-    """The means of the shards are near 300 and differ. The variance must include this difference, and rounding must not remove
-    the variance."""
+    """The means of the shards differ, and are near 300. The variance of all data must include these differences, and must be
+    accurate although it is small compared to the squares of the means."""
     rng = np.random.default_rng(0)
     data = (300 + 2 * rng.normal(size=(6, 4, 16, 3)) + np.arange(4)[:, None, None]).astype(np.float32)
     moments = ops.Moments.of_nothing((3,))
@@ -48,7 +48,7 @@ def test_with_one_shard_two_steps_equal_one_update():
 
 
 def test_batches_seen_with_older_statistics_count_equally():
-    """Asynchronous workers call `look` with a mean that has changed before `merge_moments` is called."""
+    """Asynchronous workers call `look` with old statistics. The statistics have changed when `merge_moments` is called."""
     data = jnp.asarray(np.random.default_rng(2).normal(3.0, 2.0, (4, 50, 3)).astype(np.float32))
     old = now = ops.Moments.of_nothing((3,))
     for batch in data:

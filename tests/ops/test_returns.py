@@ -16,7 +16,7 @@ def steps():
 
 
 def by_hand(steps, lambda_):
-    """The definition of Sutton & Barto: a weighted sum of n-step returns, for each environment and each first step."""
+    """The lambda-return as Sutton & Barto define it, for every step of every environment: a weighted sum of n-step returns."""
     reward, discount, last, _, value_t = steps
     out = np.zeros((TIME, ENV))
     for e in range(ENV):

@@ -21,12 +21,12 @@ def steps():
 
 @pytest.fixture
 def ratio():
-    """The probability of each action now, divided by its probability when it was chosen. Some are above 1, others below."""
+    """For each action, its probability now divided by its probability when it was chosen. Some ratios are above 1, others below."""
     return np.exp(np.random.default_rng(1).normal(0, 0.7, (TIME, ENV))).astype(np.float32)
 
 
 def by_definition(ratio, steps, rho_bar, c_bar, lambda_):
-    """Equation 1 of the IMPALA paper for each start s, with a sum over t up to the end of the episode:
+    """Equation 1 of the IMPALA paper for each step s. The sum runs over the steps t from s to the end of the episode:
 
     V(x_s) + sum_t gamma^(t-s) c_s ... c_(t-1) rho_t delta_t
     """
@@ -73,7 +73,7 @@ def test_steps_with_a_ratio_of_zero_change_nothing(steps):
 
 
 def test_clipped_ratios_act_like_ratios_of_one(ratio, steps):
-    """In this test every ratio is above both bounds, which are 1 by default."""
+    """In the first call, every ratio is above both bounds (`rho_bar` and `c_bar`), which are 1 by default."""
     high = ops.vtrace(*map(jnp.asarray, (ratio + 1, *steps)))
     ones = ops.vtrace(jnp.ones((TIME, ENV)), *map(jnp.asarray, steps))
     np.testing.assert_array_equal(high.target_tm1, ones.target_tm1)
@@ -93,7 +93,7 @@ def test_nothing_leaks_from_the_next_episode(ratio, steps):
 
 @pytest.mark.parametrize(("bar", "lambda_"), [(1.0, 1.0), (1.0, 0.9), (1.7, 0.8)])
 def test_without_time_limits_it_equals_rlax(ratio, steps, bar, lambda_):
-    """rlax always clips c at 1."""
+    """rlax always clips the ratios c at 1, so `vtrace` must use its default `c_bar`, which is also 1."""
     rlax = pytest.importorskip("rlax", reason="rlax is not installed; a test above compares with the definition")
     reward, discount, _, value_tm1, value_t = steps
     value_t = np.concatenate([value_tm1[1:], value_t[-1:]])
@@ -112,7 +112,7 @@ def test_without_time_limits_it_equals_rlax(ratio, steps, bar, lambda_):
 
 
 def test_the_target_weights_rewards_by_the_clipped_policy():
-    """Section 4.1 of the IMPALA paper, for one step and four actions. The policy mu chooses the actions, pi is learned.
+    """Section 4.1 of the IMPALA paper, for one step and four actions. The policy mu chooses the actions; the policy pi is learned.
 
     With rho_bar = 10, no ratio is clipped, and the mean target is the sum of the rewards weighted by pi. With rho_bar = 1, the
     weights are min(pi, mu).

@@ -1,4 +1,4 @@
-"""A small algorithm with an actor, a learner and a loop, and a small environment, for tests of the compiler."""
+"""A small algorithm (an actor, a learner and a loop) and a small environment, for tests of the compiler."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def reset(env, key):
 
 
 def still(env, key):
-    """A carry like that of `reset`, but without random numbers, which take long to compile."""
+    """The first carry, like `reset`. It has no random numbers, because they take long to compile."""
     s = jnp.linspace(-1.0, 1.0, env.num_envs * env.width).reshape(env.num_envs, env.width)
     return {"w": jnp.linspace(0.5, 1.5, env.width), "slow": jnp.zeros(env.width), "s": s}
 
@@ -62,7 +62,7 @@ def pushed(env, carry):
 
 
 def walk(env, carry, key):
-    """One iteration: act and step STEPS times, then learn from the states before each step."""
+    """One iteration: act and step STEPS times, then learn from `path`, the states before each step."""
 
     def step(s, key):
         action = jax.vmap(act, (None, 0, 0))(carry["w"], s, env.keys(key))

@@ -1,4 +1,4 @@
-"""The code of a segment is data: it can be inspected, it holds no reference to an analysis, and one interpreter evaluates it."""
+"""The code of a segment is data: it can be inspected and holds no reference to an analysis. One function, `evaluate`, runs it."""
 
 import functools
 import types
@@ -42,7 +42,7 @@ def segments(case: str) -> list[Segment]:
 
 
 def reachable(start: object) -> Iterator[object]:
-    """Every object that is reachable through fields, containers and closures, but not through globals of functions."""
+    """Every object that can be reached from `start` through fields, containers and closures. Globals of functions are left out."""
     seen, todo = set(), [start]
     while todo:
         each = todo.pop()
@@ -100,7 +100,8 @@ def test_the_cases_contain_every_kind_of_code():
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "learners that combine gradients"])
 def test_eager_evaluation_equals_the_compiled_segment(case):
-    """The cases leave out learners that combine gradients: their code needs the mapped axis that `collectives.py` provides."""
+    """The test leaves out the case with learners that combine gradients. The code of these learners needs the mapped axis that
+    `collectives.py` provides."""
     for number, segment in enumerate(segments(case)):
         code, values = segment.fn, [example(given.aval, number + i) for i, given in enumerate(segment.ins)]
         assert isinstance(code, SegmentCode)
@@ -112,7 +113,7 @@ def test_eager_evaluation_equals_the_compiled_segment(case):
 
 
 def example(aval, number: int) -> jax.Array:
-    """An array of the given type. `number` is the seed."""
+    """An array of the given type. `number` is the seed of its random numbers."""
     key = jax.random.key(number)
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.random.split(key, aval.shape) if aval.shape else key

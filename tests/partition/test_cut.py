@@ -1,4 +1,4 @@
-"""The cut sends each value once to the sites that need it, in as few messages as possible. A scan is split only if it must be."""
+"""The cut sends each value once to the sites that need it, in as few messages as possible. It splits a scan only if it must."""
 
 from collections import Counter
 from dataclasses import replace
@@ -27,7 +27,7 @@ KEY = jax.random.key(1)
 
 
 def sent(planned: Plan) -> list[tuple[str, str, list[str], int]]:
-    """For each transfer, in order: the sender, the receiver, the types of the values, and how often it runs per iteration."""
+    """For each transfer, in order: the sender, the receiver, the types of the values, and the number of runs per iteration."""
     return [
         (step.src, step.dst, [move.aval.str_short(short_dtypes=True) for move in step.moves], times)
         for step, times in walk_steps(planned.iterate.steps)
@@ -36,7 +36,7 @@ def sent(planned: Plan) -> list[tuple[str, str, list[str], int]]:
 
 
 def segments(planned: Plan) -> list[tuple[str, str, int]]:
-    """For each segment, in order: the group, the name, and how often it runs per iteration."""
+    """For each segment, in order: the group, the name, and the number of runs per iteration."""
     return [(s.group, s.name, times) for s, times in walk_steps(planned.iterate.steps) if isinstance(s, Segment)]
 
 
@@ -46,8 +46,8 @@ class TestWhatCrosses:
         assert sent(planned) == [] and planned.single is not None
 
     def test_glue_at_the_end_becomes_part_of_the_only_segment(self):
-        """The glue computes a counter, a key and a constant. If the glue were a second segment, a run could not be one compiled
-        loop, and could not be divided among several devices."""
+        """The glue computes a counter, a key and a constant. If this glue were a second segment, Choreo could not compile several
+        iterations as one loop, and could not divide an iteration among several devices."""
 
         def start(env, key):
             return still(env, key) | {"n": jnp.int32(0), "key": key, "ones": jnp.zeros(2)}
@@ -68,7 +68,7 @@ class TestWhatCrosses:
     @pytest.mark.parametrize("metrics", [{}, {"m": 3.0}], ids=["no metrics", "a constant"])
     @pytest.mark.parametrize("layout", [fused(), fused(devices=2, shards=1), coarse(2), THREE], ids=str)
     def test_an_iteration_that_computes_nothing_has_no_steps(self, layout, metrics):
-        """The iteration returns all leaves unchanged, but swaps two of them."""
+        """The iteration only swaps two leaves of the carry. All other leaves stay as they are."""
         algo = Functions(
             still, lambda env, c, key: (c | {"w": c["slow"], "slow": c["w"]}, jax.tree.map(jnp.float32, metrics))
         )
@@ -87,7 +87,8 @@ class TestWhatCrosses:
 
     @pytest.mark.parametrize("workers", [1, 2, 3])
     def test_coarse_sends_parameters_to_workers_and_trajectories_to_the_learner(self, workers):
-        """Only the learner reads `slow`, and only the environments read the last states, so neither of the two is sent."""
+        """`slow` and the last states are not sent, because only the learner reads `slow`, and only the environments read the last
+        states."""
         assert sent(plan(WALK, Pond(), coarse(workers))) == [
             (LEARNER, WORKERS, ["f32[3]"], 1),
             (WORKERS, LEARNER, ["f32[4,6,3]"], 1),
@@ -95,7 +96,8 @@ class TestWhatCrosses:
 
     @pytest.mark.parametrize("workers", [1, 2])
     def test_fine_sends_one_message_each_way_per_step(self, workers):
-        """Actor and learner share a site. This site receives the states of each step, so the stacked states are not sent."""
+        """Actor and learner share a site. This site receives the states in each step and stacks them. So the stacked states are
+        not sent."""
         assert sent(plan(WALK, Pond(), fine(workers))) == [
             ("env", INFERENCE, ["f32[6,3]"], STEPS),
             (INFERENCE, "env", ["f32[6,3]"], STEPS),
@@ -118,7 +120,7 @@ class TestWhatCrosses:
             assert not any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in moved)
 
     def test_no_value_is_sent_twice(self):
-        """Two segments of one site, before and after a scan, read the same value. The value is sent once."""
+        """At one site, a segment before the scan and a segment after the scan read the same value. The value is sent only once."""
 
         @choreo.fragment("learner")
         def judge(w, s):
@@ -150,8 +152,8 @@ class TestWhatCrosses:
         }
 
     def test_an_argument_that_a_fragment_returns_unchanged_is_not_sent(self):
-        """Many fragments return an argument among their results. In this test, the argument is the parameters, which the learner
-        has already."""
+        """Many fragments return one of their arguments among their results. Here, the actor returns its parameters. The learner has
+        these parameters already, so the workers must not send them back."""
 
         @choreo.fragment("actor")
         def act_and_return(w, s):
@@ -261,7 +263,8 @@ def test_blocks_are_redistributed_between_groups_with_different_numbers_of_repli
 
 
 class TestRefused:
-    """A `cond` or `while` with fragments of two sites is refused. The error shows the user's line and says what to do."""
+    """A `cond` or `while` with fragments of two sites is refused. The error shows the user's line and says what to do. If all
+    fragments are at one site, the program is accepted."""
 
     def refusal(self, branch) -> list[str]:
         def go(env, carry, key):
@@ -317,7 +320,8 @@ class TestRefused:
 
 
 class TestTheVerifier:
-    """The verifier finds bugs of the compiler. For a broken program, it says which slot is missing at which step."""
+    """The verifier finds bugs of the compiler. Most of the broken programs below read a slot that was not written: then the
+    message names the slot and the step that reads it."""
 
     def program(self, layout=None) -> Program:
         return plan(WALK, Pond(), layout or coarse(2)).iterate
@@ -383,7 +387,7 @@ class TestTheVerifier:
 
 
 def test_a_reversed_scan_can_be_split_over_sites():
-    """A reversed scan reads its slices from the last to the first, and stacks its results in the same way."""
+    """A reversed scan reads its slices from the last to the first. In the stacked result, the result for slice i is at index i."""
 
     def go(env, carry, key):
         weights = jnp.arange(1.0, 5.0)

@@ -1,4 +1,4 @@
-"""A result takes over the memory of an input only if nothing else can read that memory."""
+"""Donation: a result takes over the memory of an input only if nothing else can read this memory."""
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def test_a_large_buffer_is_updated_in_place(layout):
 
 
 def donated(program: Program) -> dict[str, set[str]]:
-    """The labels of the inputs that each segment takes over."""
+    """For each segment, by name: the labels of the inputs that are donated."""
     return {s.name: {s.ins[p].label for p in s.donated} for s, _ in walk_steps(program.steps) if isinstance(s, Segment)}
 
 
@@ -80,7 +80,7 @@ class TestDonatedInputs:
                 assert not labels & {"key", "iteration"}
 
     def test_a_receiver_gets_a_copy_of_a_value_that_the_sender_donates(self):
-        """The learner takes over the memory of `w` after `w` was sent to the actor, so the actor must have a copy."""
+        """The learner donates `w` after it has sent `w` to the actor, so the actor must have a copy."""
         program = plan(WALK, Pond(), coarse(1)).iterate
         assert donated(program) == {"4 x (act+step)": {"['s']"}, "learn": {"['w']", "['slow']"}}
         copied = {
@@ -98,7 +98,8 @@ class TestDonatedInputs:
             return before - after * jnp.mean(s, 0)
 
         def two_segments(env, carry, key):
-            """The learner runs, then the environments, then the learner again. Its second segment reads the old weights."""
+            """The learner runs, then the environments, then the learner again. The second segment of the learner also reads the
+            old weights."""
             w = improve(carry["w"], carry["s"])
             s = env.step(carry["s"], jax.vmap(push, (None, 0))(w, carry["s"]))
             return {"w": w, "s": s, "slow": difference(carry["w"], w, s)}, {"m": jnp.sum(carry["slow"])}
@@ -156,7 +157,7 @@ GLOBAL = jnp.array([0.5, 1.0, 1.5])
 )
 @pytest.mark.parametrize("twins", TWINS.values(), ids=TWINS)
 def test_one_array_may_be_two_leaves_of_the_first_carry(layout, twins):
-    """Different results take over the memory of the two leaves, so each leaf must be a separate copy of the array."""
+    """Both leaves are donated, and different results take over their memory. So each leaf must be a separate copy of the array."""
 
     @choreo.fragment("learner")
     def improve(w, slow, s):

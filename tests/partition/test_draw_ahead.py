@@ -1,6 +1,7 @@
 """Random numbers for a loop around Python environments are drawn before the loop, with the same bits as inside the loop.
 
-Random numbers from rbg keys are still drawn inside the loop.
+There are two exceptions: random numbers from rbg keys, and loops without Python. In these cases, the numbers are drawn inside the
+loop.
 """
 
 import functools
@@ -24,7 +25,7 @@ LAYOUTS = {"fused": fused(), "coarse x2": coarse(2), "fine x2": fine(2)}
 
 
 def primitives(planned):
-    """The primitives of all segments outside of loops ("before", although some run after a loop) and inside loops ("within")."""
+    """The primitives of the segments inside loops ("within") and of all other segments ("before", but some run after a loop)."""
     found = {"before": set(), "within": set()}
     for step in planned.iterate.steps:
         for segment in step.body if isinstance(step, Loop) else [step]:
@@ -58,7 +59,8 @@ def test_a_loop_without_python_draws_inside_the_loop():
 
 
 def test_numbers_from_rbg_keys_are_drawn_inside_the_loop():
-    """With keys of the rbg generator, `vmap` draws different numbers than one draw per key."""
+    """Before the loop, Choreo would draw for all keys at once, under `vmap`. With keys of the rbg generator, this gives different
+    numbers than one draw for each key."""
     with jax.default_prng_impl("rbg"):
         planned = plan(Tiny(unroll=3), make("CartPole-v1", 4), fused())
     assert DRAWS & primitives(planned)["within"]

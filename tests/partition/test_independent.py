@@ -1,4 +1,8 @@
-"""Under `vmap`, the bits of one row do not depend on the other rows, for every primitive on the list of `independent.py`."""
+"""Tests of the list of primitives in `independent.py`: under `vmap`, they compute each row only from the same row.
+
+For each primitive that has an example here, the tests change all rows except one, and compare the bits of this row. `obstacle`
+must find primitives that are not on the list. Each primitive of the installed JAX is either on the list or known to be refused.
+"""
 
 import importlib
 import warnings
@@ -75,7 +79,7 @@ EXAMPLES = {
     "broadcast_in_dim": (lambda x: jnp.broadcast_to(x, (2, 3)), [f(3)]),
     "cholesky": (lambda x: jnp.linalg.cholesky(SYMMETRIC(x)), [f(3, 3)]),
     "clamp": (lambda a, x, b: lax.clamp(a, x, b), [f(), f(3), f()]),
-    "closed_call": (lambda x: x, [f(3)]),  # only custom derivatives make this primitive, and they have their own tests
+    "closed_call": (lambda x: x, [f(3)]),  # only custom derivatives make this primitive, and other examples test them
     "clz": (lax.clz, [i(3)]),
     "complex": (lax.complex, [f(3), f(3)]),
     "concatenate": (lambda x, y: jnp.concatenate([x, y]), [f(3), f(2)]),
@@ -176,7 +180,8 @@ EXAMPLES = {
 }  # fmt: skip
 """For each primitive, a function of one row, and the types of its arguments."""
 MADE_INDIRECTLY = {"closed_call", "stop_gradient", "custom_lin", "copy"}
-"""Primitives that need not occur in the jaxpr of an example: calls, and primitives that JAX itself adds or removes."""
+"""Primitives that need no example, or that need not occur in the jaxpr of their example: calls, and primitives that JAX itself adds
+or removes."""
 
 
 def _pooled(x):
@@ -184,7 +189,7 @@ def _pooled(x):
 
 
 def _halved(x):
-    """Halve a row until its first element is small, at most 9 times. An infinite row never becomes small."""
+    """Halve a row until its first element is small, at most 9 times. The limit is needed because infinity never becomes small."""
     return lax.while_loop(lambda c: (jnp.abs(c[1][0]) > 0.1) & (c[0] < 9), lambda c: (c[0] + 1, 0.5 * c[1]), (0, x))[1]
 
 
@@ -234,7 +239,7 @@ def equations(closed):
 
 
 def ways_to_map(count):
-    """The choices of mapped arguments: all arguments, or a single one."""
+    """Which arguments are mapped: all of them, or only one of them. For each such choice, a bool for each argument."""
     ways = {tuple([True] * count), *(tuple(k == j for k in range(count)) for j in range(count))}
     return sorted(ways, reverse=True)
 
@@ -272,7 +277,7 @@ def bits_of_row(out):
 
 
 class TestRefused:
-    """`obstacle` finds a primitive that is not on the list, or that uses rbg keys, wherever the primitive is in a program."""
+    """`obstacle` finds a primitive that is not on the list or uses rbg keys. The primitive can be anywhere in the program."""
 
     def test_random_numbers_from_rbg_keys_are_refused(self):
         key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
@@ -320,7 +325,7 @@ io_callback pure_callback buffer_callback custom_vmap_call custom_partitioning f
 call_exported dim_as_value dimension_size shape_assertion tpu_custom_call
 """.split()
 """Primitives that were reviewed and are not on the list: collectives, callbacks, tokens, references, and primitives whose
-exact result XLA is free to choose. Some could be proved independent, but were never needed.
+exact result XLA is free to choose. Some of them could be proved independent, but no program has needed them.
 `regularized_incomplete_beta` is refused because its loop runs until all elements of the batch have converged, so each
 element can change the last bits of the others."""
 REFUSED_MODULES = (
@@ -331,7 +336,7 @@ REFUSED_MODULES = (
 
 
 def test_every_primitive_of_the_installed_jax_has_been_reviewed():
-    """Each primitive is on the list, in REFUSED, in one of REFUSED_MODULES, or one half of a collective."""
+    """Each primitive is on the list, in REFUSED, or in one of REFUSED_MODULES; or it is one half of a collective."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in ("jax.experimental.sparse", "jax.experimental.pallas", "jax.experimental.checkify",

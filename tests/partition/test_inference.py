@@ -1,9 +1,9 @@
 """Tests of `infer`, `demand` and `emit` on whole programs. They compare the pieces that a replica computes with the full results.
 
-A program is a function of arrays. A replica has the whole of some inputs, and only its block of the others. For each result,
-`infer` says which pieces a replica can compute: the whole, its block, or none (the result is mixed). For each of these pieces,
-`demand` names the pieces of the inputs that the replica needs. From these inputs, `emit` must compute the same numbers as the full
-program has in this piece. If a replica has only its block of an input, `demand` must not name more than this block.
+A program is a function of arrays. A replica has some inputs as a whole, and only its block of all other inputs. For each result,
+`infer` says which pieces a replica can compute: the whole, its block, or none (the result is mixed). For each piece that a replica
+can compute, `demand` names the pieces of the inputs that are needed for it. From these pieces of the inputs, `emit` must compute
+the same numbers as the full program. If a replica has only its block of an input, `demand` must not name more than this block.
 """
 
 import functools
@@ -39,10 +39,11 @@ KEYS = ("keys", 0)
 
 @dataclass(frozen=True)
 class Case:
-    """A program. `ins` holds the shape and the env axis of each input; the axis is None if a replica has the whole input.
+    """A program, its inputs, and what `infer` must find for its results.
 
-    In place of a shape, "key" means one random key, "keys" one key per environment, and ("index", E) one index per environment.
-    `outs` holds the env axis of each result, None for a whole result, or MIXED.
+    `ins` holds the shape and the env axis of each input. The axis is None if a replica has the whole input. In place of a shape,
+    "key" means one random key, "keys" means one key per environment, and ("index", E) means one index per environment. `outs` holds
+    one entry per result: its env axis, or None if a replica can compute the whole, or MIXED.
     """
 
     fn: Callable[..., Any]
@@ -328,7 +329,7 @@ CASES = {
     ),
     "mapped fragment, named mean": Case(jax.vmap(named_fn, axis_name="envs"), (S,), (MIXED,)),
     "mapped fragment, named index": Case(jax.vmap(index_fn, axis_name="envs"), (S,), (0,)),
-    "mapped fragment, named mean of members": Case(  # harmless, but `psum` has no rule
+    "mapped fragment, named mean of members": Case(  # harmless, but `pmean` calls `psum`, which has no rule
         jax.vmap(jax.vmap(named_fn, axis_name="envs")), (((E, 2, 3), 0),), (MIXED,)
     ),
     "mapped fragment, arrays closed over": Case(lambda x: jax.vmap(closing_fn)(x, jnp.arange(E)), (S,), (0,)),
@@ -388,7 +389,7 @@ ROWS = np.arange(E)
 THICK = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(1,), start_index_map=(0, 1))
 SQUARE = ((E, E), 0)
 INDEX = (("index", E), 0)
-# In these programs, each environment reads or writes only its own row: `arange` gives the row numbers.
+# In the first programs, each environment reads or writes only its own row, because `arange` gives the row numbers.
 IN_ROWS: dict[str, Case] = {
     "read": own(lambda x, a: x[jnp.arange(E), a]),
     "read, numpy": own(lambda x, a: x[ROWS, a]),
@@ -423,7 +424,8 @@ IN_ROWS: dict[str, Case] = {
     "write whole rows": own(lambda x, a: x.at[jnp.arange(E)].add(2.0 * x)),
     "write to a square": own(lambda x, a: x.at[jnp.arange(E), a].set(7.0), ins=(SQUARE, INDEX)),
     "write the same place twice": own(lambda x, a: x.at[jnp.arange(E)[:, None], jnp.stack([a, a], 1)].add(1.0)),
-    # These programs look similar. Their results count as mixed, because nothing proves that each environment uses only its own row.
+    # The programs named "no: ..." look similar. Nothing proves that each environment uses only its own row, so their results count
+    # as mixed.
     **{
         f"no: {name}": own(lambda x, a, rows=rows: (x[rows(), a], x.at[rows(), a].set(7.0)), (MIXED, MIXED))
         for name, rows in {
@@ -470,7 +472,7 @@ CASES |= {f"rows: {name}": case for name, case in IN_ROWS.items()}
 
 
 def values_of(case: Case) -> list[jax.Array]:
-    """The inputs of a case. An input of shape (E,) is `arange(E)`; inputs of other shapes are random numbers."""
+    """The inputs of a case. An array of shape (E,) is `arange(E)`, and arrays of other shapes are random numbers."""
 
     def value(i, shape):
         if shape == ("index", E):
@@ -497,7 +499,10 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def emit_one(inference, order, wanted, o, axis, inputs, r):
-    """The piece `axis` of result `o`, at replica `r`. `order` names the pieces of each input that are in `inputs`."""
+    """What replica `r` computes for result `o`: its block along `axis`, or the whole if `axis` is None.
+
+    `inputs` holds pieces of each input; `order` names these pieces.
+    """
     given = [dict(zip(pieces, values, strict=True)) for pieces, values in zip(order, inputs, strict=True)]
     return emit(inference, given, wanted, r)[o][axis]
 
@@ -521,7 +526,9 @@ def test_a_piece_computed_by_a_replica_equals_that_piece_of_the_full_result(name
             wanted = [{axis} if i == o else set() for i in range(len(full))]
             needed, _ = demand(inference, wanted)
             for pieces, (_, in_axis) in zip(needed, case.ins, strict=True):
-                assert in_axis is None or pieces <= {in_axis}, f"result {o} needs {pieces}, available is {in_axis}"
+                assert in_axis is None or pieces <= {in_axis}, (
+                    f"result {o} needs the pieces {pieces} of an input, but the replica has only its block along axis {in_axis}"
+                )
             order = [tuple(pieces) for pieces in needed]
             emitted = jax.jit(functools.partial(emit_one, inference, order, wanted, o, axis))
             for r in range(E // BLOCK):
@@ -532,7 +539,7 @@ def test_a_piece_computed_by_a_replica_equals_that_piece_of_the_full_result(name
                     as_numpy(block(full[o], axis, r)),
                     rtol=1e-5,
                     atol=1e-5,
-                    err_msg=f"result {o}, piece {axis}, block {r}",
+                    err_msg=f"result {o} at replica {r}: the piece along axis {axis} (None: the whole)",
                 )
 
 

@@ -1,4 +1,7 @@
-"""Placement reaches its fixed point through many leaves of the carry, and errors name the fragment that mixes environments."""
+"""Placement reaches its fixed point even if a home must pass through many leaves of the carry, one after the other.
+
+If a fragment mixes environments, the error names this fragment.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +25,8 @@ def start(env, key):
 
 
 def go(env, carry, key):
-    """Two queues of LENGTH leaves: `line` moves on by one leaf in every iteration, and `rows` in every step of the scan. Only
-    the first leaf of a queue is read."""
+    """Two queues of LENGTH leaves. `line` moves on by one leaf in every iteration, and `rows` moves on by one leaf in every step of
+    the scan. Only the first leaf of each queue is read."""
 
     def step(state, _):
         s, rows = state

@@ -2,9 +2,10 @@
 
     block r of equation(full operands)  ==  split equation(block r of each operand)
 
-An example has a function, the shapes of its operands, and the number of ways in which its last primitive must be able to run on
-blocks. The test tries every equation of the function with every combination of axes that can be divided. If the rule allows a
-combination, the law must hold. The elements of an operand are different numbers, so the test notices a row of a wrong environment.
+An example is a function with its operands. For each equation of the function, the tests try every combination of axes: a
+combination says along which axis each operand is divided, or that the operand is whole. If the rule allows the combination, the
+law must hold. An example also says how many combinations the rule must allow at least. The elements of a float operand all
+differ, so a test notices a row of a wrong environment.
 """
 
 import functools
@@ -42,9 +43,9 @@ class Example:
     dtypes: tuple[str, ...] = ()
     """A dtype for each operand, or "key" for random keys, or "index" for indices. Empty if all are float32."""
     allowed: int = 1
-    """The rule must allow at least this number of combinations of axes for `primitive`. 0 means that it must refuse all of them."""
+    """The rule of `primitive` must allow at least this number of combinations of axes. 0 means that the rule must refuse all."""
     primitive: str | None = None
-    """The name of a primitive. None means the primitive of the last equation."""
+    """The name of the primitive that `allowed` is about. None means the primitive of the last equation."""
 
     def operands(self) -> list[jax.Array]:
         dtypes = self.dtypes or ("float32",) * len(self.shapes)
@@ -79,8 +80,8 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def check(example: Example) -> dict[str, int]:
-    """Check the law for every equation and every combination of axes. Returns for each primitive the number of combinations that
-    the rule allows for its last equation."""
+    """Check the law for every equation and every combination of axes. Return, for each primitive, the number of combinations that
+    its rule allows for the last equation with this primitive."""
     operands = example.operands()
     closed = jax.make_jaxpr(example.fn)(*operands)
     ways: dict[str, int] = {}
@@ -136,8 +137,9 @@ def _check_eqn(eqn, values) -> int:
             ins, outs, params = split(eqn, axes, SIZE)
         except Mixes:
             continue
-        # Skip a combination for which the rule wants another piece of an operand than the available block. `ByRule` refuses such
-        # a combination, unless the operand is also available as a whole. The combination with None for the operand tests that case.
+        # `have` is the axis of the block that a replica has, and `want` is the piece that the rule needs. If the two differ, `ByRule`
+        # refuses the combination, unless the replica also has the whole operand. The combination with None as the axis of this
+        # operand tests that case, so skip this combination.
         if any(have is not None and want != have for have, want in zip(axes, ins, strict=True)):
             continue
         allowed += 1
@@ -151,7 +153,7 @@ def _check_eqn(eqn, values) -> int:
                     as_numpy(expected).astype(_wide(got)),
                     rtol=2e-6,
                     atol=2e-6,
-                    err_msg=f"{name}: operands along {axes}, given along {ins}, result {o} along {outs[o]}, block {r}",
+                    err_msg=f"{name}: replica has axes {axes}, rule takes {ins}; result {o} along {outs[o]}, block {r}",
                 )
     return allowed
 
@@ -486,15 +488,17 @@ OTHER_NAMES = {
     "scatter_min": "scatter-min, in newer JAX",
     "scatter_max": "scatter-max, in newer JAX",
 }
-"""Names in RULES that no example contains in this version of JAX, each with its meaning."""
+"""The names in RULES that no example uses in this version of JAX, each with its meaning."""
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_block_of_the_result_equals_the_split_equation_on_blocks(name):
     ways, wanted = check_named(name), EXAMPLES[name].allowed
     primitive = EXAMPLES[name].primitive or list(ways)[-1]
-    assert ways[primitive] >= wanted, f"`{primitive}` may be divided in only {ways[primitive]} ways"
-    assert wanted or not ways[primitive], f"`{primitive}` must be refused"
+    assert ways[primitive] >= wanted, (
+        f"the rule of `{primitive}` allows {ways[primitive]} combinations of axes, but must allow at least {wanted}"
+    )
+    assert wanted or not ways[primitive], f"the rule of `{primitive}` must refuse all combinations of axes"
 
 
 def test_every_rule_has_an_example():
@@ -568,7 +572,7 @@ transpose""".split()
 
 @st.composite
 def random_dots(draw) -> Example:
-    """A dot_general with random dimension numbers. Contracted, batch and free dimensions often have length E."""
+    """A dot_general with random dimension numbers. Dimensions of all kinds (contracted, batch, free) often have length E."""
     contracted, batch, left, right = (draw(st.lists(DIMENSIONS, max_size=n)) for n in (1, 2, 1, 1))
 
     def side(free):

@@ -150,7 +150,7 @@ BROKEN = {
     "closed": "`send` after `close` raises ReceiverClosed, not ChannelClosed",
     "failure": "raises EndOfChannel, not PeerLost",
     "mismatch": "of another size raises nothing",
-    "statistics": "statistics count 3, 162 bytes",
+    "statistics": "statistics count 3 messages and 162 bytes",
     "waiting": "statistics do not count waiting",
 }
 

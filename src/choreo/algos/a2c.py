@@ -3,8 +3,8 @@
     policy:   log pi(a | s) * A         A: the generalised advantage of action a, from the critic's values
     critic:   (V(s) + A) - V(s)         the error; no gradient flows through the target V(s) + A
 
-In lockstep this algorithm is A2C. Under the layout `a3c` it is A3C: each worker computes gradients next to its environments, and
-one site applies each gradient when the gradient arrives.
+In lockstep this algorithm is A2C. Under the layout `a3c` it is A3C: each worker computes gradients from the steps of its own
+environments, and one site applies each gradient when the gradient arrives.
 """
 
 from dataclasses import dataclass

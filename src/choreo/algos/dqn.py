@@ -1,4 +1,4 @@
-"""Deep Q-learning (Mnih et al. 2015) and its descendants, for Discrete actions.
+"""Deep Q-learning (Mnih et al. 2015) and its variants, for Discrete actions.
 
     iterate:   draw -> learn -> priorities          from stored steps
                act, step, act, step, ... -> add     at the same time, with the parameters from before the iteration
@@ -40,7 +40,7 @@ FORBIDDEN = -1e9
 
 
 class Params(NamedTuple):
-    """What acting needs."""
+    """The values that `act` needs to choose an action."""
 
     network: PyTree
     """The module, frozen: every leaf is an array."""
@@ -54,7 +54,7 @@ class Train(NamedTuple):
     """The state of learning."""
 
     params: Params
-    """What acting needs."""
+    """The values that `act` needs to choose an action."""
     target: PyTree
     """The target network: a copy of the network from some updates ago."""
     optimizer: optax.OptState
@@ -66,7 +66,7 @@ class Train(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What one iteration hands to the next."""
+    """The values that one iteration hands to the next."""
 
     train: Train
     """The state of learning."""
@@ -119,7 +119,7 @@ class DQN:
     gamma: float = 0.99
     """Discount factor."""
     n_step: int = 3
-    """Rewards in a return before it bootstraps from a value."""
+    """Number of rewards in a return; after these rewards, the return bootstraps from a value."""
     double: bool = True
     """Double Q-learning: the network chooses the next action, and the target network gives its value."""
     dueling: bool = True
@@ -151,7 +151,7 @@ class DQN:
     epsilon_steps: int = 20_000
     """Environment steps over which epsilon falls from the first value to the second."""
     epsilon_spread: float = 0.0
-    """Environment i of E uses epsilon ** (1 + epsilon_spread * i / (E - 1)). With 0 all use the same epsilon; Ape-X has 7."""
+    """Environment i of E uses epsilon ** (1 + epsilon_spread * i / (E - 1)). 0: the same in all environments; Ape-X has 7."""
     max_grad_norm: float = 10.0
     """Gradients are scaled down to this norm."""
     total_steps: int | None = None
@@ -345,6 +345,6 @@ class DQN:
 
 
 def _of(action: jax.Array, values: jax.Array) -> jax.Array:
-    """`values[action]`, computed as a product with a one-hot vector: the gradient of an index would be a slow scatter."""
+    """`values[action]`, computed as a product with a one-hot vector, because the gradient of indexing would be a slow scatter."""
     chosen = jax.nn.one_hot(action, len(values), dtype=values.dtype)
     return jnp.sum(values * chosen.reshape(-1, *(1,) * (values.ndim - 1)), axis=0)

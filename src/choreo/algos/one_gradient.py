@@ -25,7 +25,7 @@ from choreo.types import Key, PyTree
 
 
 class Params(NamedTuple):
-    """What acting needs."""
+    """The values that `act` needs to choose an action."""
 
     network: PyTree
     """The module, frozen: every leaf is an array."""
@@ -37,7 +37,7 @@ class Train(NamedTuple):
     """The state of learning."""
 
     params: Params
-    """What acting needs."""
+    """The values that `act` needs to choose an action."""
     optimizer: optax.OptState
     """State of the optimiser."""
     iterations: jax.Array
@@ -45,7 +45,7 @@ class Train(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What one iteration hands to the next."""
+    """The values that one iteration hands to the next."""
 
     train: Train
     """The state of learning."""
@@ -65,7 +65,7 @@ class Predictions(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What critic and policy learn from a trajectory [time, env]; the loss treats all fields as constants."""
+    """The values from which critic and policy learn, for a trajectory [time, env]; the loss treats all fields as constants."""
 
     value: jax.Array
     """Target of the critic."""

@@ -23,7 +23,7 @@ from choreo.types import Key, PyTree
 
 
 class Params(NamedTuple):
-    """What acting needs."""
+    """The values that `act` needs to choose an action."""
 
     network: PyTree
     """The module, frozen: every leaf is an array."""
@@ -35,7 +35,7 @@ class Train(NamedTuple):
     """The state of learning."""
 
     params: Params
-    """What acting needs."""
+    """The values that `act` needs to choose an action."""
     optimizer: optax.OptState
     """State of the optimiser."""
     iterations: jax.Array
@@ -43,7 +43,7 @@ class Train(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What one iteration hands to the next."""
+    """The values that one iteration hands to the next."""
 
     train: Train
     """The state of learning."""
@@ -208,7 +208,7 @@ class PPO:
         discount_t = self.gamma * trajectory.discount
         advantage = ops.gae(trajectory.reward, discount_t, trajectory.last, value_tm1.T, value_t.T, self.gae_lambda).T
         s = sequences
-        # Computed here, not in `act`: one large computation is faster than a small one at every step.
+        # Compute the log-probabilities here and not in `act`: one large computation is faster than a small one at every step.
         log_prob = s.extras.log_prob(s.action)
         batch = Batch(s.obs, s.action, log_prob, s.last, advantage, advantage + value_tm1, memory)
         return batch if memory is not None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)

@@ -3,8 +3,11 @@
     policy:   log pi(a | s) * (G - V(s))        G: the discounted sum of all rewards from this step on
     critic:   G - V(s)                          the error
 
-The advantage of an action is G minus the baseline V(s), which the critic predicts. Deviations from the paper: the baseline is a
-network, an update comes after `unroll` steps of every environment instead of after each episode, and the loss has an entropy bonus.
+The advantage of an action is G minus the baseline V(s), which the critic predicts. Deviations from the paper:
+
+- The baseline is a network.
+- An update comes after `unroll` steps of every environment, instead of after each episode.
+- The loss has an entropy bonus.
 """
 
 from dataclasses import dataclass

@@ -31,12 +31,12 @@ Metrics = dict[str, jax.Array]
 
 
 class Params(NamedTuple):
-    """What acting needs."""
+    """The values that `act` needs to choose an action."""
 
     policy: PyTree
     """The module, frozen: every leaf is an array."""
     updates: jax.Array
-    """Number of updates done; before the first one, actions are uniform."""
+    """Number of updates done; before the first update, actions are uniform."""
 
 
 class Network(NamedTuple):
@@ -64,7 +64,7 @@ class Train(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What one iteration hands to the next."""
+    """The values that one iteration hands to the next."""
 
     train: Train
     """The state of learning."""
@@ -75,7 +75,7 @@ class Carry(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One transition out of the replay."""
+    """One transition from the replay."""
 
     obs: PyTree
     action: jax.Array

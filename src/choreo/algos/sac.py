@@ -34,7 +34,7 @@ class SAC(ReplayedControl):
     learning_rate: float = 3e-4
     network: networks.Factory = networks.squashed
     temperature: float | None = None
-    """The reward that one nat of entropy is worth; None: learned, so that the entropy approaches `target_entropy`."""
+    """The reward for one nat of entropy; None: the temperature is learned, so that the entropy approaches `target_entropy`."""
     target_entropy: float = -1.0
     """Wanted entropy per dimension of an action, in nats, for actions scaled to [-1, 1]."""
 

@@ -1,7 +1,7 @@
 """Twin delayed deterministic policy gradient, TD3 (Fujimoto et al. 2018), for actions within bounds.
 
-TD3 is DDPG with three changes, because DDPG overestimates values: it uses the smaller value of two critics, smooths the targets
-over nearby actions, and updates the policy less often than the critics.
+DDPG overestimates values. TD3 is DDPG with three changes that reduce this error: TD3 uses the smaller value of two critics, smooths
+the targets over nearby actions, and updates the policy less often than the critics.
 """
 
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class TD3(ReplayedControl):
         return metrics["critic_loss"], metrics
 
     def item_losses(self, critics: PyTree, target: Network, steps: StoredStep, key: Key) -> Metrics:
-        """The loss of the critics for one item [step, ...], and the value `q` of its action by each critic."""
+        """The loss of the critics for one item [step, ...], and the value `q` that each critic gives to the item's action."""
         item, target = self.item(steps), networks.thaw(target)
         # Equation 14: the action of the target policy, plus clipped noise.
         noise = self.target_noise * jax.random.normal(key, (item.action.size,), item.action.dtype)
@@ -81,7 +81,7 @@ class TD3(ReplayedControl):
         return {"critic_loss": item.weight * 0.5 * jnp.sum((q - wanted) ** 2), "q": q}
 
     def policy_loss(self, policy: PyTree, critics: PyTree, obs: PyTree) -> jax.Array:
-        """Minus the mean value of the policy's actions by the first critic (algorithm 1); `obs` is [item, step, ...]."""
+        """The mean value that the first critic gives to the policy's actions, negated (algorithm 1); `obs` is [item, step, ...]."""
         policy, critic = networks.thaw(policy), networks.thaw(critics)[0]
         first = jax.tree.map(lambda x: x[:, 0], obs)
         return -jnp.mean(jax.vmap(lambda obs: critic(obs, policy(obs)))(first))

@@ -2,20 +2,22 @@
 
     storage     [env, time, ...]      a ring buffer of steps for each environment; new steps overwrite the oldest
     item        (env, time)           the window of `table.length` steps that begins at this place in the storage
-    tables      "items", "queue"      have names; each draws items in its own way from the same storage
+    table       "items", "queue"      a rule, with a name, by which items are drawn; all tables share the same storage
 
                  oldest                               newest
     steps        |5 |6 |7 |8 |9 |10|11|12|13|14|15|16|
     items of 3    *  *  *  *  *  *  *  *  *  *           a star marks the first step of an item of 3 steps
 
-An n-step return needs n + 1 observations, so its item is a window of n + 1 steps. Each observation is stored once, not a second
-time as a successor. The whole replay consists of arrays in an algorithm's carry. Every large array has the env axis first, so that
-a layout can divide it among sites like the environments. With several buffer shards, each shard is a replay of its own, whose
-tables read only its own environments.
+An n-step return needs n + 1 observations. So an algorithm with n-step returns draws items of n + 1 steps. Each observation is
+stored only once: the observation after a step is stored with the next step. The whole replay consists of arrays in an algorithm's
+carry. Every large array has the env axis first, so that a layout can divide these arrays among sites in the same way as the
+environments. With several buffer shards, each shard is a separate replay, and its tables draw only from the environments of this
+shard.
 
-We do not use flashbax for four reasons. Its buffers keep one sum tree over all environments, which cannot be divided among
-sites. They draw one kind of item. They do not store frame stacks as single frames. And if an iteration draws before it adds, XLA
-copies a whole buffer (`benchmarks/replay.py` measures this copy). Your own algorithm can use flashbax unchanged (`docs/replay.md`).
+We do not use flashbax for four reasons. Its buffers keep one sum tree over all environments, and this tree cannot be divided among
+sites. All items of a buffer have the same length, and are drawn in the same way. Frame stacks are stored as a whole, so each frame
+is stored several times. And if an iteration draws before it adds, XLA copies a whole buffer (`benchmarks/replay.py` measures this
+copy). Your own algorithm can use flashbax unchanged (`docs/replay.md`).
 """
 
 from collections.abc import Callable
@@ -92,7 +94,9 @@ class Replay:
     def __post_init__(self):
         names = [table.name for table in self.tables]
         if not names or len(set(names)) < len(names):
-            raise AlgorithmError(f"Replay(tables={names}) needs at least one table, each with a name of its own.")
+            raise AlgorithmError(
+                f"Replay(tables={names}) needs at least one table, and no two tables may have the same name."
+            )
         for table in self.tables:
             if table.min_size > self.capacity:
                 raise AlgorithmError(
@@ -104,8 +108,9 @@ class Replay:
     def ring(self, num_envs: int) -> int:
         """The length of the ring buffer of one environment: a multiple of `unroll`, so that each `add` writes one contiguous slice.
 
-        The ring buffer always has room for `unroll` steps and one item, even if `capacity` is too small for that. This must
-        also hold for more environments than the run has: a plan also traces `init` with twice as many environments.
+        The ring buffer has room for `unroll` steps and one item, even if `capacity` is too small for this. A small `capacity` is
+        not an error here, because Choreo traces `init` a second time, with twice as many environments as the run has. With more
+        environments, `capacity` leaves fewer steps for each environment.
         """
         longest = max(table.length for table in self.tables) + self.stack - 1
         steps = max(-(-self.capacity // num_envs), self.unroll + longest)
@@ -116,7 +121,7 @@ class Replay:
         check_fits(jax.eval_shape(lambda: self._empty(step, num_envs)), capacity=self.capacity)
         if self.ring(num_envs) * num_envs >= LARGEST_ROUND:
             raise AlgorithmError(
-                f"A replay of {self.capacity:,} steps is too large: it can number at most {LARGEST_ROUND - 1:,} steps.",
+                f"A replay of {self.capacity:,} steps is too large: a replay can hold at most {LARGEST_ROUND - 1:,} steps.",
                 fix="Use a smaller capacity.",
             )
         return self._empty(step, num_envs)
@@ -163,9 +168,10 @@ class Replay:
     def _check_added(self, steps: StoredStep, num_envs: int) -> None:
         if steps.last.shape != (self.unroll, num_envs):
             raise AlgorithmError(
-                f"This replay takes {self.unroll} steps of {num_envs} environments at a time, [time, env]; it was given "
+                f"Each call of `add` needs arrays of shape [{self.unroll}, {num_envs}, ...]; the given arrays begin with "
                 f"{list(steps.last.shape)}.",
-                fix="Set Replay(unroll=...) to the number of steps in one addition.",
+                fix="Set Replay(unroll=...) to the number of time steps, and the `num_envs` of Replay.init to the number of "
+                "environments.",
             )
 
     def sample(self, state: ReplayState, key: Key, table: str | None = None) -> tuple[ReplayState, Sample]:
@@ -178,7 +184,7 @@ class Replay:
         return state._replace(tables=state.tables | {drawn.name: after}), Sample(steps, where, ready)
 
     def window(self, state: ReplayState, env: jax.Array, time: jax.Array, length: int) -> StoredStep:
-        """The items at (env, time): [item, step, ...]."""
+        """The steps of the items at (env, time): [item, step, ...]."""
         ring = state.steps.last.shape[1]
         at = (env[:, None], ring_positions(time, length, ring))
         if self.stack == 1:
@@ -186,7 +192,8 @@ class Replay:
         steps = jax.tree.map(lambda x: x[at], state.steps._replace(obs=None))
         frames = ring_positions(time - (self.stack - 1), length + self.stack - 1, ring)  # [item, before + step]
         last = state.steps.last[env[:, None], frames[:, :-1]]
-        # Frames are missing only before the first step of the run: a table draws no item of which a frame is overwritten.
+        # A table draws only items of which all frames are still stored. So a frame is missing only if it would come before the
+        # first step of the run.
         missing = (state.inserted.rest < ring) & (frames[:, : self.stack - 1] > time[:, None])
         of_stack = jax.vmap(lambda frames, source: frames[source])(frames, stacks(last, missing, self.stack))
         at = (env[:, None, None], of_stack)
@@ -195,9 +202,10 @@ class Replay:
     def set_priorities(
         self, state: ReplayState, where: Draw, priorities: jax.Array, table: str | None = None
     ) -> ReplayState:
-        """Set the priorities of items that were drawn from a table, before the next `add` puts new items at their places.
+        """Set the priorities of items that were drawn from a table.
 
-        If a priority is NaN, the probabilities of all items drawn later are NaN. Then the loss is NaN too, and the run ends.
+        Call this before the next `add`: after it, new items may be at the places of the drawn items. If a priority is NaN, the
+        probabilities of all items drawn later are NaN. Then the loss is NaN too, and the run ends.
         """
         changed = self.table(table)
         return state._replace(
@@ -227,10 +235,11 @@ class Replay:
 
 
 def _read_token(steps: StoredStep, inserted: jax.Array) -> jax.Array:
-    """An opaque False that depends on every leaf of `steps`, which were read from the storage.
+    """A boolean that is always False, although XLA cannot know it. It depends on every leaf of `steps`.
 
-    XLA updates an array in place only if all reads of the old array come before the write, and only a data dependence fixes this
-    order. If the next `add` did not depend on these reads, XLA would copy the whole storage in every iteration.
+    The leaves of `steps` were read from the storage. XLA updates an array in place only if all reads of the old array come before
+    the write, and only a data dependence fixes this order. The next `add` depends on this boolean, and so on the reads. Without
+    this dependence, XLA would copy the whole storage in every iteration.
     (`optimization_barrier` does not help: XLA removes it before it decides about copies.)
     """
     some = [x.ravel()[0].astype(bool) for x in jax.tree.leaves(steps)]
@@ -238,5 +247,5 @@ def _read_token(steps: StoredStep, inserted: jax.Array) -> jax.Array:
 
 
 def ring_positions(start: jax.Array, length: int, ring: int) -> jax.Array:
-    """The positions in the ring buffer of the windows that begin at `start`: [..., step]."""
+    """For each window that begins at `start`, the positions of its steps in the ring buffer: [..., step]."""
     return jnp.add.outer(start, jnp.arange(length, dtype=start.dtype)) % ring

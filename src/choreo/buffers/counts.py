@@ -1,11 +1,12 @@
-"""Counters that do not overflow. JAX's int32 ends at 2^31, but a long run stores and draws more steps.
+"""Counters that do not overflow. An int32 of JAX ends at 2^31, but a long run can store and draw more steps than that.
 
     Count(rest, rounds)        total = rounds x round + rest
 
-A *round* is a fixed number. A count does not store this number, so its methods take it as an argument. For steps, a round is a
-multiple of the ring's length, so `rest` alone gives the position of a step in the ring buffer. Once `rest` has reached the ring's
-length, `rest` never falls below this length, so it also tells whether enough steps are stored. Only ratios, such as samples per
-insert, need the total.
+A *round* is a fixed number that is subtracted from `rest` before `rest` overflows; `rounds` counts these subtractions. A `Count`
+does not store the size of a round, so its methods take this size as an argument. For counts of steps, the size of a round is a
+multiple of the ring buffer's length, so `rest` alone gives the position of a step in the ring buffer. After
+`rest` has reached the ring buffer's length, it never falls below this length. So `rest` also tells whether enough steps are stored.
+Only ratios, such as samples per insert, need the total.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class Count(NamedTuple):
     """How many rounds have been subtracted so far."""
 
     def plus(self, more: int | jax.Array, round_: int = LARGEST_ROUND, kept: int = 0) -> "Count":
-        """The count plus `more`. A round is subtracted from `rest` if at least `kept` remains."""
+        """The count plus `more`. A round is subtracted from `rest` if at least `kept` remains after the subtraction."""
         rest = self.rest + more
         is_round = rest >= round_ + kept
         return Count(jnp.where(is_round, rest - round_, rest), self.rounds + is_round.astype(jnp.int32))

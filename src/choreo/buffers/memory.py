@@ -19,8 +19,8 @@ def check_fits(state: PyTree, *, capacity: int) -> int:
     if num_bytes > limit:
         raise AlgorithmError(
             f"A replay of {capacity:,} steps takes {_gigabytes(num_bytes)}; this machine has {_gigabytes(limit)} of memory.",
-            fix=f"Use a capacity of {_round_down(capacity * limit * 0.8 / num_bytes):,} or less; store frames as uint8, and "
-            "each only once (Replay(stack=...)).",
+            fix=f"Use a capacity of {_round_down(capacity * limit * 0.8 / num_bytes):,} or less. If observations are frames, "
+            "store them as uint8, and each frame only once (Replay(stack=...)).",
         )
     return num_bytes
 

@@ -1,13 +1,13 @@
-"""A replay in shards, as the algorithms that learn from replay use it.
+"""A replay that consists of buffer shards, for the algorithms that learn from replay.
 
     iterate:    draw -> learn             from stored steps
                 rollout -> add            with the parameters from the beginning of the iteration
 
-Within an iteration, learning does not depend on acting: a step can be drawn only in a later iteration than the one that
-collected it. So a site that acts and a site that learns work at the same time, also in lockstep.
+Within an iteration, learning does not depend on acting, because a step is never drawn in the iteration that collects the step. So
+a site that acts and a site that learns can work at the same time, even in lockstep.
 
     1 shard     [env]                     one replay over all environments
-    B shards    B x [env / B]             a replay for each shard's environments; a batch has equally many items from each shard
+    B shards    B x [env / B]             one replay for the environments of each shard; each gives 1 / B of a batch
 """
 
 import math
@@ -41,7 +41,7 @@ class Batches(NamedTuple):
     probability: jax.Array
     """Probability with which each item was drawn: [update, item]"""
     ready: jax.Array
-    """False while too little is stored to learn from."""
+    """False while too few steps are stored to learn from."""
 
 
 def make_replay(
@@ -59,7 +59,7 @@ def make_replay(
 ) -> Replay:
     """The replay of one buffer shard. `capacity`, `batch_size` and `min_size` are totals over all shards.
 
-    An item has `length` steps. One draw returns the items of all `updates` updates of an iteration.
+    An item has `length` steps. An iteration makes `updates` updates, and one draw returns the items for all of them.
     """
     if shards < 1 or batch_size % shards:
         raise AlgorithmError(
@@ -103,7 +103,7 @@ def num_updates(updates_per_step: float, unroll: int, env: Env) -> int:
 
 
 def step_types(env: Env, act: Callable[..., Any], *args: Any) -> StoredStep:
-    """The types of one stored step of one environment; `act(*args, obs, key)` returns its action and extras."""
+    """The types of one stored step of one environment; `act(*args, obs, key)` returns the action and the extras."""
 
     def one_step(key: Key) -> StoredStep:
         state, obs = env.reset(env.keys(key))
@@ -116,7 +116,7 @@ def step_types(env: Env, act: Callable[..., Any], *args: Any) -> StoredStep:
 
 
 def init_replay(replay: Replay, step: StoredStep, num_envs: int, shards: int) -> ReplayState:
-    """All shards, empty; `replay` is one shard, and `step` the types of one stored step."""
+    """An empty replay with all its shards. `replay` describes one shard, and `step` has the types of one stored step."""
     if num_envs % shards:
         raise AlgorithmError(
             f"{num_envs} environments cannot be divided evenly among {shards} buffer shards.",

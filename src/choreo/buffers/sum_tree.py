@@ -1,14 +1,14 @@
-"""Sum trees with wide nodes, one for each environment, in one array [env, node, child].
+"""Sum trees with wide nodes: one tree for each environment, and all trees in one array [env, node, child].
 
     first level     the leaves: the weight of each item; 0 where there is no item
     next levels     each child is the sum over one node of the level below
     last level      one node, the root
 
-A draw descends from the root to a leaf, with a few small vector operations in each level. (A tree of only two levels would need
-nodes of a thousand children for a million items, and a CPU reads all children of a node.) When a weight changes, all sums above
-it are computed again from their children, so rounding errors do not accumulate: a sum is 0 if and only if there is no item below.
-The number of levels depends on the number of environments, but the number of arrays in a carry must not. So all levels are in one
-array.
+A draw descends from the root to a leaf, with a few small vector operations in each level. (With only two levels, a tree of a
+million items would need nodes of a thousand children, and a draw reads all children of a node.) When a weight changes, all sums
+above this weight are computed again from their children, so rounding errors do not accumulate. A sum is 0 if and only if there is
+no item below the sum. The number of levels depends on the number of environments, but the number of arrays in a carry must not
+depend on the number of environments. So all levels are in one array.
 """
 
 import jax
@@ -19,14 +19,17 @@ from choreo.types import Key
 
 def empty(num_envs: int, num_items: int, batch: int) -> jax.Array:
     """Sum trees with all weights 0, for `num_items` items of each environment; `batch` is the number of items in one draw."""
-    # The time to draw depends mostly on the number of levels for a small batch, and on `fan_out` for a large one
+    # The time of a draw depends mostly on the number of levels if the batch is small, and on `fan_out` if the batch is large
     # (benchmarks/replay.py).
     fan_out = 16 if batch <= 64 else 8
     return jnp.zeros((num_envs, sum(_nodes_per_level(-(-num_items // fan_out), fan_out)), fan_out), jnp.float32)
 
 
 def set_consecutive(tree: jax.Array, item: jax.Array, weight: jax.Array) -> jax.Array:
-    """Set the weights [env, item] of consecutive items; `item` [item] is the same for all environments and can wrap around to 0."""
+    """Set the weights [env, item] of consecutive items.
+
+    `item` [item] has the numbers of the items. They are the same for all environments, and can wrap around to 0.
+    """
     fan_out = tree.shape[-1]
     for first, num_nodes in _levels(tree):
         tree = tree.at[:, first + item // fan_out, item % fan_out].set(weight)

@@ -1,9 +1,9 @@
 """Tables: which items exist, and how they are drawn.
 
-An item is identified by its environment and by the position of its first step in the ring buffer. It exists from the moment
-its last step is stored until its first step is overwritten. All environments add their steps at the same time, so
-counts tell which items exist. A table with priorities, or a uniform table with `max_times_sampled`, also keeps a weight for each
-item, in sum trees (`sum_tree.py`).
+An item is identified by its environment and by the position of its first step in the ring buffer. An item exists from the moment
+its last step is stored until its first step is overwritten. All environments add their steps at the same time, so the number of
+added steps tells which items exist. A table with priorities, or a uniform table with `max_times_sampled`, also keeps a weight for
+each item, in sum trees (`sum_tree.py`).
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class TableState(NamedTuple):
     draws: Count
     """Number of batches drawn so far."""
     read_token: jax.Array
-    """An opaque False that makes the write of the next `Replay.add` depend on the reads of the last `Replay.sample`, so
-    that XLA updates the buffer in place. [env]"""
+    """Always False, although XLA cannot know it. It makes the write of the next `Replay.add` depend on the reads of the last
+    `Replay.sample`, so that XLA updates the ring buffers in place. [env]"""
     next: tuple[jax.Array, jax.Array] | None = None
     """Only for FIFO: the next item, as (number of its first step, environment). The next step to be inserted has the number
     `ReplayState.inserted.rest`."""
@@ -49,7 +49,7 @@ class TableState(NamedTuple):
         """The same state, with `subtracted` subtracted from the number of every step."""
         if self.next is None:
             return self
-        # The bound prevents an overflow. An item that is so old is not in the ring buffer, so its exact number does not matter.
+        # The bound prevents an overflow. A step with a number below it is no longer stored, so the exact number does not matter.
         oldest = jnp.asarray(-(2**30), self.next[0].dtype)
         return self._replace(next=(jnp.maximum(self.next[0] - subtracted, oldest), self.next[1]))
 
@@ -73,15 +73,17 @@ class Table:
     samples_per_insert: float | None = None
     """Upper bound on the ratio of drawn items to inserted steps; None: no bound."""
     max_times_sampled: int | None = None
-    """Number of draws after which an item is removed; None: no bound. With priorities, an item can be drawn a few times more in its
-    last batch."""
+    """Number of draws after which an item is removed. None: no bound, but a FIFO table draws each item only once. With priorities,
+    the last batch that contains an item may contain the item several times, so the number can be exceeded."""
 
     def __post_init__(self):
         if self.sampler not in ("uniform", "prioritized", "fifo"):
             raise AlgorithmError(f"Table(sampler={self.sampler!r}) is not known.",
                                  fix='Use "uniform", "prioritized" or "fifo".')  # fmt: skip
         if self.length < 1 or self.batch < 1:
-            raise AlgorithmError(f"Table(length={self.length}, batch={self.batch}): both must be at least 1.")
+            raise AlgorithmError(
+                f"Table(length={self.length}, batch={self.batch}): length and batch must be at least 1."
+            )
         if self.sampler == "fifo" and self.batch % (self.max_times_sampled or 1):
             raise AlgorithmError(
                 f"A FIFO table cannot draw batches of {self.batch} if it draws each item {self.max_times_sampled} times.",
@@ -110,10 +112,10 @@ class Table:
     def insert(
         self, state: TableState, starts: jax.Array, priority: jax.Array | None, ring: int, before: int
     ) -> TableState:
-        """Insert new items, and remove items of which the new steps have overwritten at least one step.
+        """Insert new items, and remove items that are no longer complete because the new steps have overwritten a part of them.
 
-        `starts` [item] are the numbers of the first steps of the new items, and `priority` [env, item] their priorities. An item
-        needs `before` steps before its first step (for frame stacks).
+        `starts` [item] are the numbers of the first steps of the new items, and `priority` [env, item] are their priorities. An
+        item also needs the `before` steps before its first step (for frame stacks).
         """
         if state.tree is None:
             return state
@@ -137,7 +139,8 @@ class Table:
         ready = self._may_draw(state, inserted, ring, num_envs, num_items)
         if state.tree is not None:
             found, where = self._draw_by_weight(state.tree, key)
-            if self.max_times_sampled is not None:  # without it, every item has a weight, so num_items > 0 is enough
+            # Without `max_times_sampled`, every item has a weight, so num_items > 0 is enough.
+            if self.max_times_sampled is not None:
                 ready &= found
             state = self._count_draws(state, where, ready)
         elif self.sampler == "fifo":
@@ -152,7 +155,7 @@ class Table:
         if state.tree is None or not self.has_priorities:
             raise AlgorithmError(f"The table `{self.name}` is {self.sampler}: it has no priorities.",
                                  fix='Make it Table(sampler="prioritized").')  # fmt: skip
-        # A draw that was not ready may contain places without an item; these places must not become items.
+        # A draw that was not ready may contain places at which there is no item. These places must keep the weight 0.
         is_item = sum_tree.get_weights(state.tree, env, time) != 0
         new = jnp.where(is_item, self._weight(priorities).astype(jnp.float32), 0)
         if state.times_drawn is not None and self.max_times_sampled is not None:
@@ -198,7 +201,7 @@ class Table:
         return (time[-1], env[-1]), ahead[-2] // num_envs < end - begin, where
 
     def _draw_by_weight(self, tree: jax.Array, key: Key) -> tuple[jax.Array, Draw]:
-        # Without priorities all weights are 1. Then systematic sampling draws no item twice, if there are enough items.
+        # Without priorities all weights are 1. Then systematic sampling draws no item twice, if there are at least `batch` items.
         drawn = sum_tree.draw(tree, key, self.batch, systematic=not self.has_priorities)
         needed = 0 if self.has_priorities else self.batch - 1
         return sum_tree.total(tree) > needed, Draw(*drawn)
@@ -215,5 +218,5 @@ class Table:
 
 
 def new_item_starts(inserted: jax.Array, added: int, length: int) -> jax.Array:
-    """The numbers of the first steps of the items that `added` more steps complete."""
+    """For each item that `added` more steps complete, the number of its first step."""
     return inserted - (length - 1) + jnp.arange(added, dtype=inserted.dtype)

@@ -1,4 +1,4 @@
-"""CartPole-v1 in JAX: Gymnasium's dynamics (Barto, Sutton & Anderson 1983), equation for equation."""
+"""CartPole-v1 in JAX, with the same equations of motion as in Gymnasium (Barto, Sutton & Anderson 1983)."""
 
 import math
 from dataclasses import dataclass

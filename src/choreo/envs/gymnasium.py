@@ -1,10 +1,11 @@
 """Gymnasium environments, by id or from a function that makes one environment. They run in Python, as host fragments.
 
-    make_gymnasium("CartPole-v1", 8)            HostEnv: the value that an algorithm uses; it contains no environment
+    make_gymnasium("CartPole-v1", 8)            HostEnv: the value that an algorithm uses, without the environments
           reset, step   ->   host methods       choreo.host.gymnasium.GymBatch: the environments, on the site where they run
 
-The state of a HostEnv is a token that counts steps and so keeps the calls in order. A probe finds the spaces: it makes one
-environment, inspects it and closes it. The result of the probe is kept, so tracing makes no environment.
+The state of a HostEnv is a token, a number that counts steps. Each call takes a token and returns the next one, so the calls stay
+in order. A probe finds the spaces: it makes one environment, inspects the environment and closes it. The result of the probe is
+kept, so tracing makes no environment.
 """
 
 import dataclasses
@@ -63,7 +64,8 @@ def make_envpool(name: str, num_envs: int, *, info_keys: InfoKeys = (), **kwargs
 def makes_environments(value: Any) -> bool:
     """True if `value` should be passed to `from_factory`: if it is a function, a class, or a single environment.
 
-    `from_factory` accepts a single environment only if it is a `JaxEnv`, and otherwise raises an error that helps.
+    `from_factory` accepts a single environment only if it is a `JaxEnv`. For any other single environment, it raises an error that
+    says what to pass instead.
     """
     return callable(value) or isinstance(value, gymnasium.Env | gymnasium.vector.VectorEnv | JaxEnv)
 
@@ -75,7 +77,7 @@ def from_factory(factory: Any, num_envs: int, *, info_keys: InfoKeys = (), **kwa
     if not callable(factory):
         raise EnvError(
             f"A {type(factory).__name__} was given; {num_envs} environments cannot be made from it.",
-            fix="Pass a function that makes one: choreo.train(algo, lambda: MyEnv(), num_envs=8, ...).",
+            fix="Pass a function that makes one environment: choreo.train(algo, lambda: MyEnv(), num_envs=8, ...).",
         )
     try:
         source = probe_anew(Source.of_factory(factory, kwargs))
@@ -172,7 +174,7 @@ class HostEnv:
         return dataclasses.replace(self, num_envs=num_envs)
 
     def _action_leaves(self, action: PyTree) -> list[jax.Array]:
-        """The arrays of an action, after a check of shapes and types. Unchecked, a wrong action would fail only during the run."""
+        """The arrays of an action, after a check of shapes and types. Without it, a wrong action would fail only during the run."""
         declared = spaces.leaves(self.action_space, what=self.name)
         given = jax.tree.leaves(action)
         expected = [(self.num_envs, *(space.shape or ())) for _, space in declared]

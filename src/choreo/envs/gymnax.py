@@ -1,7 +1,8 @@
 """Environments of gymnax: `gymnax:Breakout-MinAtar`. An optional extra: `pip install 'choreo[gymnax]'`.
 
-We do not use gymnax's automatic reset, because it loses the observation after the last step of an episode. Where gymnax's time
-limit ends an episode, the episode is truncated, not terminated, even if the limit is part of the task (a bandit of 100 pulls).
+We do not use gymnax's automatic reset, because it loses the observation after the last step of an episode. If the time limit of
+gymnax ends an episode, the episode counts as truncated, not as terminated, even if the limit is part of the task (for example, a
+bandit of 100 pulls).
 """
 
 import functools
@@ -48,7 +49,7 @@ class GymnaxEnv:
 
     @property
     def time_limit(self) -> None:
-        """None, because gymnax counts the steps itself."""
+        """None, because gymnax itself ends episodes at their time limit."""
 
     @property
     def observation_space(self) -> gymnasium.Space:

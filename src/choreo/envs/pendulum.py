@@ -1,4 +1,4 @@
-"""Pendulum-v1 in JAX: Gymnasium's dynamics, equation for equation."""
+"""Pendulum-v1 in JAX, with the same equations of motion as in Gymnasium."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

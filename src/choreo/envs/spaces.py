@@ -1,7 +1,7 @@
 """Spaces in the form that networks need: an observation as one vector, a mask of actions, the bounds of continuous actions.
 
-`encoder` accepts nested Dict and Tuple spaces and concatenates their leaves to one vector. The key `action_mask` of a Dict is
-not part of this vector: it says which actions are allowed.
+`encoder` accepts nested Dict and Tuple spaces and concatenates their leaves to one vector. If a Dict has the key `action_mask`,
+the value of this key says which actions are allowed, and is not part of the vector.
 
     {"action_mask": MultiBinary(3), "place": Discrete(5), "speed": Box(2)}  ->  [one-hot of place, speed], mask
 
@@ -48,7 +48,7 @@ jax.tree_util.register_static(Encoder)
 
 @dataclass(frozen=True)
 class Numbers:
-    """A Box or MultiBinary as a vector. Pixels of type uint8 are divided by `pixel_scale`; other types are not."""
+    """A Box or MultiBinary as a vector. Numbers of type uint8 are taken for pixels and divided by `pixel_scale`; others are not."""
 
     size: int
     """Length of the vector."""

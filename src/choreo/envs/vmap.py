@@ -1,8 +1,8 @@
 """Make a batch of environments from one environment written in JAX.
 
-An author writes a `JaxEnv`: the dynamics of one environment, without automatic resets, time limit and episode totals.
-`VmapEnv` adds these and maps over environments. It calls fragments under `vmap`, and does not call `vmap` inside a fragment. So the
-traced program proves that environments are independent of each other.
+An author writes a `JaxEnv`: the dynamics of one environment. `VmapEnv` adds automatic resets, truncation at the time limit and
+episode totals, and maps over environments. `VmapEnv` calls its fragments under `vmap`, and has no `vmap` inside a fragment. So the
+traced program shows that environments are independent of each other.
 """
 
 import dataclasses
@@ -72,9 +72,9 @@ class VmapState(NamedTuple):
     """The state of each environment, and its episode totals."""
 
     inner: PyTree
-    """The environment's own state."""
+    """The state that the `JaxEnv` returned."""
     key: Key
-    """The environment's own random key, independent of the other environments."""
+    """A random key for each environment."""
     episode_return: jax.Array
     """Sum of rewards of the running episode."""
     episode_length: jax.Array

@@ -4,7 +4,7 @@
 
 An end of an edge is a fragment, the carry or the metrics. A *round* is one step of a scan. Random keys and constants make no
 edges, because every site computes them itself. The functions of this file also accept graphs that are not valid, because
-`verify` prints the graphs that it refuses. So their `zip` is not strict.
+`verify` prints the graphs that it refuses. So the calls of `zip` are not strict.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ class Edge:
 
     @property
     def next_of(self) -> Op | None:
-        """The outermost scan of which a later round reads the values; None if there is no such scan."""
+        """The outermost scan in which a later round reads the values; None if there is no such scan."""
         return next((scan for scan, kind in self.rounds if kind == "next"), None)
 
     @property
@@ -132,7 +132,7 @@ def _times_in(rounds: Rounds, times: int) -> int:
 
 
 class _Flow:
-    """Def-use analysis of a whole graph: the values that each fragment reads, with their origins, and how often it runs."""
+    """Def-use analysis of a whole graph: the values that each fragment reads, their origins, and how often the fragment runs."""
 
     def __init__(self, graph: Graph):
         self.reads: dict[End, list[tuple[Value, _Origins]]] = {}

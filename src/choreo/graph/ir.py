@@ -89,7 +89,7 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A straight line of ops: the whole program, or the body of a scan."""
+    """A sequence of ops without branches: the whole program, or the inside of a scan."""
 
     ins: tuple[Value, ...]
     """Consts, then carry, then xs."""
@@ -98,7 +98,7 @@ class Body:
     outs: tuple[Operand, ...]
     """Carry, then ys."""
     consts: Mapping[Value, Any]
-    """The constants of this body, with their arrays. The consts of a scan are not among them: these are inputs."""
+    """The constants of this body, with their arrays. The consts of a scan are inputs of its body, so they are not among these."""
     num_consts: int
     """How many of `ins` are consts."""
     num_carry: int

@@ -1,4 +1,4 @@
-"""Draw pictures as SVG text. Lanes stand side by side, and time goes downwards. Frames enclose loops.
+"""Draw pictures as SVG text. The lanes are side by side, and time increases from top to bottom. A frame encloses each loop.
 
 actor     env        two lanes
   |        |
@@ -135,7 +135,7 @@ class _Painter:
         return "\n".join([head, f"<title>{escape(title)}</title>", defs, paper, *self.parts, "</svg>"]) + "\n"
 
     def pile(self, lane: Lane) -> Pixels:
-        """How many pixels the last card of a pile stands out from the first one. At most three cards are drawn."""
+        """The distance, in pixels, of the last card of a pile from the first card. At most three cards are drawn."""
         return 5 * (min(lane.replicas, 3) - 1)
 
     def header(self, i: int, height: Pixels) -> Pixels:
@@ -196,7 +196,7 @@ class _Painter:
         return y + 50
 
     def turn(self, arrow: Arrow, y: Pixels) -> Pixels:
-        """Draw an arrow that begins and ends in the same lane. It stands on the side of the lane that has room for the text."""
+        """Draw an arrow that begins and ends in the same lane, on the side of the lane that has room for the text."""
         x, last = self.x(arrow.src), arrow.src == len(self.lanes) - 1
         side = -1 if last and len(self.lanes) > 1 else 1
         anchor, room = "start" if side > 0 else "end", self.pitch - 46

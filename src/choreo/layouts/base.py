@@ -87,7 +87,7 @@ class Layout:
     shards: int
     """Learner shards. Unlike the number of replicas, the number of shards changes the results (`docs/law.md`)."""
     max_lag: int
-    """How many updates old the parameters that a worker reads may be; 0 is lockstep."""
+    """The largest age, in updates, of the parameters that a worker reads; 0 is lockstep."""
     merge: str
     """"all": the learner waits for every worker; "any": the learner takes each worker's part as it arrives."""
     name: str
@@ -127,8 +127,11 @@ class Layout:
         return f"Layout({', '.join([*map(repr, self.groups), *options])})"
 
     def group_of(self, role: Role) -> Group:
-        """The group of a role. A role that no group names belongs to the group of the learner. If no group names the learner, it
-        belongs to the last group without replicas; if all groups have replicas, to the last group."""
+        """The group of a role. A role that no group names belongs to the group of the learner.
+
+        If no group names the learner either, the role belongs to the last group without replicas. If all groups have replicas, the
+        role belongs to the last group.
+        """
         named = {r: group for group in self.groups for r in group.roles}
         undivided = [group for group in self.groups if group.replicas is None]
         return named.get(role) or named.get("learner") or (undivided or list(self.groups))[-1]

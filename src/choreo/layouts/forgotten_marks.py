@@ -20,7 +20,7 @@ MOST_FUNCTIONS = 3
 
 
 def forgotten_marks(traced: Traced, layout: Layout, sites: Sites) -> tuple[str, ...]:
-    """A warning for each of the roles `actor` and `learner` that the layout names, but that no fragment has."""
+    """A warning for each of the roles `actor` and `learner` that the layout names, if no fragment does the work of this role."""
     named = {role for group in layout.groups for role in group.roles}
     missing = [role for role, roles in ROLES_FOR.items() if role in named and roles.isdisjoint(traced.iterate.roles)]
     if len(layout.groups) == 1 or not missing:
@@ -33,15 +33,16 @@ def forgotten_marks(traced: Traced, layout: Layout, sites: Sites) -> tuple[str, 
 
 
 def _warning(role: str, layout: Layout, placed: str) -> str:
-    where = f"Unmarked code runs where it costs the fewest bytes: {placed}. " if placed else ""
+    group = layout.group_of(role).name
+    where = f"Unmarked code runs where the fewest bytes cross between sites: {placed}. " if placed else ""
     return (
-        f"No fragment has the role `{role}`, for which {layout.name} has the group `{layout.group_of(role).name}`. {where}"
-        f'Mark the function that should run there: @choreo.fragment("{role}").'
+        f"No fragment has the role `{role}`, for which {layout.name} has the group `{group}`. {where}"
+        f'Mark the function that should run at `{group}`: @choreo.fragment("{role}").'
     )
 
 
 def _functions_at(group: GroupName, found: Counter[tuple[GroupName, str]]) -> str:
-    """A text with the functions that have the most glue in a group: "at `env+actor` A.learn (my.py:12), ..."."""
+    """A text with the functions that have the most glue in a group: "A.learn (my.py:12), ... at `env+actor`"."""
     functions: dict[str, tuple[str, int]] = {}
     for (its_group, at), times in found.items():
         if its_group == group and at:
@@ -51,7 +52,7 @@ def _functions_at(group: GroupName, found: Counter[tuple[GroupName, str]]) -> st
     most = sorted(functions.items(), key=lambda item: -item[1][1])
     names = [f"{function or 'glue'} ({line})" for function, (line, _) in most[:MOST_FUNCTIONS]]
     more = [f"{len(most) - MOST_FUNCTIONS} more"] if len(most) > MOST_FUNCTIONS else []
-    return f"at `{group}` {', '.join([*names, *more])}" if names else ""
+    return f"{', '.join([*names, *more])} at `{group}`" if names else ""
 
 
 def _glue(body: Body, placement: Placement, around: GroupName | None = None) -> Iterator[tuple[GroupName, str]]:

@@ -1,7 +1,7 @@
 """Networks, and the factories that build them.
 
 A *factory* `(observation_space, action_space, key) -> module` builds a network. A network is any pytree of arrays with one of
-these interfaces. They take the observation of a single environment, without a batch axis:
+these interfaces. In all of them, `obs` is the observation of a single environment, without a batch axis:
 
     module(obs) -> (pi, value)                       an actor-critic: mlp, atari_cnn; pi is an `ops.Distribution`
     module(obs, memory) -> (pi, value, memory)       an actor-critic with memory: lstm; derives from `Recurrent`

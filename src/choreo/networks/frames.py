@@ -93,8 +93,8 @@ class Frames(eqx.Module):
 def frame_features(convolutions: Sequence[eqx.nn.Conv2d], torso: eqx.nn.Linear, obs: PyTree) -> jax.Array:
     """Convolutions and one layer on an image [height, width, channel]."""
     (image,) = jax.tree.leaves(without_mask(obs))
-    # The dtype of the array decides, not that of the space: with `normalise_obs`, integer pixels have become floats, which need
-    # no scaling.
+    # Look at the dtype of the array, not at the dtype of the space: with `normalise_obs`, integer pixels have become floats, which
+    # need no scaling.
     pixel_scale = 255.0 if jnp.issubdtype(image.dtype, jnp.integer) else 1.0
     x = jnp.moveaxis(image, -1, 0).astype(torso.weight.dtype) / pixel_scale
     for conv in convolutions:

@@ -5,8 +5,8 @@ arrays with
 
     module(obs) -> [action, atom]         for one environment
 
-A single atom is the value of the action. Several atoms describe the distribution of its return, and the algorithm decides how:
-as logits of fixed values, or as quantiles.
+A single atom is the value of the action. Several atoms describe the distribution of the action's return. The algorithm decides how
+the atoms do this: as logits of fixed values, or as quantiles.
 """
 
 from collections.abc import Callable, Sequence

@@ -33,14 +33,15 @@ class Moments(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Means over a batch of observations, which can be averaged over shards. Variances cannot: the shards have different means."""
+    """Means over a batch of observations. The means of several shards can be averaged. Variances cannot be averaged in this way,
+    because the shards have different means."""
 
     mean: Float[Array, "*obs"]
     square: Float[Array, "*obs"]
     """Mean squared distance from `around`."""
     around: Float[Array, "*obs"]
-    """A point near the mean, equal on all shards. The variance is `square - (mean - around)**2`. If `around` were 0, this could be
-    a small difference of two large numbers, which loses precision."""
+    """A point near the mean, equal on all shards. The variance is `square - (mean - around)**2`. If `around` were 0, the variance
+    could be a small difference of two large numbers, and rounding errors would be large."""
 
 
 def initial_moments(space: gymnasium.Space) -> PyTree:
@@ -62,7 +63,7 @@ def _moments_of_nothing(space: gymnasium.Space) -> PyTree:
 
 
 def normalise(moments: PyTree, obs: PyTree, *, limit: float = 10.0) -> PyTree:
-    """An observation with mean 0 and variance 1, clipped to +-`limit`; parts without statistics do not change."""
+    """An observation, scaled to mean 0 and variance 1 and clipped to +-`limit`; parts without statistics do not change."""
 
     def scale(moments: Moments, x: jax.Array) -> jax.Array:
         scaled = (x.astype(moments.mean.dtype) - moments.mean) * jax.lax.rsqrt(moments.var + 1e-8)

@@ -150,7 +150,10 @@ def check_finish(make: MakeChannel) -> None:
 
 
 def check_receiver_closed(make: MakeChannel) -> None:
-    """Check that `send` raises ReceiverClosed at most `slots` messages after the receiver closed, and also while `send` waits."""
+    """Check that `send` raises ReceiverClosed after the receiver closed.
+
+    At most `slots` messages can still be sent then. A `send` that is already waiting must raise too.
+    """
     sender, receiver = _pair(make, slots=2)
     with sender:
         receiver.close()
@@ -211,7 +214,8 @@ def check_statistics(make: MakeChannel) -> None:
         for end in (sender, receiver):
             seen = end.statistics()
             _require(
-                (seen.messages, seen.bytes) == (3, 3 * 53), f"statistics count {seen.messages}, {seen.bytes} bytes."
+                (seen.messages, seen.bytes) == (3, 3 * 53),
+                f"statistics count {seen.messages} messages and {seen.bytes} bytes, not 3 messages and {3 * 53} bytes.",
             )
         before = receiver.statistics()
         _expect(ChannelTimeout, "`receive` when nothing comes", receiver.receive, arrays)
@@ -325,7 +329,10 @@ def _together(first: Callable[[], Any], second: Callable[[], Any]) -> None:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
-        _require(not thread.is_alive() or bool(errors), "a call does not return although the other end did its part.")
+        _require(
+            not thread.is_alive() or bool(errors),
+            "a call does not return, although the other end makes the matching call.",
+        )
     if errors:
         raise errors[0]
 

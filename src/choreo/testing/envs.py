@@ -26,7 +26,7 @@ def check_env(env: Any, *, steps: int = 300, seed: int = 0) -> None:
     """Step `env` with random actions, and raise EnvError if a result breaks the contract.
 
     Use enough steps for some episodes to end, and at least 3 environments: the test of independence exchanges the keys and
-    actions of all environments but the first. The steps are run several times.
+    actions of all environments except the first. The steps are run several times.
     """
     check_parts(env)
     key_reset, key_action = jax.random.split(jax.random.key(seed))
@@ -220,7 +220,8 @@ def _equal(a: PyTree, b: PyTree) -> bool:
 
 
 def _close(a: TimeStep, b: TimeStep, *, steps: int = 50) -> bool:
-    """Whether the first steps are equal up to rounding. Rounding depends on shapes, and unstable dynamics amplify it later."""
+    """Whether the first `steps` steps are equal up to rounding, which depends on shapes. Later steps are not compared, because
+    unstable dynamics amplify small differences."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(np.allclose(np.asarray(x[:steps]), np.asarray(y[:steps]), rtol=1e-3, atol=1e-3) for x, y in pairs)
 

@@ -78,7 +78,8 @@ def _try_other_rows(call: Call, run: Callable[..., Any], arguments: list[jax.Arr
             raise _mixed_error(call, f"with {what} in the other rows of the batch")
     if not tried:
         raise AlgorithmError(
-            f"The fragment `{call.name}` (independent=True) cannot be tested: it raises an error for all values in the other rows.",
+            f"The fragment `{call.name}` (independent=True) cannot be tested: it raises an error for every value that the test "
+            "puts into the other rows.",
             fix="Let it return results for any numbers.",
         )
 
@@ -93,7 +94,7 @@ def _try_one_row(call: Call, run: Callable[..., Any], arguments: list[jax.Array]
     ]
     for among, alone in zip(results, run(*one), strict=True):
         if not _is_close(_numbers(among)[row], _numbers(alone)[0]):
-            raise _mixed_error(call, "as the only row of a batch")
+            raise _mixed_error(call, "in a batch of only one row")
 
 
 def _mixed_error(call: Call, how: str) -> AlgorithmError:

@@ -1,16 +1,19 @@
-"""Test that a layout changes nothing but time: compare its results with the results of `jax.jit(iterate)` without marks.
+"""Test that a layout changes nothing but time: run a few iterations, and compare the results with those of a reference.
 
-    deviations    the difference of every leaf of the carry and every metric from the reference, and the allowed difference
+    deviations    the difference of every leaf of the carry and of every metric from each reference, and the allowed difference
     check_layout  returns the largest difference, or raises a PartitionError that names the worst deviation
 
-`docs/law.md` names the references and the allowed differences:
+These are the references and the allowed differences. `docs/law.md` explains them:
 
-    layout                    reference              allowed
-    same compiled shapes      jax.jit(iterate)       0
-    replicas                  jax.jit(iterate)       1e-5
-    shards                    jax.vmap(iterate)      1e-5
-    exact=True                one worker             0       is also compared with jax.jit(iterate), as above
-    relaxed                   its log, replayed      0       with merge="all", the layout is also tested in lockstep, as above
+    layout                                      reference                     allowed
+    every site computes whole arrays            jax.jit(iterate)              0
+    replicas or devices divide the arrays       jax.jit(iterate)              1e-5
+    several learner shards                      jax.jit(jax.vmap(iterate))    1e-5
+    exact=True                                  the layout with one worker    0
+    relaxed                                     a replay of the log           0
+
+The first three references run `iterate` without marks. A layout with exact=True is also compared with jax.jit(iterate), as in the
+first two rows. A relaxed layout with merge="all" is also run without its lag, and then compared as in the rows above.
 """
 
 import contextlib
@@ -38,7 +41,8 @@ from choreo.testing.marks import unmarked
 ROUNDING = 1e-5
 """The difference that level 3 of the law allows in float32 over three iterations."""
 LAST_BIT = 1e-6
-"""The difference that the compiler may cause if it rounds differently, although the law promises equal bits."""
+"""Where the law promises equal bits, the compiler may still round a last bit differently. For a difference up to this number,
+`beyond` says so."""
 
 Values = dict[str, np.ndarray]
 """Every leaf of the final carry, and every metric over all iterations, by name."""
@@ -49,7 +53,7 @@ class Deviation:
     """The difference of one leaf of the carry, or of one metric over all iterations, from the reference."""
 
     name: str
-    """`carry.train.weights`, `metrics['loss']`"""
+    """The leaf or the metric: `carry.train.weights`, `metrics['loss']`."""
     difference: float
     """The largest |a - b| / max(1, |b|) for floats, |a - b| for integers; inf if shapes or types differ. `b` is the reference."""
     allowed: float
@@ -66,10 +70,10 @@ class Deviation:
 def check_layout(
     algo: Any, env: Any, layout: Layout, *, iterations: int = 3, tolerance: float | None = None, seed: int = 0
 ) -> float:
-    """Run a few iterations with the layout and without it; returns the largest difference in carry and metrics.
+    """Run a few iterations in the layout, and compare carry and metrics with the references; returns the largest difference.
 
     Raises PartitionError if a leaf or metric differs by more than `tolerance` (default: the difference that the law allows). A plan
-    is proved correct when it is made; this test only confirms the proof with numbers. After many iterations a correct plan may
+    is proved correct when it is made; this test only confirms the proof with numbers. With many iterations, a correct plan may
     fail the test, because rounding may have changed a sampled action.
     """
     found = deviations(algo, env, layout, iterations=iterations, tolerance=tolerance, seed=seed)
@@ -84,24 +88,25 @@ def deviations(
 ) -> list[Deviation]:
     """The deviation of every leaf of the carry and every metric from each reference that the law names for this layout.
 
-    `tolerance` is the allowed difference; with None, the law decides.
+    `tolerance` is the allowed difference; None means the difference that the law allows.
     """
     key, the_plan = jax.random.key(seed), plan(algo, env, layout)
     planned, log = _planned_run(the_plan, key, iterations)
     if layout.is_relaxed:
         again, _ = _planned_run(the_plan, key, iterations, replay=log)
-        found = _compare(planned, again, reference="its log, replayed", allowed=tolerance or 0.0)
+        found = _compare(planned, again, reference="a replay of the log", allowed=tolerance or 0.0)
         if layout.merge == "any":  # each update uses the data of one worker, so no run in lockstep has the same updates
             return found
-        # A lag may explain any difference from the plain program. So test the same layout in lockstep as well.
+        # With a lag, results may differ from the plain program without any mistake, so this comparison would show nothing. So
+        # compare the plain program with the same layout without a lag.
         in_lockstep = deviations(algo, env, _in_lockstep(layout), iterations=iterations, tolerance=tolerance, seed=seed)
         return found + [
-            replace(deviation, reference=f"{deviation.reference}, with max_lag=0") for deviation in in_lockstep
+            replace(deviation, reference=f"{deviation.reference}, if max_lag=0") for deviation in in_lockstep
         ]
     found = []
     if layout.exact:
         alone, _ = _planned_run(plan(algo, env, _with_one_worker(layout)), key, iterations)
-        found += _compare(planned, alone, reference="one worker", allowed=tolerance or 0.0)
+        found += _compare(planned, alone, reference="the layout with one worker", allowed=tolerance or 0.0)
     plain = _plain_run(algo, env, key, iterations, the_plan)
     by_law = 0.0 if _has_the_same_shapes(the_plan) else ROUNDING
     name = "jax.jit(iterate)" if the_plan.shards == 1 else f"jax.vmap(iterate) over {the_plan.shards} shards"
@@ -118,17 +123,17 @@ def beyond(worst: Deviation, env: Any, iterations: int) -> PartitionError:
     fix = "Please report this program: Choreo should have refused to make a wrong plan."
     if worst.allowed == 0 and worst.difference <= LAST_BIT:
         fix = (
-            "The compiler rounded a last bit differently (docs/law.md, where level 2 ends): "
-            f"tolerance={LAST_BIT} (--tolerance {LAST_BIT}) allows for it."
+            "The compiler may have rounded a last bit differently (docs/law.md, the limits of level 2). "
+            f"Use tolerance={LAST_BIT} (--tolerance {LAST_BIT}) to allow such a difference."
         )
     elif isinstance(env, HostEnv):
         fix = (
-            f"Does `{env.name}` take the same steps again for the same seed and actions? choreo.testing.check_env tests "
-            "that. If so, please report this program."
+            f"Test with choreo.testing.check_env whether `{env.name}` repeats its steps for the same seed and actions. If the "
+            "environment repeats its steps, please report this program: Choreo should have refused to make a wrong plan."
         )
     return PartitionError(
-        f"In this layout, `{worst.name}` is off by {worst.difference:.1e} from {worst.reference} after {iterations} "
-        f"iterations; {worst.allowed:g} is allowed.",
+        f"After {iterations} iterations in this layout, `{worst.name}` differs by {worst.difference:.1e} from "
+        f"{worst.reference}; the largest allowed difference is {worst.allowed:g}.",
         fix=fix,
     )
 
@@ -162,7 +167,7 @@ def _planned_run(
 
 
 def _plain_run(algo: Any, env: Any, key: jax.Array, iterations: int, the_plan: Plan) -> Values:
-    """The values of a run without layout and marks: `jit(iterate)`, or `jit(vmap(iterate))` with several shards."""
+    """The values of a run without layout and marks: of `jit(iterate)` or, with several shards, of `jit(vmap(iterate))`."""
     init_key, run_key = jax.random.split(key)
     with unmarked(), _new_host_objects():
         carry = eqx.filter_jit(lambda key: algo.init(env, key))(init_key)
@@ -208,7 +213,11 @@ def _is_array(form: Any) -> bool:
 
 @contextlib.contextmanager
 def _new_host_objects() -> Iterator[None]:
-    """Let compiled programs make new Python environments, because old environments may keep state that `reset` does not reset."""
+    """Hide the Python environments that this process keeps for compiled programs, so that the programs make new ones.
+
+    At the end, the new environments are closed, and the old ones are put back. A run with the old environments could give other
+    results, because they may keep state that `reset` does not reset.
+    """
     kept = dict(roles._host_objects)
     roles._host_objects.clear()
     try:
@@ -227,7 +236,8 @@ def _stacked(rows: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 
 def _named(carry: Any, metrics: Mapping[str, np.ndarray]) -> Values:
     leaves = jax.tree_util.tree_leaves_with_path(carry)
-    # Compare Python numbers too: `iterate` may have changed them in the run without a layout.
+    # Compare Python numbers too. A plan never changes them, but in the run without a layout `iterate` may have changed them. Then
+    # the two results differ.
     named = {f"carry{jax.tree_util.keystr(path)}": _as_numpy(leaf) for path, leaf in leaves if eqx.is_array_like(leaf)}
     return named | {f"metrics[{name!r}]": np.asarray(values) for name, values in metrics.items()}
 
@@ -240,7 +250,7 @@ def _as_numpy(leaf: Any) -> np.ndarray:
 
 
 def _compare(run: Values, wanted: Values, *, reference: str, allowed: float) -> list[Deviation]:
-    """The deviation of each value; it is infinite if only one side has the value, or if shapes or types differ."""
+    """The deviation of each value. The difference is infinite if only one run has the value, or if shapes or types differ."""
     names = dict.fromkeys([*wanted, *run])
     return [
         Deviation(
@@ -261,7 +271,7 @@ def _difference(found: np.ndarray, wanted: np.ndarray) -> float:
     real = jnp.issubdtype(wanted.dtype, jnp.inexact)
     wide = np.complex128 if jnp.issubdtype(wanted.dtype, jnp.complexfloating) else np.float64
     a, b = found.astype(wide), wanted.astype(wide)
-    with np.errstate(invalid="ignore"):  # inf - inf
+    with np.errstate(invalid="ignore"):  # inf - inf would cause a warning
         difference = np.abs(a - b) / (np.maximum(1.0, np.abs(b)) if real else 1.0)
     difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, difference)
     return float(np.max(np.where(np.isnan(difference), math.inf, difference)))

@@ -1,4 +1,4 @@
-"""`unmarked`: run an algorithm as if it had no marks (`@choreo.fragment`), to compare it with a run that has marks."""
+"""`unmarked`: run an algorithm as if it had no marks (`@choreo.fragment`), to compare this run with a run that has marks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from choreo import roles
 def unmarked() -> Iterator[None]:
     """Within the `with` statement every fragment calls its plain function, without Choreo's cache of traced functions.
 
-    The reference of the law (docs/law.md) is computed in this way: otherwise `jax.jit(iterate)` would use the same cache as a plan.
+    The reference of the law (docs/law.md) is computed in this way. Otherwise `jax.jit(iterate)` and the plan would use the same
+    cache, and the comparison could not find a mistake of the cache.
 
     >>> import choreo, jax.numpy as jnp
     >>> @choreo.fragment("actor")

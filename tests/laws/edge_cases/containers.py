@@ -39,7 +39,7 @@ class Registered:
 
 
 class Module(eqx.Module):
-    """A module with a static field and a function beside its arrays."""
+    """A module with arrays, a static field and a function."""
 
     s: Any
     w: Any

@@ -173,7 +173,7 @@ def with_a_chain_of_changes() -> Functions:
 
 
 def with_a_late_change() -> Functions:
-    """In the first iteration the flag stays False. A compiler that looks only at this iteration would treat it as a constant."""
+    """In the first iteration, the flag stays False. A compiler that looks only at this iteration would take it for a constant."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width), "n": jnp.int32(0), "late": False}
@@ -203,7 +203,7 @@ COUNTERS: dict[str, Functions] = {
 
 
 def with_module(make: Callable[[jax.Array], Any], apply: Callable[..., Any]) -> Functions:
-    """An Equinox module in the carry. Its Python leaves must stay Python values, because Equinox branches on them."""
+    """An Equinox module in the carry. Its Python leaves must stay Python values, because Equinox tests them with `if`."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width), "net": make(jax.random.key(5))}

@@ -36,7 +36,7 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
 def with_shape(name: str) -> Functions:
     """The learner writes states into a leaf of the shape `name`, as into a ring buffer, and learns from the mean of the leaf.
 
-    With merge="any" or learner shards, the learner sees only a part of the E environments at a time. If Choreo then divided a
+    With merge="any" or learner shards, each call of the learner gets only some of the E environments. If Choreo then divided a
     leaf of 4E rows as if the leaf had E rows, the mean would be wrong.
     """
 

@@ -224,7 +224,7 @@ NUMBERS = ("one", "zero", "complex zero")
 
 
 def with_static(value: Any, holder: str) -> Functions:
-    """A program that calls a mapped fragment with the static value, and adds its result to the states that the actor reads."""
+    """A program that calls a mapped fragment with the static value. The result is added to the states that the actor reads."""
 
     def init(env, key):
         return {"s": env.reset(env.keys(key)), "w": jnp.ones(env.width)}

@@ -36,7 +36,7 @@ class Whole(NamedTuple):
 class Learner:
     """A small learner with several odd things at once: Python numbers, containers, metrics that are not in alphabetical order.
 
-    Its loss ignores the rewards: these tests compare results, and need no good policy.
+    The loss ignores the rewards, because the tests only compare results and need no good policy.
     """
 
     unroll: int = 4

@@ -23,7 +23,7 @@ def hidden_size_is_E(env, c, key):
 @program(lambda env, key: {"s": jax.random.normal(key, (E, E)), "w": jnp.eye(E)})
 def hidden_size_is_E_transposed(env, c, key):
     """The array of all states is [E, E] again. A weight matrix [E, E] multiplies the transposed array from the left, and
-    the metrics are sums along either axis."""
+    the metrics are sums along each axis of the new array."""
     s = env.step(c["s"], (c["w"] @ c["s"].T).T)
     return {"s": s, "w": 0.5 * learn(c["w"], s) + 0.1 * SQUARE}, {"m": jnp.sum(s, axis=1), "n": jnp.sum(s, axis=0)}
 

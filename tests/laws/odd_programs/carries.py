@@ -10,7 +10,7 @@ from laws.odd_programs.program import TABLE, E, act, acts, learn, plain, program
 
 @program()
 def metrics_per_environment(env, c, key):
-    """Metrics with entries of each environment. The env axis is the first axis of "s" and the second axis of "t" and "stack";
+    """Metrics with entries for each environment. The env axis is the first axis of "s" and the second axis of "t" and "stack";
     "flat" has no env axis. Blocks must be put together along the right axis."""
     s = env.step(c["s"], acts(c["w"], c["s"]))
     return {"s": s, "w": learn(c["w"], s)}, {"s": s, "t": s.T, "stack": jnp.stack([s, -s]), "flat": s.reshape(-1)}
@@ -47,8 +47,8 @@ def carry_swapped(env, c, key):
 
 @program(lambda env, key: {"a": env.reset(env.keys(key)), "b": jnp.zeros((E, 3)), "w": jnp.ones(3), "v": jnp.zeros(3)})
 def carry_rotates_through_four_leaves(env, c, key):
-    """Each leaf gets its new value from another leaf. Some leaves are divided into blocks and some are whole, at two sites. A
-    stale leaf would give a wrong result one iteration later."""
+    """Each leaf gets its new value from another leaf. Some leaves are divided into blocks, and the others are whole. If
+    a site kept the old value of a leaf, the result would be wrong one iteration later."""
     s = env.step(c["a"], acts(c["w"], c["b"]))
     return {"a": c["b"] + s, "b": s, "w": learn(c["v"], s), "v": c["w"]}, {"m": jnp.mean(s)}
 
@@ -149,8 +149,8 @@ def a_history_at_the_environment(env, c, key):
 
 @program()
 def donated_and_read_again(env, c, key):
-    """The old state is read by the first step, the last step, the learner and the metrics. Donating it to the first
-    step would leave garbage for the later readers."""
+    """The old state is read by the first step, the last step, the learner and the metrics. Donating the state to
+    the first step would leave garbage for the later readers."""
     s1 = env.step(c["s"], acts(c["w"], c["s"]))
     s2 = env.step(s1, acts(c["w"], s1))
     s3 = env.step(c["s"], s2)

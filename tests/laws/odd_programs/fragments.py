@@ -222,8 +222,8 @@ def statics_that_compare_equal(env, c, key):
 
 @program()
 def actor_makes_rows_from_shared_weights(env, c, key):
-    """The actor makes [E] numbers from the weights alone. No environment is an input, yet the result has one entry for
-    each."""
+    """The actor makes [E] numbers from the weights alone. No environment is an input, but the result has one entry
+    for each environment."""
     boost = choreo.fragment("actor")(lambda w: jnp.sum(w) * jnp.ones((E,)))(c["w"])
     s = env.step(c["s"], acts(c["w"], c["s"]) * (boost[:, None] * jnp.ones((1, 3))))
     return {"s": s, "w": learn(c["w"], boost)}, {"m": boost}

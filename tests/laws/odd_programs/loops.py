@@ -86,7 +86,7 @@ def scan_over_environments_with_every_role(env, c, key):
 @program()
 def a_remat_scan_with_a_gradient(env, c, key):
     """Gradients through a scan whose body is recomputed (`jax.checkpoint`), for the weights and for the states. The
-    recomputed body must be divided in the same way as the first."""
+    recomputation must divide the body in the same way as the first computation."""
 
     def loss(w, s):
         body = jax.checkpoint(lambda s, _: (0.5 * jnp.tanh(acts(w, s)) + 0.5 * s, jnp.mean(s)))
@@ -135,9 +135,9 @@ def control_flow_that_mixes_three_deep(env, c, key):
 
 @program()
 def a_loop_that_mixes_only_later(env, c, key):
-    """The loop carries three arrays, which are zero at first. The first round stores the states in the third array. The states
-    move on by one array per round, and the fourth round sums them over environments. An analysis that looks at the body only
-    once does not find this sum."""
+    """The loop carries three arrays, which are zero at first. The first round stores the states in the third array. The
+    second round moves them to the second array, and the third round to the first array. Only the fourth round sums them over
+    environments. An analysis that looks at the body only once does not find this sum."""
 
     def body(carry, t):
         a, b, d = carry
@@ -186,7 +186,7 @@ def a_branch_chosen_by_the_mean_over_environments(env, c, key):
 
 @program()
 def a_branch_with_fragments_of_two_roles(env, c, key):
-    """Both branches of a cond call fragments of two roles, so values would have to cross sites inside a branch."""
+    """A branch of a cond calls fragments of two roles, so values would have to cross sites inside this branch."""
     s = lax.cond(c["w"][0] > 0, lambda s: env.step(s, acts(c["w"], s)), lambda s: env.step(s, s), c["s"])
     return {"s": s, "w": learn(c["w"], s)}, {"m": jnp.mean(s)}
 
@@ -222,7 +222,8 @@ def while_per_environment(env, c, key):
 @program()
 def a_batched_fragment_with_a_while_per_environment(env, c, key):
     """A while loop per environment inside a fragment of the whole batch, with keys in the carry of the loop. Under
-    `vmap`, the condition becomes "any environment is not done", which only looks as if it mixed environments."""
+    `vmap`, the condition of the loop becomes "any environment is not done". This condition reads all environments, but the
+    results of each environment still depend on that environment alone."""
 
     def halve(x, k):
         def body(c):
@@ -290,7 +291,7 @@ def a_scan_that_returns_its_carry_twice(env, c, key):
 
 @program()
 def a_scan_with_an_accumulator_over_environments(env, c, key):
-    """The carry of the scan adds up means over environments, and the next step reads it. Each replica would add the
+    """The carry of the scan has a sum of means over environments, which the next step reads. Each replica would add the
     means of its own block."""
 
     def step(carry, t):

@@ -41,7 +41,7 @@ def keys_by_split(env, c, key):
 
 @program()
 def keys_by_fold_in(env, c, key):
-    """Keys by `fold_in` of the number of the environment. If each replica counted its own environments from 0, all
+    """Keys by `fold_in` of the index of the environment. If each replica counted its own environments from 0, all
     blocks would get the same keys."""
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(E))
     s = env.step(c["s"], jax.vmap(act_random, (None, 0, 0))(c["w"], c["s"], keys))

@@ -440,6 +440,26 @@ def test_strangers_at_the_port_of_a_channel_do_no_harm(monkeypatch):
             assert receive(receiver) == 7
 
 
+def test_a_peer_that_says_hello_but_does_not_connect_is_named(monkeypatch):
+    def leave(sock, ticket):
+        raise PeerLost("the peer leaves", peer="learner-0")
+
+    monkeypatch.setattr(tcp, "show_ticket", leave)
+    with listening() as listener:
+
+        def call_and_leave():
+            with pytest.raises(PeerLost, match="the peer leaves"):
+                call(listener.address, "a")
+
+        def accept():
+            with pytest.raises(
+                PeerLost, match=r"after 0 messages: it said hello from 127\.0\.0\.1, but did not connect to the channel"
+            ):
+                listener.accept_channel("a", peer="worker-0", hello_timeout_s=1.0)
+
+        at_once(accept, call_and_leave)
+
+
 def bother(stack, context, address, ticket=None):
     """Connect strangers of all kinds to an address, until the stack is closed."""
     host, port = address.split(":")
@@ -454,7 +474,8 @@ def bother(stack, context, address, ticket=None):
         if ticket is not None:
             keys.show_ticket(other, ticket)
         other.connect(f"tcp://{address}")
-        other.send_multipart([b"a", b"sender"])
+        with suppress(zmq.Again):  # a PAIR socket whose connection is refused already would wait forever
+            other.send_multipart([b"a", b"sender"], zmq.NOBLOCK)
 
 
 class Between:

@@ -126,10 +126,10 @@ class TcpListener:
             if not connection.socket.poll(milliseconds_to(deadline)) or connection.receive_first() != _HELLO:
                 raise peer_lost(peer, 0, f"it said hello from {caller.address}, but did not connect to the channel.")
         except ChannelError:
+            authenticator().forget(connection.socket)
             connection.close(linger_s=0.0)
             raise
-        finally:
-            authenticator().forget(connection.socket)
+        authenticator().forget(connection.socket)
         connection.send_small(_WELCOME)
         return connection
 
@@ -182,12 +182,15 @@ def connect(
     host = address.rpartition(":")[0]
     port, ticket, send_key, receive_key = _say_hello(address, name, keys, peer, peer_key, end, deadline)
     connection = TcpConnection(peer, options, send_key=send_key, receive_key=receive_key)
-    show_ticket(connection.socket, ticket)
-    connect_socket(connection.socket, host, port)
-    connection.send_small(_HELLO)
-    if not connection.socket.poll(milliseconds_to(deadline)) or connection.receive_first() != _WELCOME:
+    try:
+        show_ticket(connection.socket, ticket)
+        connect_socket(connection.socket, host, port)
+        connection.send_small(_HELLO)
+        if not connection.socket.poll(milliseconds_to(deadline)) or connection.receive_first() != _WELCOME:
+            raise peer_lost(peer, 0, f"it answered at {address}, but cannot be reached at port {port}.")
+    except BaseException:
         connection.close(linger_s=0.0)
-        raise peer_lost(peer, 0, f"it answered at {address}, but cannot be reached at port {port}.")
+        raise
     return END_OF[end](connection, peer, options)
 
 
