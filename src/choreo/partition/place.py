@@ -4,7 +4,7 @@
 - All other ops are *glue*. Glue goes to the group where it causes the fewest bytes to be sent.
 - Glue that reads only values without a home, such as keys and constants, has no home itself (None): every site that needs its
   result computes it, and the result never crosses.
-- Glue that mixes environments goes to a group that is not replicated.
+- Glue that mixes data along an axis goes to a group that does not divide this axis.
 - A scan with fragments is *split* if the fragments have different homes, or if one of them is Python, or if something in it mixes
   environments and cannot run where the rest runs. Otherwise the scan has one home.
 """
