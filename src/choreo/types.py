@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 Role: TypeAlias = str
 """The role of a fragment: "env", "actor", "learner", or any word that the user chooses."""
 
+AxisName: TypeAlias = str
+"""The name of an axis that replicas divide: "env", "agent", or the `axis_name` of any other `jax.vmap`."""
+
 GroupName: TypeAlias = str
 """The name of a group: its roles, joined by "+", as in "env+actor"."""
 

@@ -189,10 +189,27 @@ class TestRefused:
 
     def test_an_axis_that_cannot_be_divided(self):
         layout = Layout(Group("env"), Group("actor", "learner", axis="agent", replicas=2))
-        assert refusal(layout.sites, ROLES, 4, along_axis=3) == (
+        assert refusal(layout.sites, ROLES, 4, {"agent": 3}) == (
             "The axis 'agent' has size 3, and cannot be divided evenly among 2 replicas of `actor+learner`.\n"
             "Use 3 replicas, or leave out replicas."
         )
+
+    def test_an_axis_with_a_name_that_choreo_uses(self):
+        layout = Layout(Group("env"), Group("actor", "learner", axis="env"))
+        assert refusal(layout.sites, ROLES, 4, {"env": 4}) == (
+            "Layout(Group('env'), Group('actor', 'learner', axis='env')) divides the axis 'env', a name that Choreo uses itself.\n"
+            "To divide environments, leave out axis. For an axis of your own, use a different name."
+        )
+
+    def test_an_axis_and_shards(self):
+        layout = Layout(Group("env"), Group("actor", "learner", axis="agent"), shards=2)
+        assert refusal(layout.sites, ROLES, 4, {"agent": 2}).endswith(
+            "divides the axis 'agent', and has 2 learner shards.\nUse one shard."
+        )
+
+    def test_an_axis_and_merge_any(self):
+        layout = Layout(Group("env", replicas=2), Group("actor", "learner", axis="agent"), merge="any", max_lag=4)
+        assert "It allows no axis, no shards and no exact." in refusal(layout.sites, ROLES, 4, {"agent": 2})
 
     def test_a_role_twice(self):
         text = refusal(Layout, Group("env", "actor"), Group("actor", "learner"))

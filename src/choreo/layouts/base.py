@@ -8,12 +8,14 @@ of the environments. A layout is a value. Its groups decide only where a program
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from choreo.errors import LayoutError
+from choreo.partition.lattice import ENV_AXIS
 from choreo.partition.place import Sites
-from choreo.types import GroupName, Role
+from choreo.roles import SHARD_AXIS
+from choreo.types import AxisName, GroupName, Role
 
 STANDARD_ROLES = ("env", "actor", "buffer", "learner", "gradient", "update")
 MAX_BLOCKS = 16
@@ -148,30 +150,31 @@ class Layout:
         return max(n for n in range(1, MAX_BLOCKS + 1) if num_envs % n == 0 and (n == 1 or num_envs // n >= 2))
 
     @property
-    def axis(self) -> str | None:
-        """The name of the mapped axis that replicas divide; None if they divide environments."""
-        return next((group.axis for group in self.groups if group.axis), None)
+    def axes(self) -> list[AxisName]:
+        """The names of the mapped axes that groups divide; empty if all groups divide environments."""
+        return list(dict.fromkeys(group.axis for group in self.groups if group.axis))
 
-    def sites(self, roles: Iterable[Role], num_envs: int, along_axis: int = 0) -> Sites:
+    def sites(self, roles: Iterable[Role], num_envs: int, lengths: Mapping[AxisName, int] = {}) -> Sites:
         """The sites of this layout for an algorithm with these roles. Raises LayoutError if the layout does not fit.
 
-        `along_axis`: the size of the layout's `axis`; 0 if the layout divides environments.
+        `lengths`: the lengths of the layout's `axes`, as far as they are known.
         """
         roles = list(roles)
         self.check_counts(num_envs)
-        if self.axis:
-            self._check_axis(along_axis)
+        for axis in self.axes:
+            self._check_axis(axis, lengths.get(axis, 0))
         for role in (role for group in self.groups for role in group.roles):
             self._check_known(role, roles)
         used = {self.group_of(role).name for role in roles} | {self.group_of("learner").name}
         return Sites(
             group_of={role: self.group_of(role).name for role in roles},
             replicas={
-                g.name: g.replicas or along_axis if g.axis else self.num_blocks(g, num_envs)
+                g.name: g.replicas or lengths[g.axis] if g.axis else self.num_blocks(g, num_envs)
                 for g in self.groups
                 if g.name in used
             },
-            along_axis=along_axis,
+            axis_of={g.name: g.axis for g in self.groups if g.name in used and g.axis},
+            lengths={axis: lengths[axis] for axis in self.axes},
             default=self.group_of("learner").name,
             num_envs=num_envs,
             shards=self.shards,
@@ -190,29 +193,33 @@ class Layout:
 
     def _check_merge(self) -> None:
         divided = [group for group in self.groups if group.replicas is not None]
-        if self.merge == "any" and (len(divided) != 1 or len(self.groups) != 2 or self.shards > 1 or self.exact):
+        fits = len(divided) == 1 and len(self.groups) == 2 and not self.axes
+        if self.merge == "any" and (not fits or self.shards > 1 or self.exact):
             raise LayoutError(
                 f'{self!r}: merge="any" needs one group with replicas (the workers) and one group without (the learner). It '
-                "allows neither shards nor exact.",
+                "allows no axis, no shards and no exact.",
                 fix='Write Layout(Group("env", "actor", replicas=4), Group("learner"), merge="any", max_lag=8).',
             )
 
-    def _check_axis(self, count: int) -> None:
-        others = [group for group in self.groups if group.axis != self.axis and (group.replicas or 1) > 1]
+    def _check_axis(self, axis: AxisName, count: int) -> None:
+        if axis in (ENV_AXIS, SHARD_AXIS):
+            raise LayoutError(
+                f"{self!r} divides the axis {axis!r}, a name that Choreo uses itself.",
+                fix="To divide environments, leave out axis. For an axis of your own, use a different name.",
+            )
         if not count:
             raise LayoutError(
-                f"The layout divides an axis {self.axis!r}, but no fragment is called under a vmap of that axis_name.",
-                fix=f'Call the fragments of one {self.axis} under jax.vmap(..., axis_name="{self.axis}").',
+                f"The layout divides an axis {axis!r}, but no fragment is called under a vmap of that axis_name.",
+                fix=f'Call the fragments of one {axis} under jax.vmap(..., axis_name="{axis}").',
             )
-        if others or self.shards > 1 or self.merge == "any":
+        if self.shards > 1:
             raise LayoutError(
-                f"{self!r} divides the axis {self.axis!r} and also environments or shards.",
-                fix="Divide only one of them.",
+                f"{self!r} divides the axis {axis!r}, and has {self.shards} learner shards.", fix="Use one shard."
             )
         for group in self.groups:
-            if group.axis and group.replicas and count % group.replicas:
+            if group.axis == axis and group.replicas and count % group.replicas:
                 raise LayoutError(
-                    f"The axis {self.axis!r} has size {count}, and cannot be divided evenly among {group.replicas} replicas of "
+                    f"The axis {axis!r} has size {count}, and cannot be divided evenly among {group.replicas} replicas of "
                     f"`{group.name}`.",
                     fix=f"Use {count} replicas, or leave out replicas.",
                 )

@@ -42,9 +42,10 @@ def apex(workers: int = 2, buffers: int = 1, *, max_lag: int = 0) -> Layout:
     return Layout(*groups, max_lag=max_lag, name="apex")
 
 
-def per_agent() -> Layout:
-    """One site steps environments; each agent acts and learns at a separate site (MAPPO; MSRL Environments)."""
-    return Layout(Group("env"), Group("actor", "buffer", "learner", axis="agent"), name="per_agent")
+def per_agent(workers: int = 1) -> Layout:
+    """Workers step environments; each agent acts and learns at a separate site (MAPPO; MSRL Environments)."""
+    groups = Group("env", replicas=workers), Group("actor", "buffer", "learner", axis="agent")
+    return Layout(*groups, name="per_agent")
 
 
 def central(workers: int = 2, *, shards: int | None = None, max_lag: int = 0, merge: str = "all") -> Layout:

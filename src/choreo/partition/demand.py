@@ -67,7 +67,9 @@ class Needs:
         and the group can hold the whole. In the second case the group slices its blocks from the whole.
         """
         home_here = self.placement.home(value) in (None, group)
-        whole = not self.sites.size(group) or (value in self.outside and home_here and self.placement.form(value).whole)
+        whole = not self.sites.size(group) or (
+            value in self.outside and home_here and self.placement.form_at(value, group).whole
+        )
         return ({None} if whole else set(axes)) if axes else set()
 
     def crossings(self, value: Value) -> list[GroupName]:
@@ -81,7 +83,7 @@ class Needs:
         if size is None:
             return None
         if (op, group) not in self._inferred:
-            forms = [self.placement.form(v) for v in op.ins]
+            forms = [self.placement.form_at(v, group) for v in op.ins]
             self._inferred[op, group] = infer_eqn(op.eqn, forms, size, op.at)
         return self._inferred[op, group]
 

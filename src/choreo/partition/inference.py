@@ -1,4 +1,4 @@
-"""Abstract interpretation: the form of every value of a program, proved equation by equation.
+"""Abstract interpretation: the form of every value of a program for one named axis, proved equation by equation.
 
     infer(jaxpr, forms of inputs)       every equation in order -> Inference (`inferred.py`)
     infer_eqn(eqn, forms of operands)   one equation            -> InferredEqn, with the forms of its results and its `Way`
@@ -22,13 +22,13 @@ from choreo.host import HostMethod
 from choreo.partition.by_rule import by_rule
 from choreo.partition.control_flow import CONTROL_FLOW, Called
 from choreo.partition.inferred import Inference, InferredEqn
-from choreo.partition.lattice import WHOLE, Form, Mixed, Mixes, Size, Way
+from choreo.partition.lattice import ENV_AXIS, WHOLE, Form, Mixed, Mixes, Size, Way
 from choreo.partition.mapped import Mapped, with_vouch
 from choreo.partition.on_host import OnHost
 from choreo.partition.program import Axis
 from choreo.partition.reduce import AllReduce
 from choreo.partition.row_numbers import Fact, Facts, OwnRows
-from choreo.roles import SHARD_NUMBERS, find_call, find_reduction
+from choreo.roles import SHARD_AXIS, SHARD_NUMBERS, Call, find_call, find_reduction
 
 
 def infer(
@@ -67,7 +67,10 @@ def infer_eqn(
     # Each site calls a host method for its own environments, even if the operands are the same everywhere.
     on_host = call is not None and isinstance(call.host, HostMethod)
     impure = None if call is not None and call.host else _compat.impure_primitive(eqn)
-    whole = all(form.whole for form in forms) and not on_host and impure is None
+    declared = _declared_axes(eqn, call, size)
+    if declared is not None:
+        forms = [Form(True, axis) if form.whole else form for form, axis in zip(forms, declared, strict=True)]
+    whole = all(form.whole for form in forms) and not on_host and impure is None and declared is None
     try:
         if impure is not None and _compat.inner_jaxpr(eqn) is None:
             # Every replica would call the primitive, and each could get a different result.
@@ -89,6 +92,26 @@ def infer_eqn(
     return InferredEqn(eqn, whole, way, tuple(outs))
 
 
+def _declared_axes(eqn: jec.JaxprEqn, call: Call | None, size: Size) -> list[Axis] | None:
+    """For a fragment that is called under the `jax.vmap` of the divided axis: the mapped axis of each operand. None for all others.
+
+    Such a call declares which axis is divided, as the outputs of an environment do for the env axis. So its results are
+    blocks, even if all operands are whole.
+    """
+    if call is None or not size.is_mapped or len(eqn.invars) != len(call.in_avals):
+        return None
+    level = next((k for k, vmap in enumerate(call.vmaps) if vmap.axis_name == size.name), None)
+    if level is None or not any(axis is not None for axis in call.vmaps[level].in_axes):
+        return None
+    axes: list[Axis] = list(call.vmaps[level].in_axes)
+    for outer in call.vmaps[level + 1 :]:  # each vmap further out inserts one more axis
+        axes = [
+            axis + 1 if axis is not None and inserted is not None and inserted <= axis else axis
+            for axis, inserted in zip(axes, outer.in_axes, strict=True)
+        ]
+    return axes
+
+
 def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
     """The form of an operand for blocks of this size. The operand can come from a group with a different number of
     blocks, which divides it along an axis whose length is not a multiple of `size.blocks`. Then this axis cannot be used: a
@@ -103,8 +126,10 @@ def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
 
 def _env_axis(eqn: jec.JaxprEqn, var: Any, size: Size) -> Axis:
     """A proposal for the axis of a whole value along which readers may work with blocks. A wrong proposal costs only time."""
-    if size.shards:  # another axis may have the same small length; so only the call that numbers the shards is trusted
+    if size.name == SHARD_AXIS:  # another axis may have the same small length
         return 0 if _compat.call_name(eqn) == SHARD_NUMBERS else None
+    if size.name != ENV_AXIS:
+        return None
     return next((d for d, n in enumerate(getattr(var.aval, "shape", ())) if n == size.full), None)
 
 

@@ -1,4 +1,4 @@
-"""The abstract domain: what a replica of a group can compute of a value, if it holds only its block of the environments.
+"""The abstract domain: what a replica of a group can compute of a value, if it holds only its block of a named axis.
 
 The proof that a program can be divided is an abstract interpretation (`inference.py`). Its *lattice element* is a `Form`:
 
@@ -15,17 +15,27 @@ A *transfer function*, from forms of operands to forms of results, is a `Way`: o
 computes the equation on blocks. Making a `Way` raises `Mixes` if the equation cannot run on blocks. For a call, a scan or a
 branch, some results can be top while the others are not.
 
+The axis that a group divides has a name: `env`, the axis of the shards, or the `axis_name` of a `jax.vmap`. Two groups may divide
+different axes: `env` and `agent`, for example. The analysis then runs once for each name, and a value has one form for each
+name (`Forms`). The forms of different names say nothing about each other. A group reads only the form for the name that the
+group divides, because it holds all of every other axis.
+
 A *piece* of a value is the part of it that a replica holds. A piece is named by an axis: None for the whole value, k for the
 replica's block along axis k.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax import lax
 
 from choreo.partition.program import Axis
+from choreo.roles import SHARD_AXIS
+from choreo.types import AxisName
+
+ENV_AXIS: AxisName = "env"
+"""The name of the axis that counts environments."""
 
 
 class Mixed(NamedTuple):
@@ -59,6 +69,8 @@ class Form(NamedTuple):
 
 
 WHOLE = Form(True)
+Forms = Mapping[AxisName, Form]
+"""The form of one value for each axis that some group divides."""
 Demand = Sequence[Set[Axis]]
 """For each of several values, the pieces that are needed of it."""
 Get = Callable[[int, Axis], Any]
@@ -84,12 +96,18 @@ class Way(Protocol):
 
 
 class Size(NamedTuple):
-    """How many environments there are in all, and how many in one block; or how many shards, if shards are divided."""
+    """The axis that is divided, how long it is, and how long one block of it is."""
 
     full: int
     block: int
-    shards: bool = False
-    """Are shards divided? Choreo recognises the shard axis by the call of `shard_numbers`, never by the length of an axis."""
+    name: AxisName = ENV_AXIS
+    """The name of the axis. Choreo recognises the shard axis by the call of `shard_numbers`, and the axis of a `jax.vmap` by its
+    `axis_name`, never by the length of an axis."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """Is this the named axis of a user's `jax.vmap`, and neither the env axis nor the shard axis?"""
+        return self.name not in (ENV_AXIS, SHARD_AXIS)
 
     @property
     def blocks(self) -> int:

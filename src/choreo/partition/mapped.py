@@ -28,8 +28,10 @@ class Mapped:
     def __init__(self, call: Call, native: tuple[Axis, ...], size: Size):
         program = _closed(call)
         self.closed = jec.ClosedJaxpr(_compat.rename_in(program.jaxpr, without_number), program.consts)
-        self.native, self.in_axes = native, call.vmaps[0].in_axes
-        self.block, self.over_envs = size.of(call.vmaps[0].size), call.vmaps[0].size == size.full
+        (vmap,) = call.vmaps
+        self.native, self.in_axes = native, vmap.in_axes
+        self.block = size.of(vmap.size)
+        self.over_axis = vmap.axis_name == size.name if size.is_mapped else vmap.size == size.full
 
     @staticmethod
     def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
@@ -50,9 +52,9 @@ class Mapped:
             return False
         pairs = list(zip(forms, self.in_axes, strict=True))
         fits = all(form.whole or (axis is not None and form.axis == axis) for form, axis in pairs)
-        # If the mapped axis is not as long as the env axis, at least one operand must be a block: this proves that the axis is
-        # divided.
-        return fits and (self.over_envs or any(not form.whole for form in forms))
+        # If the mapped axis is neither declared by its name nor as long as the env axis, at least one operand must be a block: this
+        # proves that the axis is divided.
+        return fits and (self.over_axis or any(not form.whole for form in forms))
 
     def demand(self, outs: Sequence[bool]) -> Demand:
         _, used = _compat.prune(self.closed, outs)

@@ -4,11 +4,12 @@
 - All other ops are *glue*. Glue goes to the group where it causes the fewest bytes to be sent.
 - Glue that reads only values without a home, such as keys and constants, has no home itself (None): every site that needs its
   result computes it, and the result never crosses.
-- Glue that mixes environments goes to a group that is not replicated.
+- Glue that mixes data along an axis goes to a group that does not divide this axis.
 - A scan with fragments is *split* if the fragments have different homes, or if one of them is Python, or if something in it mixes
   environments and cannot run where the rest runs. Otherwise the scan has one home.
 """
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,11 @@ from choreo.graph.graph import Graph
 from choreo.graph.ir import Body, Op, Operand, Value
 from choreo.host import HostMethod
 from choreo.partition.inference import infer_eqn
-from choreo.partition.lattice import WHOLE, Form, Size
+from choreo.partition.lattice import ENV_AXIS, WHOLE, Form, Forms, Size
 from choreo.partition.program import Axis
 from choreo.partition.reduce import combines
 from choreo.roles import SHARD_AXIS
-from choreo.types import GroupName, Role
+from choreo.types import AxisName, GroupName, Role
 
 MOST_SWAPS = 8
 """Glue can change its home in every round, forever. Once the forms have reached their fixed point, `_settle` therefore
@@ -37,14 +38,16 @@ class Sites:
     group_of: Mapping[Role, GroupName]
     """The group of each role."""
     replicas: Mapping[GroupName, int | None]
-    """Into how many blocks of environments each group is divided; None: one site sees all environments."""
+    """Into how many blocks each group is divided; None: one site sees everything."""
     default: GroupName
     """The group of roles that the layout does not name, and of glue that has no better place."""
     num_envs: int
     shards: int = 1
     """How many shards divide the environments. If there are several, each replica gets an equal number of shards."""
-    along_axis: int = 0
-    """The length of the divided axis, if this is not the env axis but, for example, an axis of agents; else 0."""
+    axis_of: Mapping[GroupName, AxisName] = field(default_factory=dict)
+    """The axis that each group divides, for the groups that divide neither environments nor shards but, for example, agents."""
+    lengths: Mapping[AxisName, int] = field(default_factory=dict)
+    """The lengths of these axes."""
     num_workers: int = 1
     """With merge="any": how many workers run the program, each on its own environments, for one site that learns; else 1."""
     python: frozenset[GroupName] = frozenset()
@@ -53,23 +56,34 @@ class Sites:
     def group(self, role: Role) -> GroupName:
         return self.group_of.get(role, self.default)
 
+    def axis(self, group: GroupName) -> AxisName:
+        """The name of the axis that the replicas of a group divide."""
+        return self.axis_of.get(group, SHARD_AXIS if self.shards > 1 else ENV_AXIS)
+
     def size(self, group: GroupName) -> Size | None:
-        """The size of a replicated group's blocks; None if the group sees all environments."""
-        replicas = self.replicas[group]
-        count = self.along_axis or (self.shards if self.shards > 1 else self.num_envs)
-        return None if replicas is None or replicas == 1 else Size(count, count // replicas, self.shards > 1)
+        """The size of a replicated group's blocks; None if the group is one site."""
+        replicas, name = self.replicas[group], self.axis(group)
+        count = {ENV_AXIS: self.num_envs, SHARD_AXIS: self.shards, **self.lengths}[name]
+        return None if replicas is None or replicas == 1 else Size(count, count // replicas, name)
 
     def of_one_worker(self) -> "Sites":
         """The sites of one worker's program."""
         alone = dict.fromkeys(self.replicas)
         return replace(self, replicas=alone, num_envs=self.num_envs // self.num_workers)
 
-    def any_size(self) -> Size | None:
-        """The size of any replicated group; used for ops that have no home yet. None if no group is replicated."""
-        return next((size for group in self.replicas if (size := self.size(group))), None)
+    @property
+    def axes(self) -> list[AxisName]:
+        """The axes for which the analysis runs: the env axis or the shard axis, and every other axis that a group divides."""
+        return list(dict.fromkeys([SHARD_AXIS if self.shards > 1 else ENV_AXIS, *self.sizes]))
+
+    @functools.cached_property
+    def sizes(self) -> Mapping[AxisName, Size]:
+        """For every axis that a replicated group divides, the size of one such group; used for ops of all other groups."""
+        sizes = [size for group in self.replicas if (size := self.size(group))]
+        return {size.name: size for size in reversed(sizes)}
 
     def single(self) -> list[GroupName]:
-        """The groups that see all environments."""
+        """The groups that are one site, which sees everything."""
         return [group for group in self.replicas if not self.size(group)]
 
 
@@ -81,19 +95,26 @@ class Placement:
     ops: dict[Op, GroupName | None] = field(default_factory=dict)
     """The home of each op. A split scan is absent."""
     values: dict[Value, GroupName | None] = field(default_factory=dict)
-    forms: dict[Value, Form] = field(default_factory=dict)
-    """What a replica can compute of each value (`lattice.py`)."""
+    forms: dict[Value, Forms] = field(default_factory=dict)
+    """What a replica can compute of each value, for each axis that a group divides (`lattice.py`)."""
 
     def home(self, operand: Operand) -> GroupName | None:
         return self.values.get(operand) if isinstance(operand, Value) else None
 
-    def form(self, operand: Operand) -> Form:
-        return self.forms[operand] if isinstance(operand, Value) else WHOLE
+    def form(self, operand: Operand, axis: AxisName) -> Form:
+        """The form of a value for one of the axes in `Sites.sizes`."""
+        return self.forms[operand][axis] if isinstance(operand, Value) else WHOLE
+
+    def form_at(self, operand: Operand, group: GroupName) -> Form:
+        """The form of a value for the axis that a replicated group divides."""
+        return self.form(operand, self.sites.axis(group))
 
     def natural(self, operand: Operand, group: GroupName) -> Axis:
         """The piece of a value that a group holds, if the group computes the value."""
-        form = self.form(operand)
-        return None if form.whole or not self.sites.size(group) else form.axis
+        if not self.sites.size(group):
+            return None
+        form = self.form_at(operand, group)
+        return None if form.whole else form.axis
 
 
 def place(
@@ -115,7 +136,7 @@ def place(
 
 class _Placer:
     def __init__(self, sites: Sites, top: Body, wanted_at: Mapping[int, GroupName], glue_at: Mapping[Op, GroupName]):
-        self.sites, self.result, self.glue_at = sites, Placement(sites), glue_at
+        self.sites, self.result, self.glue_at, self.names = sites, Placement(sites), glue_at, sites.axes
         self.consumers: dict[Value, list[Op | GroupName]] = {}
         self._find_consumers(top)
         for position, group in wanted_at.items():
@@ -130,21 +151,29 @@ class _Placer:
                 self._find_consumers(op.body)
 
     def place_top(self, body: Body, carry_axes: list[Axis]) -> None:
+        # The forms of all other axes begin as whole. The results of fragments under the `jax.vmap` of such an axis are blocks.
         for value, axis in zip(body.carry_ins, carry_axes, strict=True):
-            self._set(value, None, WHOLE if axis is None else Form(False, axis))
+            block = WHOLE if axis is None else Form(False, axis)
+            self._set(value, None, {name: block if name in (ENV_AXIS, SHARD_AXIS) else WHOLE for name in self.names})
         self._settle(body, init=None)
 
-    def _set(self, value: Value, home: GroupName | None, form: Form) -> None:
-        self.result.values[value], self.result.forms[value] = home, form
+    def _set(self, value: Value, home: GroupName | None, forms: Forms) -> None:
+        self.result.values[value], self.result.forms[value] = home, forms
+
+    def _forms(self, operand: Operand) -> dict[AxisName, Form]:
+        return {name: self.result.form(operand, name) for name in self.names}
+
+    def _all_whole(self) -> Forms:
+        return dict.fromkeys(self.names, WHOLE)
 
     def _settle(self, body: Body, init: list[Operand] | None) -> None:
         """Place the ops of a body again and again, until a fixed point. `init`: the first values of a loop's carry; None for the
         body of the whole program."""
         for value in [*body.consts, *body.xs]:
             if value not in self.result.forms:
-                self._set(value, None, WHOLE)
+                self._set(value, None, self._all_whole())
         for rounds in itertools.count():
-            homes, forms = self._homes(body), [self.result.forms[v] for v in body.carry_ins]
+            homes, forms = self._homes(body), [dict(self.result.forms[v]) for v in body.carry_ins]
             for op in body.ops:
                 self._place_op(op)
             for position, (value, out) in enumerate(zip(body.carry_ins, body.carry_outs, strict=True)):
@@ -159,24 +188,25 @@ class _Placer:
         return [self.result.values.get(v) for v in body.carry_ins] + [self.result.ops.get(op) for op in body.ops]
 
     def _place_carry(self, value: Value, out: Operand, init: Operand | None) -> None:
-        form, home = self.result.forms[value], self.result.home(out)
+        forms, home = self._forms(value), self.result.home(out)
+        whole = all(form.whole for form in forms.values())
         if out is value:  # carried unchanged
-            if form.whole and (init is None or self.result.home(init) is None):
+            if whole and (init is None or self.result.home(init) is None):
                 home = None
             else:
                 home = self.result.home(init) if init is not None else self._some_reader(value)
         elif home is None and init is not None:
             home = self.result.home(init)
-        elif home is None and not form.whole:
+        elif home is None and not whole:
             home = self._some_reader(value)
-        out_form = self.result.form(out)
-        if form.whole and not out_form.whole and not out_form.mixed:
-            form = Form(False, out_form.axis)
-        if not form.whole and home is None:
+        for name, out_form in self._forms(out).items():
+            if forms[name].whole and not out_form.whole and not out_form.mixed:
+                forms[name] = Form(False, out_form.axis)
+        if home is None and not all(form.whole for form in forms.values()):
             home = self._some_reader(value)
         if home is None and out is not value and (self._read_by_python(value) or self.sites.num_workers > 1):
             home = self.sites.default
-        self._set(value, home, form)
+        self._set(value, home, forms)
 
     def _some_reader(self, value: Value) -> GroupName:
         readers = self._consumer_groups(value)
@@ -200,7 +230,7 @@ class _Placer:
             return self._place_split(op, groups)
         if groups:
             (home,) = groups
-            forms, mixed = self._infer(op, home)
+            mixed = self._mixes(op, home)
             if op.call and op.call.host and [vmap for vmap in op.call.vmaps if vmap.axis_name != SHARD_AXIS]:
                 raise PartitionError(
                     f"The host fragment `{op.name}` is called under jax.vmap, but Python code is called once for all rows.",
@@ -212,23 +242,35 @@ class _Placer:
                     f"The host fragment `{op.name}` cannot be replicated: Choreo does not know which of its rows belong to "
                     "which environment.", at=op.at,
                     fix=f"Use one site for `{home}`, or make it a method of an object: choreo.host_method.")  # fmt: skip
-            if mixed and op.body and self.sites.size(home):
+            if op.call and op.call.host and (size := self.sites.size(home)) and size.is_mapped:
+                raise PartitionError(
+                    f"The host fragment `{op.name}` cannot run on `{home}`, which is divided along the axis {size.name!r}. An "
+                    "object in Python has some of the environments, and each of them whole.", at=op.at,
+                    fix=f"Put the role `{next(iter(op.roles))}` into a group without this axis.")  # fmt: skip
+            if mixed and op.body:
                 return self._place_split(op, groups)
-            if self.sites.size(home):
-                forms = [self._blame(op, form, home) for form in forms]
-            else:
-                forms = [WHOLE if form.mixed else form for form in forms]
         elif self._can_run_anywhere(op):
             home = self.sites.default if any(self._read_by_python(v) for v in op.outs if v) else None
-            forms, _ = self._infer(op, home)
         else:
             home = self._cheapest(op)
-            forms = [WHOLE if form.mixed else form for form in self._infer(op, home)[0]]
         self.result.ops[op] = home
-        for value, form in zip(op.outs, forms, strict=True):
+        forms = {name: self._forms_of_results(op, home, name) for name in self.names}
+        for position, value in enumerate(op.outs):
             if value:
-                self._set(value, home, form)
+                self._set(value, home, {name: forms[name][position] for name in self.names})
         return None
+
+    def _forms_of_results(self, op: Op, home: GroupName | None, name: AxisName) -> list[Form]:
+        """The forms of an op's results for one axis, if `home` runs the op.
+
+        A group sees all of every axis that the group does not divide. So it can mix along this axis, and its results are whole.
+        """
+        forms = self._infer(op, home, name)
+        if home is None:
+            return forms
+        if op.roles and self.sites.size(home) and self.sites.axis(home) == name:
+            return [self._blame(op, form, home) for form in forms]
+        return [WHOLE if form.mixed else form for form in forms]
 
     def _can_run_anywhere(self, op: Op) -> bool:
         """Can every site that needs the results of this glue compute them itself? Only if all sites get the same results."""
@@ -242,13 +284,20 @@ class _Placer:
             return form
         return form._replace(mixed=form.mixed._replace(fragment=op.name, group=home))
 
-    def _infer(self, op: Op, group: GroupName | None) -> tuple[list[Form], bool]:
-        """The forms of an op's results if `group` runs the op, and whether the op mixes environments."""
-        size = (self.sites.size(group) if group else None) or self.sites.any_size()
+    def _infer(self, op: Op, group: GroupName | None, name: AxisName) -> list[Form]:
+        """The forms of an op's results for one axis, if `group` runs the op."""
+        own = self.sites.size(group) if group else None
+        size = own if own and own.name == name else self.sites.sizes.get(name)
         if size is None:
-            return [WHOLE] * len(op.outs), False
-        forms = infer_eqn(op.eqn, [self.result.form(v) for v in op.ins], size, op.at).outs
-        return list(forms), any(form.mixed is not None for value, form in zip(op.outs, forms, strict=True) if value)
+            return [WHOLE] * len(op.outs)
+        return list(infer_eqn(op.eqn, [self.result.form(v, name) for v in op.ins], size, op.at).outs)
+
+    def _mixes(self, op: Op, group: GroupName) -> bool:
+        """Does an op mix data along the axis that a group divides? False if the group is one site."""
+        if not self.sites.size(group):
+            return False
+        forms = self._infer(op, group, self.sites.axis(group))
+        return any(form.mixed is not None for value, form in zip(op.outs, forms, strict=True) if value)
 
     def _cheapest(self, op: Op) -> GroupName:
         """The group in which glue causes the fewest bytes to be sent."""
@@ -258,8 +307,8 @@ class _Placer:
         allowed = [g for g in self.sites.replicas if g in near - self.sites.python] or [self.sites.default]
         if combines(op.eqn):  # a single site combines without messages, as a parameter server does
             allowed = [g for g in allowed if not self.sites.size(g)] or allowed
-        able = [g for g in allowed if not self.sites.size(g) or not self._infer(op, g)[1]]
-        allowed = able or self._fallback() or self._refuse_mixing(op)
+        able = [g for g in allowed if not self._mixes(op, g)]
+        allowed = able or self._fallback() or self._others_able(op) or self._refuse_mixing(op)
         if self.glue_at.get(op) in able:
             return self.glue_at[op]
 
@@ -275,8 +324,13 @@ class _Placer:
         single = [group for group in self.sites.single() if group not in self.sites.python]
         return [self.sites.default] if self.sites.default in single else single[:1]
 
+    def _others_able(self, op: Op) -> list[GroupName]:
+        """Groups that divide a different axis: each of their replicas sees all of the axis along which the op mixes."""
+        return [group for group in self.sites.replicas if group not in self.sites.python and not self._mixes(op, group)]
+
     def _refuse_mixing(self, op: Op) -> list[GroupName]:
-        inferred = (form for group in self.sites.replicas for form in self._infer(op, group)[0])
+        groups = [group for group in self.sites.replicas if self.sites.size(group)]
+        inferred = (form for group in groups for form in self._infer(op, group, self.sites.axis(group)))
         mixed = next(form.mixed for form in inferred if form.mixed)
         raise PartitionError(
             f"{mixed.why}, and every group of this layout is replicated.", at=mixed.at or op.at,
@@ -293,25 +347,29 @@ class _Placer:
         body = op.body
         inits = op.ins[body.num_consts : body.num_consts + body.num_carry]
         for inner, outer in zip(body.const_ins, op.ins, strict=False):
-            self._set(inner, self.result.home(outer), self.result.form(outer))
+            self._set(inner, self.result.home(outer), self._forms(outer))
         for inner, outer in zip(body.carry_ins, inits, strict=True):
-            known = self.result.forms.get(inner)
-            form = self.result.form(outer)
-            form = form if not form.whole else known if known and not known.whole else Form(True)
-            self._set(inner, self.result.values.get(inner, self.result.home(outer)), form)
+            known, forms = self.result.forms.get(inner, {}), self._forms(outer)
+            for name, form in forms.items():
+                if form.whole:
+                    forms[name] = known[name] if name in known and not known[name].whole else WHOLE
+            self._set(inner, self.result.values.get(inner, self.result.home(outer)), forms)
         for inner, outer in zip(body.xs, op.ins[body.num_consts + body.num_carry :], strict=True):
-            form = self.result.form(outer)
-            if form.axis == 0 and not form.whole:
-                raise PartitionError("A scan over environments cannot be split over sites.", at=op.at,
+            forms = self._forms(outer)
+            if over := [name for name, form in forms.items() if form.axis == 0 and not form.whole]:
+                what = f"the axis {over[0]!r}" if over[0] not in (ENV_AXIS, SHARD_AXIS) else "environments"
+                raise PartitionError(f"A scan over {what} cannot be split over sites.", at=op.at,
                                      fix="Put the roles inside it into one group.")  # fmt: skip
-            self._set(inner, self.result.home(outer), Form(form.whole, form.axis - 1 if form.axis else None))
+            shifted = {n: Form(form.whole, form.axis - 1 if form.axis else None) for n, form in forms.items()}
+            self._set(inner, self.result.home(outer), shifted)
         self._settle(body, list(inits))
         for position, (value, inner) in enumerate(zip(op.outs, [*body.carry_ins, *body.ys], strict=True)):
             if value:
-                form = self.result.form(inner)
-                stacked = position >= body.num_carry
-                axis = form.axis + 1 if stacked and form.axis is not None else form.axis
-                self._set(value, self.result.home(inner), Form(form.whole, axis, form.mixed))
+                stacked = 1 if position >= body.num_carry else 0
+                self._set(value, self.result.home(inner), {
+                    name: Form(form.whole, None if form.axis is None else form.axis + stacked, form.mixed)
+                    for name, form in self._forms(inner).items()
+                })  # fmt: skip
 
 
 def _words(names: Iterable[str]) -> str:

@@ -14,13 +14,13 @@ from choreo.partition.carry import named
 from choreo.partition.mapped import trusted
 from choreo.partition.passes import partition
 from choreo.partition.place import Sites
-from choreo.partition.program import Axis, Program, Segment, Transfer, walk
+from choreo.partition.program import Program, Segment, Transfer, walk
 from choreo.partition.relax import relax
 from choreo.partition.trace import Traced, trace
 from choreo.plans.costs import largest_product
 from choreo.plans.merge_any import indivisible_leaf_error, iterate_of_one_worker
 from choreo.plans.plan import Plan
-from choreo.types import GroupName
+from choreo.types import AxisName, GroupName
 
 
 def plan(algo: Any, env: Any, layout: Layout) -> Plan:
@@ -62,13 +62,7 @@ def _check_buffers(algo: Any, layout: Layout) -> None:
 def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     """The plan of an algorithm that `trace_for` has traced for this layout."""
     roles = dict.fromkeys([*traced.iterate.roles, *traced.init.roles])
-    if layout.axis:
-        along = _count_along(traced, layout.axis)
-        _check_told_apart(layout.axis, along, traced.num_envs)
-        sites = layout.sites(roles, traced.num_envs, along)
-        traced = replace(traced, carry_axes=_axes_of_size(traced, along))
-    else:
-        sites = layout.sites(roles, traced.num_envs)
+    sites = layout.sites(roles, traced.num_envs, {axis: _count_along(traced, axis) for axis in layout.axes})
     sites = replace(sites, python=_python_groups(traced, sites))
     relaxed = functools.partial(relax, max_lag=layout.max_lag, merge=layout.merge, layout=layout.name)
     relaxed = relaxed if layout.is_relaxed else None
@@ -96,30 +90,19 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
     )
 
 
-def _count_along(traced: Traced, axis: str) -> int:
-    """The size of a mapped axis, as recorded when a fragment was called under its vmap; 0 if no fragment was called under it."""
-    calls = [op.call for op in traced.iterate.fragments() if op.call]
-    return next((vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis), 0)
+def _count_along(traced: Traced, axis: AxisName) -> int:
+    """The length of a mapped axis, as recorded when fragments were called under its vmap; 0 if no fragment was called under it.
 
-
-def _check_told_apart(axis: str, count: int, num_envs: int) -> None:
-    """Refuse an axis that is as long as the env axis. The axis is found in the carry by its length."""
-    if count == num_envs:
-        raise LayoutError(
-            f"The axis {axis!r} has size {count}, and there are {num_envs} environments. This layout recognises the axis "
-            f"{axis!r} by its size, so it cannot tell the two axes apart.",
-            fix=f"Use a different number of environments (--num-envs {2 * num_envs}), or a layout that does not divide {axis!r}.",
-        )
-
-
-def _axes_of_size(traced: Traced, count: int) -> tuple[Axis, ...]:
-    """For each leaf of the carry, the first axis of this length. This is only a proposal: `partition/inference.py` proves it.
-
-    If several axes have this length, the first one may be the wrong one. Then either the proof fails, or dividing the leaf
-    along this axis gives the same result.
+    Raises LayoutError if vmaps of this name have different lengths.
     """
-    shapes = [value.aval.shape for value in traced.iterate.body.carry_ins]
-    return tuple(next((d for d, n in enumerate(shape) if n == count), None) for shape in shapes)
+    calls = [op.call for op in traced.iterate.fragments() if op.call]
+    found = sorted({vmap.size for call in calls for vmap in call.vmaps if vmap.axis_name == axis})
+    if len(found) > 1:
+        raise LayoutError(
+            f"Fragments are called under vmaps of the axis {axis!r} with the lengths {' and '.join(map(str, found))}.",
+            fix="Give axes of different lengths different names, or use a layout that does not divide this axis.",
+        )
+    return found[0] if found else 0
 
 
 def _python_groups(traced: Traced, sites: Sites) -> frozenset[GroupName]:

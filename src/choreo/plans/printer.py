@@ -53,7 +53,7 @@ def where(plan: Plan, group: Group) -> str:
     elif n > 1:
         words = [f"{n} replicas", f"{count(plan.num_envs // n, 'environment')} each"]
     if group.axis:
-        words = [count(n, "replica"), f"{count(plan.sites.along_axis // n, group.axis)} each"]
+        words = [count(n, "replica"), f"{count(plan.sites.lengths[group.axis] // n, group.axis)} each"]
     elif plan.shards > 1:
         words += [f"{count(plan.shards // n, 'shard')} each" if n > 1 else f"all {plan.shards} shards"]
     elif size and size.block != plan.num_envs // n:
@@ -144,7 +144,7 @@ def _lockstep(plan: Plan) -> str:
     if not replicated and not divided and plan.shards == 1:
         return f"bit for bit what {shards} computes (on CPU), because nothing is replicated."
     why = "replicas" if replicated else "devices" if divided else "several shards together"
-    can_be = replicated and plan.shards == 1 and plan.layout.axis is None
+    can_be = replicated and plan.shards == 1 and not plan.layout.axes
     exact = "; with exact=True, the same bits for any number of replicas" if can_be else ""
     return (
         f"what {shards} computes, up to rounding ({why} compute arrays of other shapes): to 1e-5 in float32 "
