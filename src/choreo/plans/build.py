@@ -17,7 +17,6 @@ from choreo.partition.place import Sites
 from choreo.partition.program import Axis, Program, Segment, Transfer, walk
 from choreo.partition.relax import relax
 from choreo.partition.trace import Traced, trace
-from choreo.plans.costs import largest_product
 from choreo.plans.merge_any import indivisible_leaf_error, iterate_of_one_worker
 from choreo.plans.plan import Plan
 from choreo.types import GroupName
@@ -89,7 +88,6 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
         num_carry=traced.iterate.body.num_carry,
         carry_axes=traced.carry_axes,
         reductions=traced.reductions,
-        largest_product=largest_product(traced.iterate),
         trusted=_trusted(traced, sites),
         warnings=forgotten_marks(traced, layout, sites),
         carry=traced.carry,
