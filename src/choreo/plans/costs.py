@@ -17,7 +17,7 @@ from typing import Any, Literal
 from choreo.errors import ChoreoError
 from choreo.graph.text import format_type
 from choreo.partition.program import Move
-from choreo.plans.step_times import Part, StepPart, StepTimes
+from choreo.plans.step_times import Phase, StepPhase, StepTimes
 from choreo.types import GroupName, Role
 
 
@@ -58,6 +58,8 @@ class StepCost:
     """The position of the step among the steps of its group; a profile names the step by this number."""
     replicas: int
     """How many replicas run the step, as the printed plan counts them: one process each, with all its blocks and devices."""
+    blocks: int
+    """How many blocks, or shards, each of these replicas computes one after the other, each time; more than 1 with `exact`."""
     times: int
     """How often each replica runs the step while the program runs once."""
     flops: int | None
@@ -202,11 +204,12 @@ class Costs:
         """These costs, with the seconds that a run of the plan has measured. What the run did not measure is None."""
 
         def step_seconds(program: str, step: StepCost) -> float | None:
-            return times.mean_seconds(StepPart(program, step.group, step.number, "run"))
+            mean = times.mean_seconds(StepPhase(program, step.group, step.number, "run"))  # for one block
+            return None if mean is None else step.blocks * mean
 
         def crossing_seconds(program: str, crossing: Crossing) -> tuple[float | None, float | None]:
-            def mean(group: GroupName, number: int, part: Part) -> float | None:
-                return times.mean_seconds(StepPart(program, group, number, part))
+            def mean(group: GroupName, number: int, phase: Phase) -> float | None:
+                return times.mean_seconds(StepPhase(program, group, number, phase))
 
             sent = mean(crossing.src, crossing.src_number, "send")
             handed = mean(crossing.dst, crossing.dst_number, "hand over")

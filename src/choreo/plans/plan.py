@@ -20,7 +20,7 @@ from choreo.plans.drawing import draw_plan
 from choreo.plans.export import export_program
 from choreo.plans.fingerprint import hash_programs
 from choreo.plans.printer import format_plan, title
-from choreo.plans.program_costs import Crew, program_costs
+from choreo.plans.program_costs import GroupSites, program_costs
 from choreo.plans.step_times import StepTimes
 from choreo.roles import Reduction
 from choreo.types import GroupName, PyTree
@@ -176,13 +176,14 @@ class Plan:
         """The costs without seconds."""
         if self.stored_costs is not None:
             return self.stored_costs
-        crews = {
-            group: Crew(processes=self.processes(group), replicas=self.replicas(group)) for group in self.sites.replicas
+        sites = {
+            group: GroupSites(processes=self.processes(group), replicas=self.replicas(group))
+            for group in self.sites.replicas
         }
-        init = program_costs(self.init, crews)
+        init = program_costs(self.init, sites)
         if self.num_workers > 1:
-            crews[self.sites.default] = replace(crews[self.sites.default], rounds=self.num_workers)
-        return Costs(init=init, iterate=program_costs(self.iterate, crews, num_workers=self.num_workers))
+            sites[self.sites.default] = replace(sites[self.sites.default], rounds=self.num_workers)
+        return Costs(init=init, iterate=program_costs(self.iterate, sites, num_workers=self.num_workers))
 
     @functools.cached_property
     def fingerprint(self) -> str:

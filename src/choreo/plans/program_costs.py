@@ -22,7 +22,7 @@ from choreo.types import GroupName
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crew:
+class GroupSites:
     """How many sites of one group run a program."""
 
     processes: int
@@ -32,21 +32,27 @@ class Crew:
     rounds: int = 1
     """With merge="any": how often the group runs its steps in one iteration. The learner runs them once for each worker."""
 
+    @property
+    def blocks(self) -> int:
+        """How many replicas run in each process."""
+        return self.replicas // self.processes
 
-def program_costs(program: Program, crews: Mapping[GroupName, Crew], *, num_workers: int = 1) -> ProgramCosts:
+
+def program_costs(program: Program, sites: Mapping[GroupName, GroupSites], *, num_workers: int = 1) -> ProgramCosts:
     """The costs of a program.
 
     With merge="any", `num_workers` is the number of workers, and `program` is the program of the learner and of one worker. This
     program runs once for each worker.
     """
     numbers, names = step_numbers(program), _slot_names(program)
-    processes = {group: crew.processes if num_workers == 1 else 1 for group, crew in crews.items()}
+    processes = {group: own.processes if num_workers == 1 else 1 for group, own in sites.items()}
     steps: list[StepCost] = []
     crossings: list[Crossing] = []
     for step, times in walk(program.steps):
-        if isinstance(step, Segment | HostCall):
-            crew, number = crews[step.group], numbers[id(step), step.group]
-            steps.append((_segment if isinstance(step, Segment) else _host_call)(step, number, times, crew))  # pyright: ignore[reportArgumentType]
+        if isinstance(step, Segment):
+            steps.append(_segment(step, numbers[id(step), step.group], times, sites[step.group]))
+        elif isinstance(step, HostCall):
+            steps.append(_host_call(step, numbers[id(step), step.group], times, sites[step.group]))
         elif isinstance(step, Transfer):
             ends = numbers[id(step), step.src], numbers[id(step), step.dst]
             crossings.append(_crossing(step, ends, times, names, processes, num_workers))
@@ -60,8 +66,8 @@ def segment_jaxpr(segment: Segment, replicas: int) -> jec.Jaxpr:
     return jax.make_jaxpr(segment.fn, axis_env=axes)(scalar, scalar, *(given.aval for given in segment.ins)).jaxpr
 
 
-def _segment(step: Segment, number: int, times: int, crew: Crew) -> StepCost:
-    jaxpr, blocks = segment_jaxpr(step, crew.replicas), crew.replicas // crew.processes
+def _segment(step: Segment, number: int, times: int, sites: GroupSites) -> StepCost:
+    jaxpr, blocks = segment_jaxpr(step, sites.replicas), sites.blocks
     flops = count_flops(jaxpr).times(blocks)
     read = [nbytes_of(given.aval) // (given.aval.shape[0] if given.stacked else 1) for given in step.ins]
     return StepCost(
@@ -70,8 +76,9 @@ def _segment(step: Segment, number: int, times: int, crew: Crew) -> StepCost:
         roles=step.roles,
         on_host=False,
         number=number,
-        replicas=crew.processes,
-        times=times * crew.rounds,
+        replicas=sites.processes,
+        blocks=blocks,
+        times=times * sites.rounds,
         flops=flops.number,
         flops_at_least=flops.at_least,
         largest_product=largest_product(jaxpr),
@@ -80,15 +87,16 @@ def _segment(step: Segment, number: int, times: int, crew: Crew) -> StepCost:
     )
 
 
-def _host_call(step: HostCall, number: int, times: int, crew: Crew) -> StepCost:
+def _host_call(step: HostCall, number: int, times: int, sites: GroupSites) -> StepCost:
     return StepCost(
         group=step.group,
         name=step.name,
         roles=(),
         on_host=True,
         number=number,
-        replicas=crew.processes,
-        times=times * crew.rounds,
+        replicas=sites.processes,
+        blocks=sites.blocks,
+        times=times * sites.rounds,
         flops=None,
         flops_at_least=False,
         largest_product=0,

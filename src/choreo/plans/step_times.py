@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 from choreo.partition.program import Program, groups_of, walk
 from choreo.types import GroupName
 
-Part = Literal["run", "send", "wait", "hand over"]
+Phase = Literal["run", "send", "wait", "hand over"]
 """What is measured: a run of a segment or a host call; sending one message or waiting for one message of a transfer; or all of a
 transfer between sites of one process."""
 
 
-class StepPart(NamedTuple):
+class StepPhase(NamedTuple):
     """What is measured of a step, at one group."""
 
     program: str
@@ -23,7 +23,7 @@ class StepPart(NamedTuple):
     """A group that takes part in the step."""
     number: int
     """The position of the step among all steps of this group, in the order of `walk`."""
-    part: Part
+    phase: Phase
     """What is measured."""
 
 
@@ -36,8 +36,8 @@ class StepTimes(Protocol):
         """The plan that was measured; see `Plan.name`."""
         ...
 
-    def mean_seconds(self, part: StepPart) -> float | None:
-        """The mean over all times; None if the part was never measured."""
+    def mean_seconds(self, phase: StepPhase) -> float | None:
+        """The mean over all times; None if it was never measured."""
         ...
 
 
