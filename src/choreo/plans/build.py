@@ -29,8 +29,12 @@ def plan(algo: Any, env: Any, layout: Layout) -> Plan:
     Runs no iteration and starts no process. Raises PartitionError or LayoutError if the algorithm cannot be divided as
     the layout says.
     """
-    title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
-    return plan_traced(trace_for(algo, env, layout), layout, title=title)
+    return plan_traced(trace_for(algo, env, layout), layout, title=plan_title(algo, env))
+
+
+def plan_title(algo: Any, env: Any) -> str:
+    """The names of the algorithm and the environment: `PPO on jax:CartPole-v1`."""
+    return f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
 
 
 def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:

@@ -10,6 +10,7 @@ import jax
 import jax.extend.core as jec
 import numpy as np
 
+from choreo import _compat
 from choreo.graph.edges import is_path
 from choreo.graph.ir import nbytes_of
 from choreo.partition.program import HostCall, Loop, Move, Program, Ref, Segment, Slot, Transfer, walk
@@ -60,10 +61,15 @@ def program_costs(program: Program, sites: Mapping[GroupName, GroupSites], *, nu
 
 
 def segment_jaxpr(segment: Segment, replicas: int) -> jec.Jaxpr:
-    """What one replica of a segment evaluates. `replicas`: how many replicas the segment's group has."""
+    """What one replica of a segment evaluates, without equations that no result needs: XLA removes these too.
+
+    `replicas`: how many replicas the segment's group has.
+    """
     scalar = jax.ShapeDtypeStruct((), np.int32)
     axes = [(REPLICA_AXIS, replicas)] if segment.combines else None
-    return jax.make_jaxpr(segment.fn, axis_env=axes)(scalar, scalar, *(given.aval for given in segment.ins)).jaxpr
+    closed = jax.make_jaxpr(segment.fn, axis_env=axes)(scalar, scalar, *(given.aval for given in segment.ins))
+    needed, _ = _compat.prune(closed, [True] * len(closed.jaxpr.outvars))
+    return needed.jaxpr
 
 
 def _segment(step: Segment, number: int, times: int, sites: GroupSites) -> StepCost:
