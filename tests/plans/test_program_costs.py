@@ -4,9 +4,14 @@ Bytes are compared with those that a runtime receives, messages with those that 
 products are compared with numbers counted by hand.
 """
 
+import subprocess
+import sys
+
 import jax
+import jax.numpy as jnp
 import pytest
 
+import choreo
 from choreo.envs import make
 from choreo.layouts import Group, Layout, coarse, fine
 from choreo.partition.program import Transfer, walk
@@ -51,6 +56,31 @@ def test_bytes_are_those_that_sites_receive(layout):
     runtime.run(0, 1)
     assert runtime.received == shown.costs().iterate.nbytes > 0
     runtime.close()
+
+
+def test_equations_that_no_result_needs_are_not_counted():
+    """XLA removes such equations, so they cost nothing."""
+
+    class Wasteful(Tiny):
+        @choreo.fragment("learner")
+        def learn(self, train, trajectory):
+            jnp.ones((500, 500)) @ jnp.ones((500, 500))
+            return train, {}
+
+    costs = plan(Wasteful(unroll=3), make("jax:CartPole-v1", 4), coarse(2)).costs()
+    (learn,) = (step for step in costs.iterate.steps if "learn" in step.name or step.group == "buffer+learner")
+    assert learn.flops is not None and learn.flops < 1000
+
+
+def test_asking_for_costs_starts_no_backend_of_jax():
+    """The costs say how many threads XLA should use, and XLA reads that number when its backend starts."""
+    code = (
+        "import choreo; from choreo import _compat\n"
+        "shown = choreo.plan(choreo.PPO(), 'jax:CartPole-v1', choreo.coarse(workers=2))\n"
+        "shown.costs(); print(shown.costs().largest_product, _compat.clients_exist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == [str(128 * 8 * 64 * 64), "False"]
 
 
 def test_a_replica_sends_only_to_replicas_that_need_some_of_its_environments():
