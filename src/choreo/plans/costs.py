@@ -5,7 +5,7 @@
     StepCost       one segment or host call: how often it runs, FLOPs, bytes, seconds
     Crossing       one transfer between two groups: how often, in how many messages, how many bytes, seconds
 
-The printer, the drawing and the command line read these values, so that they show the same numbers. `program_costs.py` makes
+The printer, the drawing and `choreo graph --json` read these values, so that they show the same numbers. `program_costs.py` makes
 them from a program. A number that is not known is None, never 0.
 """
 

@@ -263,6 +263,8 @@ class Machine:
             parts = [store[move.src] for store in senders]
             for r, store in enumerate(receivers):
                 store[move.dst] = self.backend.reshard(parts, move, r, len(receivers), step)
+        if self.timed is not untimed:
+            self.backend.wait_for([store[move.dst] for store in receivers for move in step.moves])
 
     def _send(self, step: Transfer, dst: str, message: "list[Overlap]", stores: dict[Site, Store]) -> Action:
         phase, to_host = self._phase(step, step.src, "send"), self.backend.to_host
