@@ -1,8 +1,8 @@
 """Measures how each process spends its time: computing, sending, or waiting for another process.
 
 A `Recorder` in every process times the steps of its sites. A `Profile` joins the records of all processes into a table, one
-sentence that names the bottleneck, and a trace for Perfetto. `Plan.costs` reads from it how long each step takes. Times come from the system's monotonic clock, which all
-processes of one machine share.
+sentence that names the bottleneck, and a trace for Perfetto. `Plan.costs` reads from a profile how long each step takes. Times
+come from the system's monotonic clock, which all processes of one machine share.
 
     kind      meaning
     env       stepping environments: in Python, or in a compiled program without other roles
