@@ -268,7 +268,7 @@ def test_a_profile_and_rates_together_are_refused():
     )
 
 
-SLEEP_S = 0.02
+SLEEP_S = 0.05
 
 
 class Napping(gymnasium.Env):
@@ -319,7 +319,7 @@ def test_measured_seconds_belong_to_the_step_that_took_them(make_runtime):
     assert all(step.seconds is not None for step in costs.init.steps)
     observed, acted = (next(c for c in costs.iterate.crossings if (c.dst == "env") == to_env and c.times == UNROLL)
                        for to_env in (False, True))  # fmt: skip
-    assert all(0 < c.seconds < SLEEP_S / 4 for c in (observed, acted)), "messages are small"
+    assert 0 < observed.seconds < SLEEP_S / 2 and 0 < acted.seconds < SLEEP_S / 2, "messages are small"
     if make_runtime is InProcess:
         assert observed.wait_seconds is acted.wait_seconds is None, "in one process nobody waits"
     else:

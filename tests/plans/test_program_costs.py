@@ -14,8 +14,11 @@ import pytest
 import choreo
 from choreo.envs import make
 from choreo.layouts import Group, Layout, coarse, fine
-from choreo.partition.program import Transfer, walk
+from choreo.partition.code import SegmentCode
+from choreo.partition.program import Segment, Transfer, walk
 from choreo.plans.build import plan
+from choreo.plans.flops import count_flops
+from choreo.plans.program_costs import segment_jaxpr
 from choreo.runtime.engine.messages import Topology, messages
 from choreo.runtime.inprocess import InProcess
 from plans.planned import LAYOUTS, planned
@@ -56,6 +59,24 @@ def test_bytes_are_those_that_sites_receive(layout):
     runtime.run(0, 1)
     assert runtime.received == shown.costs().iterate.nbytes > 0
     runtime.close()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_printed_and_counted_is_what_the_interpreter_evaluates(name):
+    """A segment repeats facts about its code, for workers that get no code. The print and the costs read these facts."""
+    shown = planned(name)
+    costs = iter(shown.costs().iterate.steps)
+    for step, _ in walk(shown.iterate.steps):
+        if isinstance(step, Segment):
+            code = step.fn
+            assert isinstance(code, SegmentCode)
+            repeated = (step.name, step.roles, step.out_axes, step.out_avals, step.combines)
+            assert repeated == (code.name, code.roles, code.out_axes, code.out_avals, code.combines)
+            jaxpr = segment_jaxpr(step, shown.replicas(step.group))
+            assert [v.aval.shape for v in jaxpr.outvars] == [aval.shape for aval in code.out_avals]
+            cost = next(costs)
+            assert (cost.name, cost.roles) == (code.name, code.roles)
+            assert cost.flops == count_flops(jaxpr).times(cost.blocks).number
 
 
 def test_equations_that_no_result_needs_are_not_counted():

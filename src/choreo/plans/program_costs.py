@@ -75,7 +75,7 @@ def segment_jaxpr(segment: Segment, replicas: int) -> jec.Jaxpr:
 def _segment(step: Segment, number: int, times: int, sites: GroupSites) -> StepCost:
     jaxpr, blocks = segment_jaxpr(step, sites.replicas), sites.blocks
     flops = count_flops(jaxpr).times(blocks)
-    read = [nbytes_of(given.aval) // (given.aval.shape[0] if given.stacked else 1) for given in step.ins]
+    read = [nbytes_of(given.aval) // (max(given.aval.shape[0], 1) if given.stacked else 1) for given in step.ins]
     return StepCost(
         group=step.group,
         name=step.name,
