@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         per_agent as per_agent,
         sebulba as sebulba,
     )
+    from choreo.plans.costs import Rates as Rates
     from choreo.loops import minibatches as minibatches, rollout as rollout
     from choreo.roles import (
         all_reduce as all_reduce,
@@ -94,6 +95,7 @@ _NAMES_BY_MODULE = {
         "WarningGiven",
         "RunEnded",
     ),
+    "choreo.plans.costs": ("Rates",),
     "choreo.runs.training": ("train", "resume", "replay", "load", "plan"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

@@ -310,6 +310,14 @@ def test_graph_prints_fragments_or_draws_a_plan(capsys):
     assert main(["graph", TINY, CARTPOLE, "--layout", "coarse", "--workers", "2", "-o", "plan.svg"]) == 0
     assert capsys.readouterr().out == "Wrote plan.svg.\n"
     assert "<svg" in Path("plan.svg").read_text()
+    assert main(["graph", TINY, CARTPOLE, "--layout", "coarse", "--workers", "2", "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert costs["plan"].startswith("Tiny on jax:CartPole-v1, 8 environments: Layout(")
+    assert [step["replicas"] for step in costs["iterate"]["steps"]] == [2, 1]
+    assert costs["iterate"]["nbytes"] == sum(each["total_nbytes"] for each in costs["iterate"]["crossings"]) > 0
+    assert "--json needs --layout." in fails(capsys, "graph", TINY, CARTPOLE, "--json")
+    both = ("--layout", "coarse", "--json", "-o", "plan.svg")
+    assert "--json prints, and -o writes a picture." in fails(capsys, "graph", TINY, CARTPOLE, *both)
     err = fails(capsys, "graph", TINY, CARTPOLE, "--workers", "2")
     assert err == "UsageError: --workers needs --layout.\nAdd --layout coarse.\n"
     assert "--max-lag needs --layout." in fails(capsys, "graph", TINY, CARTPOLE, "--max-lag", "2")

@@ -1,110 +1,350 @@
-"""The costs that a plan states are right.
+"""The costs of a plan: FLOPs as counted by hand, scaled by replicas and loops; seconds that were measured or estimated."""
 
-Bytes are compared with those that a runtime receives, messages with those that worker processes would send. The sizes of matrix
-products are compared with numbers counted by hand.
-"""
+import json
+import pickle
+import time
+from dataclasses import dataclass, replace
 
+import gymnasium
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax import lax
 
+import choreo
+from choreo import envs
+from choreo.algos import A2C
 from choreo.envs import make
-from choreo.graph.graph import Graph
-from choreo.graph.ir import Body, Op
-from choreo.layouts import Group, Layout, coarse, fine
-from choreo.partition.program import Transfer, walk
+from choreo.errors import ChoreoError
+from choreo.graph.text import format_bytes
+from choreo.layouts import ALIASES, Group, Layout, coarse, fine, fused, multi_learner
+from choreo.loops import rollout
 from choreo.plans.build import plan
-from choreo.plans.costs import largest_product
-from choreo.runtime.engine.messages import Topology, messages
+from choreo.plans.costs import Costs, Rates, StepCost
+from choreo.plans.flops import format_flops
+from choreo.plans.step_times import StepPhase
 from choreo.runtime.inprocess import InProcess
+from choreo.runtime.local import Local
+from pictures import texts
 from plans.planned import LAYOUTS, planned
-from tiny import Tiny
+from tiny import Carry, Tiny
+
+ENVS, UNROLL, OBS, ACTIONS = 8, 5, 4, 2
+RATES = Rates(flops_per_s=1e9, bytes_per_s=1e6, seconds_per_message=1e-3)
 
 
-class Weighing(InProcess):
-    """A runtime that adds up the bytes that sites receive."""
+@dataclass(frozen=True, kw_only=True)
+class Linear(Tiny):
+    """Tiny with FLOPs that are easy to count: it acts with one product of matrices, and learns with two."""
 
-    def __init__(self, plan):
-        super().__init__(plan)
-        self.received, reshard = 0, self.backend.reshard
+    unroll: int = UNROLL
 
-        def weigh(parts, move, receiver, receivers, transfer):
-            value = reshard(parts, move, receiver, receivers, transfer)
-            self.received += value.nbytes
-            return value
+    def iterate(self, env, carry, key):
+        position, trajectory, _ = rollout(env, self.act, carry.train.weights, carry.position, key, self.unroll)
+        train, metrics = self.learn(carry.train, trajectory)
+        return Carry(train, position), metrics  # metrics of episodes would need more FLOPs
 
-        self.backend.reshard = weigh
+    @choreo.fragment("actor")
+    def act(self, params, obs, key, *, greedy=False):
+        return jnp.argmax(obs @ params), ()
 
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        coarse(2),
-        fine(2),
-        Layout(Group("env", replicas=4), Group("actor", replicas=2), Group("learner")),
-        coarse(2, shards=2),
-    ],
-    ids=["coarse", "fine", "three groups", "shards"],
-)
-def test_bytes_are_those_that_sites_receive(layout):
-    shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 4), layout)
-    runtime = Weighing(shown)
-    runtime.start(jax.random.key(0))
-    assert runtime.received == shown.costs.init.nbytes
-    runtime.received = 0
-    runtime.run(0, 1)
-    assert runtime.received == shown.costs.iterate.nbytes > 0
-    runtime.close()
+    @choreo.fragment("learner")
+    def learn(self, train, trajectory):
+        total = jnp.einsum("teo,tea->oa", trajectory.obs, trajectory.obs @ train.weights)
+        return train._replace(weights=choreo.all_reduce(total)), {}
 
 
-def test_a_replica_sends_only_to_replicas_that_need_some_of_its_environments():
-    """The env replicas hold the environments 0-5 and 6-11, and the actor replicas hold 0-3, 4-7 and 8-11: four pairs overlap."""
-    layout = LAYOUTS["env_x2_actor_x3"]
-    shown = plan(Tiny(unroll=3), make("jax:CartPole-v1", 12), layout)
-    counts = {(c.src, c.dst): c.num_messages for c in shown.costs.iterate.crossings}
-    assert counts["env", "actor"] == counts["actor", "env"] == 4
-    assert counts["learner", "actor"] == counts["actor", "learner"] == 3
+def step_of(costs: Costs, name: str, program: str = "iterate") -> StepCost:
+    (found,) = (step for step in getattr(costs, program).steps if name in step.name)
+    return found
 
 
-@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if not layout.exact])
-def test_messages_are_those_of_worker_processes(name):
+def linear(layout, envs=ENVS):
+    return plan(Linear(), make("jax:CartPole-v1", envs), layout)
+
+
+ACT = ENVS * (2 * OBS * ACTIONS + ACTIONS)
+"""FLOPs of acting once for all environments: a product and the comparisons of argmax."""
+LEARN = 2 * (2 * UNROLL * ENVS * OBS * ACTIONS)
+"""FLOPs of two products."""
+
+
+def test_flops_equal_a_count_by_hand():
+    layout = Layout(Group("env", replicas=2), Group("actor", replicas=2), Group("learner"))
+    costs = linear(layout).costs()
+    act, learn = step_of(costs, "act"), step_of(costs, "learn")
+    assert (act.group, act.replicas, act.times, act.flops) == ("actor", 2, UNROLL, ACT // 2)
+    assert act.total_flops == UNROLL * ACT
+    assert (learn.group, learn.replicas, learn.times, learn.flops) == ("learner", 1, 1, LEARN)
+    assert act.roles == ("actor",) and not act.on_host and not act.flops_at_least
+    assert costs.largest_product == UNROLL * ENVS * OBS * ACTIONS
+
+
+def test_bytes_that_a_segment_reads_and_returns_are_those_of_its_arrays():
+    layout = Layout(Group("env"), Group("actor", replicas=2), Group("learner"))
+    act = step_of(linear(layout).costs(), "act")
+    # The weights and the observations of half of the environments -> an action (int32) for each environment.
+    keys = act.input_nbytes - 4 * OBS * ACTIONS - 4 * OBS * ENVS // 2
+    assert keys in (0, 8, 8 * ENVS // 2), "besides, `act` can only read keys"
+    assert act.output_nbytes in (4 * ENVS // 2, 8 * ENVS // 2), "`act` returns actions"
+
+
+def test_bytes_and_messages_of_crossings_equal_a_count_by_hand():
+    costs = linear(fine(2)).costs()
+    crossings = {(c.src, c.dst): c for c in costs.iterate.crossings if c.times > 1}
+    observed, acted = crossings["env", "actor+buffer+learner"], crossings["actor+buffer+learner", "env"]
+    assert (acted.times, acted.num_messages, acted.nbytes) == (UNROLL, 2, 4 * ENVS)
+    assert (observed.times, observed.num_messages) == (UNROLL, 2) and observed.nbytes >= 4 * OBS * ENVS
+    assert costs.iterate.num_messages == sum(c.times * c.num_messages for c in costs.iterate.crossings)
+
+
+def actors(replicas, **options):
+    return Layout(Group("env"), Group("actor", replicas=replicas), Group("learner"), **options)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_the_flops_of_all_replicas_are_those_of_the_whole(replicas):
+    """A replica computes its block of the environments, so N replicas compute N blocks."""
+    act = step_of(linear(actors(replicas)).costs(), "act")
+    assert (act.replicas, act.blocks, act.flops) == (replicas, 1, ACT // replicas)
+    assert act.total_flops == UNROLL * ACT
+
+
+def test_what_does_not_depend_on_environments_counts_at_every_replica():
+    """One step of CartPole has one operation on constants, the product of mass and length: each replica computes it."""
+    whole, split = (step_of(linear(coarse(n)).costs(), "act") for n in (1, 4))
+    assert split.total_flops == whole.total_flops + 3 * UNROLL
+
+
+def test_blocks_of_one_process_count_together():
+    """With exact=True a process computes several blocks, one after the other."""
+    act = step_of(linear(actors(2, exact=True)).costs(), "act")
+    assert act.blocks > 1 and (act.replicas, act.flops, act.total_flops) == (2, ACT // 2, UNROLL * ACT)
+
+
+def test_a_loop_inside_of_a_segment_counts_for_every_round():
+    once, often = (
+        step_of(plan(Linear(unroll=n), make("jax:CartPole-v1", ENVS), coarse(2)).costs(), "act") for n in (1, 10)
+    )
+    assert once.times == often.times == 1 and once.flops and often.flops
+    assert often.flops == 10 * once.flops
+
+
+def test_learner_shards_count_together():
+    """Each of two replicas has half of the work. It also sums its shards, sums the replicas, and divides by the shards."""
+    two, one = (step_of(linear(multi_learner(n, shards=n)).costs(), "learn") for n in (2, 1))
+    assert one.flops is not None and two.replicas == 2
+    on_constants = UNROLL
+    assert two.flops == (one.flops - on_constants) // 2 + on_constants + 3 * OBS * ACTIONS
+
+
+def test_with_merge_any_the_learner_runs_once_for_each_worker():
+    shown = planned("a2c_a3c_x2")
+    gradient, update = step_of(shown.costs(), "gradient"), step_of(shown.costs(), "update")
+    assert (gradient.replicas, gradient.times) == (2, 1)
+    assert (update.replicas, update.times) == (1, 2)
+
+
+def test_a_while_loop_makes_the_flops_a_lower_bound_and_python_makes_them_unknown():
+    class Searching(Linear):
+        @choreo.fragment("learner")
+        def learn(self, train, trajectory):
+            found = jax.lax.while_loop(lambda w: w[0, 0] < 1, lambda w: w + 1, train.weights)
+            return train._replace(weights=found), {}
+
+    shown = plan(Searching(), make("CartPole-v1", 2), coarse(1))
+    learn, env = step_of(shown.costs(), "learn"), next(s for s in shown.costs().iterate.steps if s.on_host)
+    assert learn.flops == OBS * ACTIONS + 1 and learn.flops_at_least
+    assert "learn, at least 9 FLOP" in str(shown)
+    assert env.flops is None and env.total_flops is None and env.input_nbytes is None
+    assert shown.costs().iterate.flops_at_least and shown.costs().iterate.flops is not None
+
+
+def test_an_unknown_computation_is_printed_as_unknown_never_as_0():
+    class Solving(Linear):
+        @choreo.fragment("learner")
+        def learn(self, train, trajectory):
+            return train._replace(weights=train.weights + jnp.linalg.cholesky(jnp.eye(2))[0, 0]), {}
+
+    shown = plan(Solving(), make("jax:CartPole-v1", 2), coarse(1))
+    assert step_of(shown.costs(), "learn").flops is None and shown.costs().iterate.flops is None
+    assert "learn, FLOPs unknown" in str(shown)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_print_and_the_picture_show_the_numbers_of_the_data(name):
     shown = planned(name)
-    # With merge="any" (`num_workers` > 1) the steps are those of the learner and one worker, so each group has one site.
-    one_worker = {(group, 0): group for group in shown.sites.replicas}
-    process_of_site = one_worker if shown.num_workers > 1 else {site: f"{site}" for site in shown.all_sites}
-    topology = Topology(me="", process_of_site=process_of_site)
-    transfers = [step for step, _ in walk(shown.iterate.steps) if isinstance(step, Transfer)]
-    counts = [len(messages(step, topology)) * shown.num_workers for step in transfers]
-    assert counts == [c.num_messages for c in shown.costs.iterate.crossings]
+    costs = shown.costs()
+    picture, text = " ".join(texts(shown.draw())), str(shown)
+    for step in costs.iterate.steps:
+        flops = format_flops(step.flops, at_least=step.flops_at_least)
+        assert flops in picture
+        assert any(line.endswith(f", {flops}") and step.name.split("+")[-1] in line for line in text.splitlines())
+    if costs.iterate.crossings:
+        assert format_bytes(costs.iterate.nbytes) in text and format_bytes(costs.iterate.nbytes) in picture
 
 
-def graph(fn, *shapes) -> Graph:
-    """A graph with the equations of `fn`; `largest_product` reads nothing but equations."""
-    eqns = jax.make_jaxpr(fn)(*(jnp.zeros(shape) for shape in shapes)).jaxpr.eqns
-    ops = tuple(Op(eqn, (), (), frozenset()) for eqn in eqns)
-    return Graph("iterate", Body((), ops, (), {}, 0, 0), (), (), 1)
+@pytest.mark.parametrize("name", ["coarse_x2", "multi_learner_x2", "a2c_a3c_x2", "dqn_apex_x4_x2"])
+def test_costs_are_data_that_pickles_and_compares_and_becomes_json(name):
+    costs = planned(name).costs()
+    assert pickle.loads(pickle.dumps(costs)) == costs
+    assert pickle.loads(pickle.dumps(planned(name))).costs() == costs
+    assert costs != costs.estimated(RATES)
+    plain = costs.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["iterate"]["nbytes"] == costs.iterate.nbytes and plain["seconds_are"] == "unknown"
+    assert [step["flops"] for step in plain["iterate"]["steps"]] == [step.flops for step in costs.iterate.steps]
 
 
-def image(x, kernel):
-    return lax.conv_general_dilated(x, kernel, (1, 1), "VALID")
+def test_the_seconds_of_a_plan_that_did_not_run_are_unknown():
+    costs = linear(coarse(2)).costs()
+    assert costs.seconds_are == "unknown"
+    assert {each.seconds for each in (*costs.iterate.steps, *costs.iterate.crossings)} == {None}
+
+
+def test_estimated_seconds_follow_from_the_rates():
+    costs = linear(coarse(2)).costs(rates=RATES)
+    assert costs.seconds_are == "estimated"
+    assert step_of(costs, "learn").seconds == LEARN / 1e9
+    crossing = costs.iterate.crossings[0]
+    assert crossing.seconds == pytest.approx(crossing.num_messages * 1e-3 + crossing.nbytes / 1e6)
+    assert crossing.wait_seconds is None
+
+
+def test_no_seconds_are_estimated_for_unknown_flops():
+    costs = plan(Linear(), make("CartPole-v1", 2), coarse(1)).costs(rates=RATES)
+    assert [step.seconds for step in costs.iterate.steps if step.on_host] == [None]
+    bound = replace(costs.iterate.steps[0], flops=100, flops_at_least=True)
+    bounded = replace(costs, iterate=replace(costs.iterate, steps=(bound,)))
+    assert bounded.estimated(RATES).iterate.steps[0].seconds is None
 
 
 @pytest.mark.parametrize(
-    ("fn", "shapes", "expected"),
+    ("rates", "message"),
     [
-        (lambda x: x + 1, [(4, 4)], 0),
-        (lambda x, y: x @ y, [(3, 5), (5, 7)], 3 * 5 * 7),
-        (lambda x, y: x @ y, [(2, 3, 5), (2, 5, 7)], 2 * 3 * 5 * 7),
-        (image, [(2, 3, 8, 8), (6, 3, 4, 4)], (2 * 6 * 5 * 5) * (3 * 4 * 4)),
-        (jax.jit(lambda x, y: x @ y), [(3, 5), (5, 7)], 3 * 5 * 7),
-        (lambda x: lax.scan(lambda c, _: (c @ c, None), x, length=9)[0], [(4, 4)], 4 * 4 * 4),
+        ({"flops_per_s": 0}, "Rates(flops_per_s=0) is not a rate.\nGive a finite number above 0;"),
+        ({"bytes_per_s": float("inf")}, "Rates(bytes_per_s=inf) is not a rate.\nGive a finite number above 0;"),
+        ({"seconds_per_message": -1}, "Rates(seconds_per_message=-1) is not a number of seconds.\nGive a finite number that"),
+        ({"flops_per_s": float("nan")}, "Rates(flops_per_s=nan) is not a rate."),
     ],
-    ids=["none", "matrices", "batch", "convolution", "in a jit", "in a scan: one round"],
-)
-def test_the_size_of_a_product_is_its_number_of_multiplications(fn, shapes, expected):
-    assert largest_product(graph(fn, *shapes)) == expected
+)  # fmt: skip
+def test_impossible_rates_are_refused(rates, message):
+    with pytest.raises(ChoreoError) as refusal:
+        Rates(**({"flops_per_s": 1e9, "bytes_per_s": 1e9, "seconds_per_message": 0} | rates))
+    assert str(refusal.value).startswith(message)
 
 
-def test_only_the_largest_of_several_products_counts():
-    assert largest_product(graph(lambda x, y: (x @ y, y @ x), (3, 50), (50, 3))) == 50 * 3 * 50
+class FakeTimes:
+    """The times that a profile would hold: the number of each step in microseconds."""
+
+    def __init__(self, shown, phase: str):
+        self.plan_name, self.phase = shown.name, phase
+
+    def mean_seconds(self, phase: StepPhase) -> float | None:
+        return 1e-6 * phase.number if phase.phase == self.phase else None
+
+
+def test_the_profile_of_another_plan_is_refused():
+    profile = FakeTimes(linear(coarse(4)), "run")
+    with pytest.raises(ChoreoError) as refusal:
+        linear(coarse(2)).costs(profile)
+    assert str(refusal.value) == (
+        "The profile is from a run of another plan.\n"
+        "  profile  Linear on jax:CartPole-v1, 8 environments: Layout(Group('env', 'actor', replicas=4), "
+        "Group('buffer', 'learner'))\n"
+        "  plan     Linear on jax:CartPole-v1, 8 environments: Layout(Group('env', 'actor', replicas=2), "
+        "Group('buffer', 'learner'))\n"
+        "Use the profile of a run of this plan, or make the plan of that run: choreo.plan(run.algo, run.env, run.layout)."
+    )
+
+
+def test_a_profile_and_rates_together_are_refused():
+    shown = linear(coarse(2))
+    with pytest.raises(ChoreoError) as refusal:
+        shown.costs(FakeTimes(shown, "run"), rates=RATES)
+    assert str(refusal.value) == (
+        "plan.costs was given both a profile and rates, so its seconds would be measured and estimated.\n"
+        "Give one of the two; call plan.costs twice to compare them."
+    )
+
+
+SLEEP_S = 0.05
+
+
+class Napping(gymnasium.Env):
+    """An environment that takes at least SLEEP_S to step."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (OBS,), np.float32)
+    action_space = gymnasium.spaces.Discrete(ACTIONS)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(OBS, np.float32), {}
+
+    def step(self, action):
+        time.sleep(SLEEP_S)
+        return np.zeros(OBS, np.float32), 1.0, False, False, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heavy(Linear):
+    """Linear with a learner that computes a product of large matrices many times."""
+
+    @choreo.fragment("learner")
+    def learn(self, train, trajectory):
+        large = jnp.broadcast_to(train.weights[0, 0], (400, 400))
+        total, _ = jax.lax.scan(lambda x, _: (x @ x, None), large, length=40)
+        return train._replace(weights=train.weights + 0 * total[0, 0]), {}
+
+
+def profiled(shown, runtime) -> Costs:
+    """The costs of a plan after four iterations with a profile."""
+    try:
+        runtime.start(jax.random.key(0))
+        runtime.run(0, 4)
+        return shown.costs(runtime.profile())
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize("make_runtime", [InProcess, Local])
+def test_measured_seconds_belong_to_the_step_that_took_them(make_runtime):
+    """The environments of a worker sleep in turn, and the learner computes much more than the actor."""
+    shown = plan(Heavy(), envs.from_factory(Napping, 2), fine(2))
+    costs = profiled(shown, make_runtime(shown, profile=True))
+    assert costs.seconds_are == "measured"
+    (env,) = (step for step in costs.iterate.steps if step.on_host)
+    act, learn = step_of(costs, "act"), step_of(costs, "learn")
+    assert SLEEP_S <= env.seconds < 10 * SLEEP_S and env.total_seconds == pytest.approx(UNROLL * env.seconds)
+    assert act.seconds < SLEEP_S / 4 and act.seconds < learn.seconds / 4
+    assert all(step.seconds is not None for step in costs.init.steps)
+    observed, acted = (next(c for c in costs.iterate.crossings if (c.dst == "env") == to_env and c.times == UNROLL)
+                       for to_env in (False, True))  # fmt: skip
+    assert 0 < observed.seconds < SLEEP_S / 2 and 0 < acted.seconds < SLEEP_S / 2, "messages are small"
+    if make_runtime is InProcess:
+        assert observed.wait_seconds is acted.wait_seconds is None, "in one process nobody waits"
+    else:
+        # Two workers sleep at the same time, so the learner waits for the first message only: at least half on average.
+        assert SLEEP_S / 4 < observed.wait_seconds < 10 * SLEEP_S
+
+
+@pytest.mark.parametrize("layout", [fused(), fused(shards=2), multi_learner(2, shards=2)], ids=repr)
+def test_iterations_in_one_compiled_loop_are_measured_per_iteration(layout):
+    shown = plan(Heavy(), make("jax:CartPole-v1", 4), layout)
+    began = time.perf_counter()
+    costs = profiled(shown, InProcess(shown, profile=True))
+    (step,) = costs.iterate.steps
+    assert step.seconds is not None and 0 < 4 * step.replicas * step.seconds < time.perf_counter() - began
+
+
+def test_measured_seconds_of_a_relaxed_layout():
+    shown = plan(Linear(), make("jax:CartPole-v1", 4), coarse(2, max_lag=2))
+    for make_runtime in (InProcess, Local):
+        costs = profiled(shown, make_runtime(shown, profile=True))
+        assert all(each.seconds > 0 for each in (*costs.iterate.steps, *costs.iterate.crossings))
+
+
+def test_measured_seconds_when_the_learner_takes_results_as_they_arrive():
+    shown = plan(A2C(unroll=4), make("jax:CartPole-v1", 4), ALIASES["a3c"](2))
+    for make_runtime in (InProcess, Local):
+        costs = profiled(shown, make_runtime(shown, profile=True))
+        assert all(each.seconds > 0 for each in (*costs.iterate.steps, *costs.iterate.crossings))

@@ -24,7 +24,7 @@ def test_every_group_fragment_and_transfer_is_in_the_picture(name):
     assert all(fragment in words for fragment in ("act", "step_one", *learning))
     assert all(group in words for group in shown.sites.replicas)
     transfers = [step for step, _ in walk(shown.iterate.steps) if isinstance(step, Transfer)]
-    assert len(arrows(svg)) == len(transfers) == len(shown.costs.iterate.crossings)
+    assert len(arrows(svg)) == len(transfers) == len(shown.costs().iterate.crossings)
 
 
 def test_the_number_of_agents_is_in_the_picture():

@@ -238,18 +238,26 @@ def graph(args: list[str]) -> int:
     add_layout(parser, default=None)
     parser.add_argument("--num-envs", type=count, default=8, help="environments stepped together (8)")
     parser.add_argument("-o", "--out", type=Path, help="write a picture (SVG) instead of printing")
+    parser.add_argument("--json", action="store_true", help="print the costs of the plan as one JSON object")
     add_trust(parser)
     options, algo, env = parse_named(parser, args)
-    if options.layout is None and (given := layout_given(options)):
-        raise UsageError(f"{as_flag(next(iter(given)))} needs --layout.", fix="Add --layout coarse.")
+    given = [*layout_given(options), *(["json"] if options.json else [])]
+    if options.layout is None and given:
+        raise UsageError(f"{as_flag(given[0])} needs --layout.", fix="Add --layout coarse.")
+    if options.json and options.out is not None:
+        raise UsageError("--json prints, and -o writes a picture.", fix="Use one of the two.")
     _check_out(options.out)
 
     from choreo.plans.build import graph as make_graph
     from choreo.plans.build import plan
+    from choreo.plans.plan import Plan
+    from choreo.runs.folder import to_json
     from choreo.runs.safe_files import write_atomic
 
     shown = make_graph(algo, env) if options.layout is None else plan(algo, env, layout_of(options))
-    if options.out is None:
+    if options.json and isinstance(shown, Plan):
+        print(to_json({"plan": shown.name} | shown.costs().to_dict()))
+    elif options.out is None:
         print(printable(str(shown)))
     else:
         write_atomic(options.out, shown.draw().encode())

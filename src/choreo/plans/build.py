@@ -17,7 +17,6 @@ from choreo.partition.place import Sites
 from choreo.partition.program import Program, Segment, Transfer, walk
 from choreo.partition.relax import relax
 from choreo.partition.trace import Traced, trace
-from choreo.plans.costs import largest_product
 from choreo.plans.merge_any import indivisible_leaf_error, iterate_of_one_worker
 from choreo.plans.plan import Plan
 from choreo.types import AxisName, GroupName
@@ -30,8 +29,12 @@ def plan(algo: Any, env: Any, layout: Layout) -> Plan:
     Runs no iteration and starts no process. Raises PartitionError or LayoutError if the algorithm cannot be divided as
     the layout says.
     """
-    title = f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
-    return plan_traced(trace_for(algo, env, layout), layout, title=title)
+    return plan_traced(trace_for(algo, env, layout), layout, title=plan_title(algo, env))
+
+
+def plan_title(algo: Any, env: Any) -> str:
+    """The names of the algorithm and the environment: `PPO on jax:CartPole-v1`."""
+    return f"{type(algo).__name__} on {getattr(env, 'name', type(env).__name__)}"
 
 
 def trace_for(algo: Any, env: Any, layout: Layout) -> Traced:
@@ -83,7 +86,6 @@ def plan_traced(traced: Traced, layout: Layout, *, title: str) -> Plan:
         num_carry=traced.iterate.body.num_carry,
         carry_axes=traced.carry_axes,
         reductions=traced.reductions,
-        largest_product=largest_product(traced.iterate),
         trusted=_trusted(traced, sites),
         warnings=forgotten_marks(traced, layout, sites),
         carry=traced.carry,

@@ -1,25 +1,93 @@
-"""The costs of a plan, as data: messages and bytes between groups, and the size of the largest matrix product or convolution.
+"""The costs of a plan, as data: what each site computes, what crosses between groups, and how many seconds this takes.
 
-    Costs          communication of `init`, communication of `iterate`, largest product
-    Communication  the crossings of one program, in the order of its steps
-    Crossing       one transfer between two groups: how often, in how many messages, how many bytes
+    Costs          costs of `init` and of `iterate`; where the seconds come from
+    ProgramCosts   the costs of one program, in the order of its steps
+    StepCost       one segment or host call: how often it runs, FLOPs, bytes, seconds
+    Crossing       one transfer between two groups: how often, in how many messages, how many bytes, seconds
 
-The printer and the drawing read these values, so that they show the same numbers.
+The printer, the drawing and `choreo graph --json` read these values, so that they show the same numbers. `program_costs.py` makes
+them from a program. A number that is not known is None, never 0.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
-import jax.extend.core as jec
+from choreo.errors import ChoreoError
+from choreo.graph.text import format_type
+from choreo.partition.program import Move
+from choreo.plans.step_times import Phase, StepPhase, StepTimes
+from choreo.types import GroupName, Role
 
-from choreo import _compat
-from choreo.graph.edges import is_path
-from choreo.graph.graph import Graph
-from choreo.graph.ir import nbytes_of
-from choreo.partition.program import Loop, Move, Program, Ref, Slot, Transfer, walk
-from choreo.types import GroupName
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a machine is: the user's numbers, from which seconds are estimated. All processes are equally fast."""
+
+    flops_per_s: float
+    """Floating-point operations per second of one process."""
+    bytes_per_s: float
+    """Bytes per second between two processes."""
+    seconds_per_message: float
+    """What every message takes, however small it is."""
+
+    def __post_init__(self):
+        for field in fields(self):
+            value, may_be_0 = getattr(self, field.name), field.name == "seconds_per_message"
+            if not (value > 0 or may_be_0 and value == 0) or math.isinf(value):
+                raise ChoreoError(
+                    f"Rates({field.name}={value!r}) is not a {'number of seconds' if may_be_0 else 'rate'}.",
+                    fix=f"Give a finite number {'that is not negative' if may_be_0 else 'above 0'}; measure it on the machine "
+                    "that will run the plan.",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What one segment or host call computes, at each replica of its group."""
+
+    group: GroupName
+    name: str
+    """The names of the fragments in the step, joined by "+"; "glue" if there are none."""
+    roles: tuple[Role, ...]
+    """The roles of the fragments; for a host call, none are recorded."""
+    on_host: bool
+    """True for a host call: Python on numpy arrays."""
+    number: int
+    """The position of the step among the steps of its group; a profile names the step by this number."""
+    replicas: int
+    """How many replicas run the step, as the printed plan counts them: one process each, with all its blocks and devices."""
+    blocks: int
+    """How many blocks, or shards, each of these replicas computes one after the other, each time; more than 1 with `exact`."""
+    times: int
+    """How often each replica runs the step while the program runs once."""
+    flops: int | None
+    """Floating-point operations each time, at each replica; None: unknown, as for Python. See `flops.py` for what counts."""
+    flops_at_least: bool
+    """True if `flops` is a lower bound, because the rounds of a `while` loop are not known."""
+    largest_product: int
+    """Multiplications in the largest matrix product or convolution."""
+    input_nbytes: int | None
+    """Bytes of the arrays that the step reads each time, at each replica; None for a host call."""
+    output_nbytes: int | None
+    """Bytes of the arrays that the step returns each time, at each replica; None for a host call."""
+    seconds: float | None = None
+    """Mean measured or estimated seconds each time, at each replica; None: neither."""
+
+    @property
+    def total_flops(self) -> int | None:
+        """FLOPs of all replicas together while the program runs once."""
+        return None if self.flops is None else self.replicas * self.times * self.flops
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Seconds of each replica while the program runs once."""
+        return None if self.seconds is None else self.times * self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and totals as plain data."""
+        return _plain(self) | {"total_flops": self.total_flops, "total_seconds": self.total_seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +96,10 @@ class Crossing:
 
     src: GroupName
     dst: GroupName
+    src_number: int
+    """The position of the transfer among the steps of `src`; a profile names the transfer by this number."""
+    dst_number: int
+    """The position of the transfer among the steps of `dst`."""
     moves: tuple[Move, ...]
     """The values that cross. Each label is the user's name for the value, or "" if the value has no name."""
     times: int
@@ -36,6 +108,10 @@ class Crossing:
     """Messages each time: one for every pair (sender, receiver) in which the receiver gets something from the sender."""
     nbytes: int
     """Bytes each time, over all messages."""
+    seconds: float | None = None
+    """Measured or estimated seconds each time, for all messages one after the other; None: neither."""
+    wait_seconds: float | None = None
+    """Measured seconds that a receiver waits for one message, on average; None: not measured, or nobody has to wait."""
 
     @property
     def message_nbytes(self) -> int:
@@ -52,12 +128,28 @@ class Crossing:
         """Bytes while the program runs once."""
         return self.times * self.nbytes
 
+    @property
+    def total_seconds(self) -> float | None:
+        """Seconds while the program runs once."""
+        return None if self.seconds is None else self.times * self.seconds
 
-@dataclass(frozen=True)
-class Communication:
-    """Everything that crosses between groups while a program runs once."""
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and totals as plain data. A value is a pair: its name and its type, such as `f32[8,4]`."""
+        values = [{"label": move.label, "type": format_type(move.aval)} for move in self.moves]
+        totals = {name: getattr(self, name) for name in ("total_messages", "total_nbytes", "total_seconds")}
+        return _plain(self) | {"moves": values} | totals
 
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramCosts:
+    """What all groups compute, and everything that crosses between them, while a program runs once."""
+
+    name: str
+    """The name of the program: "init" or "iterate"."""
+    steps: tuple[StepCost, ...]
+    """Segments and host calls, in the order of the program."""
     crossings: tuple[Crossing, ...]
+    """Transfers, in the order of the program."""
 
     @property
     def num_messages(self) -> int:
@@ -65,108 +157,102 @@ class Communication:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that cross."""
         return sum(crossing.total_nbytes for crossing in self.crossings)
+
+    @property
+    def flops(self) -> int | None:
+        """FLOPs of all replicas of all groups; None if those of any segment are unknown. Host calls are left out."""
+        totals = [step.total_flops for step in self.steps if not step.on_host]
+        known = [total for total in totals if total is not None]
+        return sum(known) if len(known) == len(totals) else None
+
+    @property
+    def flops_at_least(self) -> bool:
+        """True if `flops` is a lower bound."""
+        return self.flops is not None and any(step.flops_at_least for step in self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All costs and totals as plain data."""
+        return {
+            "name": self.name,
+            "steps": [step.to_dict() for step in self.steps],
+            "crossings": [crossing.to_dict() for crossing in self.crossings],
+            "num_messages": self.num_messages,
+            "nbytes": self.nbytes,
+            "flops": self.flops,
+            "flops_at_least": self.flops_at_least,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of a plan that are known before it runs."""
+    """The costs of a plan: all but the seconds are known before it runs."""
 
-    init: Communication
-    iterate: Communication
-    largest_product: int
-    """Multiplications in the largest matrix product or convolution of one iteration."""
+    init: ProgramCosts
+    iterate: ProgramCosts
+    """The costs of one iteration."""
+    seconds_are: Literal["unknown", "measured", "estimated"] = "unknown"
+    """Where the seconds of all steps and crossings come from."""
 
+    @property
+    def largest_product(self) -> int:
+        """Multiplications in the largest matrix product or convolution of one iteration at one replica."""
+        return max((step.largest_product for step in self.iterate.steps), default=0)
 
-def communication(program: Program, processes: Mapping[GroupName, int], *, num_workers: int = 1) -> Communication:
-    """The messages and bytes of a program. `processes`: how many processes each group has.
+    def measured(self, times: StepTimes) -> "Costs":
+        """These costs, with the seconds that a run of the plan has measured. What the run did not measure is None."""
 
-    With merge="any", `num_workers` is the number of workers, and `program` is the program of the learner and of one worker. This
-    program runs once for each worker.
-    """
-    processes = processes if num_workers == 1 else dict.fromkeys(processes, 1)
-    names = _slot_names(program)
-    crossings = [
-        _crossing(step, times, names, processes, num_workers)
-        for step, times in walk(program.steps)
-        if isinstance(step, Transfer)
-    ]
-    return Communication(tuple(crossings))
+        def step_seconds(program: str, step: StepCost) -> float | None:
+            mean = times.mean_seconds(StepPhase(program, step.group, step.number, "run"))  # for one block
+            return None if mean is None else step.blocks * mean
 
+        def crossing_seconds(program: str, crossing: Crossing) -> tuple[float | None, float | None]:
+            def mean(group: GroupName, number: int, phase: Phase) -> float | None:
+                return times.mean_seconds(StepPhase(program, group, number, phase))
 
-def _crossing(
-    transfer: Transfer, times: int, names: Mapping[Slot, str], processes: Mapping[GroupName, int], num_workers: int
-) -> Crossing:
-    senders, receivers = processes[transfer.src], processes[transfer.dst]
-    pairs = {pair for move in transfer.moves for pair in _pairs(move, senders, receivers)}
-    nbytes = sum(nbytes_of(move.aval) * (receivers if move.dst_axis is None else 1) for move in transfer.moves)
-    return Crossing(
-        src=transfer.src,
-        dst=transfer.dst,
-        moves=tuple(replace(move, label=names.get(move.src) or _user_label(move)) for move in transfer.moves),
-        times=times,
-        num_messages=len(pairs) * num_workers,
-        nbytes=nbytes * num_workers,
-    )
+            sent = mean(crossing.src, crossing.src_number, "send")
+            handed = mean(crossing.dst, crossing.dst_number, "hand over")
+            seconds = handed if sent is None else sent * crossing.num_messages
+            return seconds, mean(crossing.dst, crossing.dst_number, "wait")
 
+        return self._with_seconds("measured", step_seconds, crossing_seconds)
 
-def _pairs(move: Move, senders: int, receivers: int) -> Iterator[tuple[int, int]]:
-    """The pairs (sender, receiver) between which a message goes. Each of the two holds a block of the value, or the whole."""
-    have, want = move.src_axis if senders > 1 else None, move.dst_axis if receivers > 1 else None
-    for r in range(receivers):
-        for s in range(senders):
-            overlap = s * receivers < (r + 1) * senders and r * senders < (s + 1) * receivers
-            own = s == r * senders // receivers  # each receiver gets a whole value from one sender only
-            if own if have is None else overlap or have != want:
-                yield s, r
+    def estimated(self, rates: Rates) -> "Costs":
+        """These costs, with seconds that follow from the user's rates. A step has none if its FLOPs are unknown, or not exact."""
 
+        def step_seconds(program: str, step: StepCost) -> float | None:
+            return None if step.flops is None or step.flops_at_least else step.flops / rates.flops_per_s
 
-def _user_label(move: Move) -> str:
-    return move.label if is_path(move.label) else ""
+        def crossing_seconds(program: str, crossing: Crossing) -> tuple[float | None, float | None]:
+            return crossing.num_messages * rates.seconds_per_message + crossing.nbytes / rates.bytes_per_s, None
 
+        return self._with_seconds("estimated", step_seconds, crossing_seconds)
 
-def _slot_names(program: Program) -> dict[Slot, str]:
-    """The user's names for values in slots. Leaves of the carry and metrics have names, also where loops pass them on."""
-    names: dict[Slot, str] = {}
+    def _with_seconds(
+        self,
+        seconds_are: Literal["measured", "estimated"],
+        of_step: Callable[[str, StepCost], float | None],
+        of_crossing: Callable[[str, Crossing], tuple[float | None, float | None]],
+    ) -> "Costs":
+        def timed(costs: ProgramCosts) -> ProgramCosts:
+            steps = tuple(replace(step, seconds=of_step(costs.name, step)) for step in costs.steps)
+            times = [(crossing, *of_crossing(costs.name, crossing)) for crossing in costs.crossings]
+            crossings = tuple(replace(each, seconds=sent, wait_seconds=waited) for each, sent, waited in times)
+            return replace(costs, steps=steps, crossings=crossings)
 
-    def name(ref: Ref | None, label: str | None) -> None:
-        if isinstance(ref, Slot) and label:
-            names.setdefault(ref, label)
+        return Costs(init=timed(self.init), iterate=timed(self.iterate), seconds_are=seconds_are)
 
-    for port in (*program.ins, *program.outs):
-        for ref, _ in port.held.values():
-            name(ref, port.name)
-    for step, _ in walk(program.steps):
-        if isinstance(step, Loop):
-            for part in step.parts.values():
-                for inner, outer, *_ in (*part.consts, *part.carry, *part.xs, *part.slices):
-                    name(inner, names.get(outer) if isinstance(outer, Slot) else None)
-                for inner, _, after, last in part.carry:
-                    name(inner, names.get(last) if last is not None else None)
-                    name(after, names.get(inner))
-    return names
+    def to_dict(self) -> dict[str, Any]:
+        """All costs as plain data, for JSON."""
+        return {
+            "init": self.init.to_dict(),
+            "iterate": self.iterate.to_dict(),
+            "largest_product": self.largest_product,
+            "seconds_are": self.seconds_are,
+        }
 
 
-def largest_product(graph: Graph) -> int:
-    """The number of multiplications in the largest matrix product or convolution. If it is small, XLA needs only one thread."""
-    return max(_products(op.eqn for op in graph.body.ops), default=0)
-
-
-def _products(eqns: Iterable[jec.JaxprEqn]) -> Iterator[int]:
-    for eqn in eqns:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            yield _multiplications(eqn)
-        for inner in _compat.inner_jaxprs(eqn):
-            yield from _products(inner.jaxpr.eqns)
-
-
-def _multiplications(eqn: jec.JaxprEqn) -> int:
-    """The number of elements of the result, times the number of terms that are summed up for each element."""
-    shapes: list[Any] = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]  # pyright: ignore[reportAttributeAccessIssue]
-    left, right, result = shapes
-    if eqn.primitive.name == "dot_general":
-        (summed, _), _ = eqn.params["dimension_numbers"]
-        terms = math.prod(left[axis] for axis in summed)
-    else:
-        terms = math.prod(right) // right[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return math.prod(result) * terms
+def _plain(cost: StepCost | Crossing) -> dict[str, Any]:
+    found = ((field.name, getattr(cost, field.name)) for field in fields(cost))
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found}

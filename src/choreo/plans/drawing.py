@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from choreo.graph.svg import Arrow, Box, Item, Lane, LoopFrame, draw_lanes
 from choreo.graph.text import count, describe, format_bytes, wrap
 from choreo.partition.program import Loop, Step, Transfer
-from choreo.plans.costs import Communication, Crossing
+from choreo.plans.costs import Crossing, ProgramCosts
 from choreo.plans.printer import (
     age,
     plan_groups,
@@ -34,7 +34,7 @@ def draw_plan(plan: Plan) -> str:
         for group in plan_groups(plan)
         for name in [group.name]
     ]
-    sent = plan.costs.iterate
+    sent = plan.costs().iterate
     items = list(_items(plan, plan.iterate.steps, lanes, iter(sent.crossings)))
     layout = f"Layout {plan.layout.name}: {_total(sent)}"
     return draw_lanes(title(plan), layout, lanes, items, wrap(promise(plan), 120))
@@ -63,7 +63,7 @@ def _items(plan: Plan, steps: Sequence[Step], lanes: Sequence[Lane], crossings: 
             yield Box(lane, step_name(step), tuple(step_notes(plan, step)), roles)
 
 
-def _total(sent: Communication) -> str:
+def _total(sent: ProgramCosts) -> str:
     if not sent.crossings:
         return "nothing crosses"
     return f"{count(sent.num_messages, 'message')}, {format_bytes(sent.nbytes)} per iteration"

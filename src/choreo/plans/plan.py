@@ -9,17 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from choreo.errors import LayoutError
+from choreo.errors import ChoreoError, LayoutError
 from choreo.layouts.base import Layout
 from choreo.partition.carry import leaves_of, typed_as, types_of, with_leaves
 from choreo.partition.place import Sites
 from choreo.partition.program import Axis, Program, Segment, walk
 from choreo.partition.trace import merge_shards, split_shards
-from choreo.plans.costs import Costs, communication
+from choreo.plans.costs import Costs, Rates
 from choreo.plans.drawing import draw_plan
 from choreo.plans.export import export_program
 from choreo.plans.fingerprint import hash_programs
-from choreo.plans.printer import format_plan
+from choreo.plans.printer import format_plan, title
+from choreo.plans.program_costs import GroupSites, program_costs
+from choreo.plans.step_times import StepTimes
 from choreo.roles import Reduction
 from choreo.types import GroupName, PyTree
 
@@ -43,8 +45,6 @@ class Plan:
     """The axis along which each leaf of the carry is divided among replicas; None for a leaf that is not divided."""
     reductions: Mapping[str, Reduction]
     """How each metric is reduced over the learner shards, or over the workers' updates with merge="any"."""
-    largest_product: int
-    """The number of multiplications in the largest matrix product or convolution of one iteration."""
     trusted: tuple[str, ...] = ()
     """The names of replicated fragments for which the user vouches with `independent=True`, because Choreo has no proof."""
     warnings: tuple[str, ...] = ()
@@ -52,6 +52,8 @@ class Plan:
     carry: PyTree = field(default=None, repr=False)
     """The form of the carry: the types of its array leaves, and its static leaves. Not pickled, because only the coordinator
     needs it (`combine`, `leaves`)."""
+    stored_costs: Costs | None = field(default=None, repr=False)
+    """The costs, if this plan was pickled. They are stored, because they cannot be read from serialised StableHLO."""
 
     @property
     def num_envs(self) -> int:
@@ -140,21 +142,54 @@ class Plan:
     def _merged(self, leaf: Any, axis: Axis) -> Any:
         return leaf if self.shards == 1 else merge_shards(leaf, axis)
 
+    @property
+    def name(self) -> str:
+        """The plan in one line: `PPO on jax:CartPole-v1, 16 environments: Layout(...)`."""
+        return f"{title(self)}: {self.layout!r}"
+
+    def costs(self, profile: StepTimes | None = None, *, rates: Rates | None = None) -> Costs:
+        """What every site computes and what crosses between groups: FLOPs, bytes, messages and seconds.
+
+        With `profile`, the seconds are those that a run of this plan has measured (`train(profile=True)`, `run.profile`). With
+        `rates`, the seconds are estimated from FLOPs, messages and bytes. Without either, they are None. The first call
+        traces the segments; nothing is compiled.
+        """
+        if profile is not None and rates is not None:
+            raise ChoreoError(
+                "plan.costs was given both a profile and rates, so its seconds would be measured and estimated.",
+                fix="Give one of the two; call plan.costs twice to compare them.",
+            )
+        if profile is not None:
+            if profile.plan_name != self.name:
+                raise ChoreoError(
+                    "The profile is from a run of another plan.",
+                    profile=profile.plan_name,
+                    plan=self.name,
+                    fix="Use the profile of a run of this plan, or make the plan of that run: "
+                    "choreo.plan(run.algo, run.env, run.layout).",
+                )
+            return self._known_costs.measured(profile)
+        return self._known_costs if rates is None else self._known_costs.estimated(rates)
+
     @functools.cached_property
-    def costs(self) -> Costs:
-        """Messages and bytes between groups, and the size of the largest matrix product or convolution."""
-        processes = {group: self.processes(group) for group in self.sites.replicas}
-        return Costs(
-            init=communication(self.init, processes),
-            iterate=communication(self.iterate, processes, num_workers=self.num_workers),
-            largest_product=self.largest_product,
-        )
+    def _known_costs(self) -> Costs:
+        """The costs without seconds."""
+        if self.stored_costs is not None:
+            return self.stored_costs
+        sites = {
+            group: GroupSites(processes=self.processes(group), replicas=self.replicas(group))
+            for group in self.sites.replicas
+        }
+        init = program_costs(self.init, sites)
+        if self.num_workers > 1:
+            sites[self.sites.default] = replace(sites[self.sites.default], rounds=self.num_workers)
+        return Costs(init=init, iterate=program_costs(self.iterate, sites, num_workers=self.num_workers))
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the printed plan and of the programs that workers receive. The first access exports these programs."""
         # Leave out warnings: they name lines of the user's file, and the fingerprint must not change if the code moves.
-        text = f"{format_plan(replace(self, warnings=()))}{self.layout!r}"
+        text = f"{format_plan(replace(self, warnings=(), stored_costs=self.costs()))}{self.layout!r}"
         return hash_programs(text, (self.init, self.iterate), self.sites.replicas)
 
     def __eq__(self, other: object) -> bool:
@@ -171,9 +206,9 @@ class Plan:
         return draw_plan(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "reductions", "largest_product", "trusted",
+        plain = ("title", "layout", "sites", "num_carry", "carry_axes", "reductions", "trusted",
                  "warnings")  # fmt: skip
         state = {name: getattr(self, name) for name in plain}
         groups = list(self.sites.replicas)
         init, iterate = (export_program(program, groups, self.sites.replicas) for program in (self.init, self.iterate))
-        return state | {"carry": None, "init": init, "iterate": iterate}
+        return state | {"carry": None, "init": init, "iterate": iterate, "stored_costs": self.costs()}

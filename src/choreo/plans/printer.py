@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from choreo.graph.text import WIDTH, count, describe, format_bytes, table, wrap
 from choreo.layouts.base import Group
 from choreo.partition.program import HostCall, Loop, Segment, Step, Transfer, groups_of, walk
-from choreo.plans.costs import Crossing
+from choreo.plans.costs import Crossing, StepCost
+from choreo.plans.flops import format_flops
 from choreo.types import GroupName
 
 if TYPE_CHECKING:
@@ -96,16 +97,27 @@ def step_name(step: Segment | HostCall) -> str:
 
 
 def step_notes(plan: Plan, step: Segment | HostCall) -> list[str]:
-    """For a step in which replicas combine values: `all-reduce over 4 replicas`, or `all-reduce over 2 devices`; else no notes."""
-    if isinstance(step, HostCall) or not step.combines:
+    """What a step needs: `all-reduce over 4 replicas` or `all-reduce over 2 devices` if replicas combine values in it, and the
+    FLOPs of each replica each time. For Python on the host, no notes."""
+    if isinstance(step, HostCall):
         return []
+    cost = _cost_of(plan, step)
+    flops = format_flops(cost.flops, at_least=cost.flops_at_least)
+    if not step.combines:
+        return [flops]
     devices = next(group.devices for group in plan.layout.groups if group.name == step.group)
     over = f"{devices} devices" if devices > 1 else count(plan.processes(step.group), "replica")
-    return [f"all-reduce over {over}"]
+    return [f"all-reduce over {over}", flops]
+
+
+def _cost_of(plan: Plan, step: Segment) -> StepCost:
+    """The cost of a step of `iterate`. Costs are in the order of the steps."""
+    computing = [each for each, _ in walk(plan.iterate.steps) if isinstance(each, Segment | HostCall)]
+    return next(cost for each, cost in zip(computing, plan.costs().iterate.steps, strict=True) if each is step)
 
 
 def _format_communication(plan: Plan) -> list[str]:
-    start, sent = plan.costs.init, plan.costs.iterate
+    start, sent = plan.costs().init, plan.costs().iterate
     at_start = f"At the start {format_bytes(start.nbytes)} cross." if start.crossings else ""
     if not sent.crossings:
         return [f"Nothing crosses. {at_start}".rstrip()]

@@ -170,7 +170,7 @@ def _make_plan(config: RunConfig) -> tuple[Traced, Plan]:
     _check_can_stop(config, traced)
     if config.layout.shards > 1 or config.layout.num_workers > 1:
         algorithm_checks.check_reductions(algo, traced.reductions)
-    the_plan = build.plan_traced(traced, config.layout, title=config.title)
+    the_plan = build.plan_traced(traced, config.layout, title=build.plan_title(config.algo, config.env))
     for warning in the_plan.warnings:
         warnings.warn(warning, ChoreoWarning, stacklevel=4)  # shown at the line that called `train`
     return traced, the_plan

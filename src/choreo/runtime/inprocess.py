@@ -78,7 +78,7 @@ class InProcess:
 
     def profile(self) -> Profile:
         assert self.recorder is not None, "the runtime was made without profile=True"
-        return Profile({"this process": self.recorder.to_json()})
+        return Profile({"this process": self.recorder.to_json()}, self.plan.name)
 
     def close(self) -> None:
         self.execution.close()

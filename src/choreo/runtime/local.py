@@ -132,7 +132,7 @@ class Local:
         """How each worker has spent its time so far."""
         self.conversation.tell_all({"kind": "profile"})
         replies = self.conversation.await_replies("profile", doing="sending their profiles")
-        return Profile({worker: header["recorded"] for worker, (header, _) in replies.items()})
+        return Profile({worker: header["recorded"] for worker, (header, _) in replies.items()}, self.plan.name)
 
     def close(self) -> None:
         """Stop all workers and close their environments. Workers that do not stop in time are killed."""

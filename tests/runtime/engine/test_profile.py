@@ -9,6 +9,7 @@ import pytest
 from choreo.envs import make
 from choreo.layouts import fine, fused
 from choreo.plans.build import plan
+from choreo.plans.step_times import StepPhase
 from choreo.runtime.engine.profile import Profile, Recorder, kind_of
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
@@ -40,6 +41,31 @@ def test_the_time_of_a_nested_span_is_counted_once():
     recorder.timed("learn", "learn", inner)()
     assert recorder.totals["compile", "x"] >= 0.02 > recorder.totals["learn", "learn"]
     assert [span[0] for span in recorder.spans] == ["compile", "learn"]
+
+
+ACT, LEARN = StepPhase("iterate", "actor", 3, "run"), StepPhase("iterate", "learner", 3, "run")
+
+
+def test_the_mean_of_a_step_is_over_all_calls_at_all_workers():
+    workers = {name: Recorder() for name in ("actor-0", "actor-1", "learner")}
+    workers["actor-0"].steps = {ACT: (1, 0.5)}
+    workers["actor-1"].steps = {ACT: (3, 0.5)}
+    workers["learner"].steps = {LEARN: (2, 7.0)}
+    sent = json.loads(json.dumps({name: recorder.to_json() for name, recorder in workers.items()}))
+    profile = Profile(sent, "PPO on CartPole")
+    assert profile.plan_name == "PPO on CartPole"
+    assert (profile.mean_seconds(ACT), profile.mean_seconds(LEARN)) == (0.25, 3.5)
+    assert profile.mean_seconds(ACT._replace(phase="wait")) is None
+
+
+def test_a_call_that_runs_a_step_several_times_counts_as_often():
+    recorder = Recorder()
+    compile_ = recorder.timed("compile", "x", lambda: time.sleep(0.05))
+    recorder.timed("learn", "learn", lambda n: compile_(), phase=LEARN, runs=lambda n: n)(4)
+    recorder.timed("act", "act", time.sleep, phase=ACT, runs=2)(0.02)
+    (times, seconds), (act_times, act_seconds) = recorder.steps[LEARN], recorder.steps[ACT]
+    assert times == 4 and seconds < 0.05, "compiling is not part of the step"
+    assert act_times == 2 and act_seconds >= 0.02
 
 
 def test_the_kind_of_a_segment_follows_from_its_roles():

@@ -18,7 +18,7 @@ import numpy as np
 
 from choreo.errors import RunError
 from choreo.host import HostObjects
-from choreo.runtime.engine.backend import Backend, Site, Timed
+from choreo.runtime.engine.backend import Backend, Site, Timed, untimed
 from choreo.runtime.engine.bundles import NoMoreWork
 from choreo.runtime.engine.execution import Execution, Programs
 from choreo.runtime.engine.machine import Machine
@@ -45,7 +45,7 @@ class Arrivals(Execution):
         self.machines = {worker: self._machine(worker, timed) for worker in self.workers}
         self.rounds = dict.fromkeys(self.workers, 0)
         """The number of rounds that each worker has run."""
-        timed = timed or (lambda kind, name, fn: fn)
+        timed = timed or untimed
         self.sleeps = {worker: timed("wait", self._processes_of(worker)[0], time.sleep) for worker in self.workers}
         self.schedule = LagSchedule(programs.num_workers, programs.max_lag)
         self.replayed: list[VersionRead] | None = None

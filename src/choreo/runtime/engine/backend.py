@@ -10,12 +10,36 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from choreo.partition.program import KeyType, Move, Program, Ref, Segment, Transfer
+from choreo.plans.step_times import StepPhase
 from choreo.types import GroupName
 
 Site = tuple[GroupName, int]
 """A group, and the number of one of its replicas."""
-Timed = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
-"""A function `(kind of work, name, fn) -> timed fn`. The timed function does the same as `fn`; see `profile.py`."""
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """Wraps functions so that a profile times them; `profile.Recorder.timed` is one."""
+
+    def __call__(
+        self,
+        kind: str,
+        name: str,
+        fn: Callable[..., Any],
+        *,
+        phase: StepPhase | None = None,
+        runs: Callable[..., int] | int = 1,
+    ) -> Callable[..., Any]:
+        """Return a function that does the same as `fn`. `phase`: which phase of which step `fn` does, if it does exactly one;
+        `runs`: how often one call does it, or a function of the arguments that says so."""
+        ...
+
+
+def untimed(
+    kind: str, name: str, fn: Callable[..., Any], *, phase: StepPhase | None = None, runs: Callable[..., int] | int = 1
+) -> Callable[..., Any]:
+    """The `Timed` of a run without a profile: returns `fn`."""
+    return fn
 
 
 @runtime_checkable
@@ -44,6 +68,10 @@ class Backend(Protocol):
 
     def on_host(self, value: Any) -> bool:
         """Return True if the value is in host memory. Then `to_host` makes no copy."""
+        ...
+
+    def wait_for(self, values: Any) -> None:
+        """Wait until these results of a compiled function are computed. A profile needs this: calls may return before."""
         ...
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
@@ -115,6 +143,9 @@ class PythonOnly:
 
     def on_host(self, value: Any) -> bool:
         return True
+
+    def wait_for(self, values: Any) -> None:
+        pass  # Python functions return when they have computed their results
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
         raise AssertionError(f"`{segment.group}` runs Python only, but its program has the segment `{segment.name}`")

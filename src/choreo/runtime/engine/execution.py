@@ -11,7 +11,8 @@ import numpy as np
 
 from choreo.host import HostObjects
 from choreo.partition.program import Axis, HostCall, Program, Segment, walk
-from choreo.runtime.engine.backend import Backend, Site, Timed
+from choreo.plans.step_times import StepPhase
+from choreo.runtime.engine.backend import Backend, Site, Timed, untimed
 from choreo.runtime.engine.machine import Machine
 from choreo.runtime.engine.messages import Topology
 from choreo.runtime.engine.profile import kind_of
@@ -73,10 +74,14 @@ class Execution:
         if programs.single is not None and self.has_all_sites:
             here = topology.here(programs.single.group)
             self.loop = backend.iteration_loop(programs.iterate, programs.single, programs.num_carry, here)
-        if self.loop is not None:
-            assert programs.single is not None
-            run = self.loop.run
-            self.run_loop = timed(kind_of(programs.single.roles), programs.single.name, run) if timed else run
+        if self.loop is not None and programs.single is not None:
+            single, run = programs.single, self.loop.run
+            phase = StepPhase(programs.iterate.name, single.group, 0, "run")
+            # Arguments of `run`: (carries, keys, first, stop). A call runs the segment for each iteration, at each replica.
+            self.run_loop = (timed or untimed)(
+                kind_of(single.roles), single.name, run, phase=phase,
+                runs=lambda carries, _, first, stop: len(carries) * (stop - first),
+            )  # fmt: skip
 
     def start(self, init_key: np.ndarray, run_key: np.ndarray) -> None:
         """Run `init`. Both keys are key data."""

@@ -17,7 +17,7 @@ from choreo.partition.collectives import on_one_device, over_devices, spec
 from choreo.partition.program import Axis, Constant, KeyType, Move, Program, Ref, Segment, Transfer
 from choreo.partition.reduce import REPLICA_AXIS
 from choreo.plans.exported_fn import ExportedFn
-from choreo.runtime.engine.backend import Site, Timed, host_type
+from choreo.runtime.engine.backend import Site, Timed, host_type, untimed
 from choreo.runtime.engine.blocks import block
 from choreo.runtime.engine.iteration_loop import IterationLoop
 from choreo.types import GroupName
@@ -58,7 +58,7 @@ class JaxBackend:
         replicas of the group share one device. `partitioned` holds the groups that run as one program on several devices, with
         their numbers of devices. The carry of such a group is divided along `carry_axes`.
         """
-        self.timed: Timed = timed or (lambda kind, name, fn: fn)
+        self.timed: Timed = timed or untimed
         self.num_devices, self.partitioned, self.carry_axes = num_devices, partitioned, carry_axes
         self.devices = {group: _find_devices(group, platform) for group, platform in platforms.items()}
         self.on_cpu = all(devices[0].platform == "cpu" for devices in self.devices.values())
@@ -157,6 +157,9 @@ class JaxBackend:
 
     def to_host(self, value: Any) -> np.ndarray:
         return np.asarray(value if isinstance(value.dtype, np.dtype) else jax.random.key_data(value))
+
+    def wait_for(self, values: Any) -> None:
+        jax.block_until_ready(values)
 
     def on_host(self, value: Any) -> bool:
         return self.on_cpu or isinstance(value, np.ndarray)

@@ -11,6 +11,7 @@ once into a list of Python functions. So a step costs little more than the call 
 JAX: the `Backend` handles compiled functions and device arrays.
 """
 
+import functools
 import itertools
 import operator
 from collections import Counter
@@ -32,12 +33,14 @@ from choreo.partition.program import (
     Transfer,
     groups_of,
 )
-from choreo.runtime.engine.backend import Backend, Loaded, Site, Timed
+from choreo.plans.step_times import Phase, StepPhase, step_numbers
+from choreo.runtime.engine.backend import Backend, Loaded, Site, Timed, untimed
 from choreo.runtime.engine.blocks import block
 from choreo.runtime.engine.bundles import BundleHere, BundleReceiver, BundleSender, CurrentUpdate
 from choreo.runtime.engine.messages import Overlap, Topology, messages, received_type
 from choreo.runtime.engine.profile import kind_of
 from choreo.runtime.engine.schedule import ChooseVersion
+from choreo.types import GroupName
 
 Store = dict[Ref, Any]
 """The values that one site holds, by slot. The store of a loop also holds the constants that are results of a round."""
@@ -56,7 +59,7 @@ class Machine:
         topology: Topology,
         backend: Backend,
         objects: Mapping[Site, HostObjects],
-        timed: "Timed | None" = None,
+        timed: Timed | None = None,
         *,
         choose_version: ChooseVersion | None = None,
         one_by_one: bool = False,
@@ -65,7 +68,8 @@ class Machine:
         `one_by_one` (merge="any"), the program itself sends no bundles: the caller sends them with `publish`, and each
         version is read once."""
         self.program, self.topology, self.backend, self.objects = program, topology, backend, objects
-        self.timed: Timed = timed or (lambda kind, name, fn: fn)
+        self.timed: Timed = timed or untimed
+        self.numbers = step_numbers(program)
         self.update = CurrentUpdate(one_by_one=one_by_one, choose_version=None if one_by_one else choose_version)
         self.publishers: list[BundleHere | BundleSender] = []
         self.stores: dict[Site, Store] = {site: {} for site in topology.sites}
@@ -134,7 +138,13 @@ class Machine:
             def run(t: int) -> None:
                 store.update(zip(outs, loaded.call(index, scalar(t), *take(store)), strict=True))
 
-            return self.timed(kind_of(step.roles), step.name, run)
+            def run_and_wait(t: int) -> None:  # a call may return before the results are computed
+                run(t)
+                self.backend.wait_for([store[slot] for slot in outs])
+
+            if self.timed is untimed:
+                return run
+            return self.timed(kind_of(step.roles), step.name, run_and_wait, phase=self._phase(step, step.group, "run"))
 
         return [
             at(stores[step.group, r], scalar(r), self.backend.load(step, r)) for r in self.topology.here(step.group)
@@ -150,8 +160,15 @@ class Machine:
             results = call(scalar(t), [[store[slot] for slot in slots] for store in held])
             for store, values in zip(held, results, strict=True):
                 store.update(zip(outs, values, strict=True))
+            if self.timed is not untimed:
+                self.backend.wait_for(results)
 
-        return self.timed(kind_of(step.roles), step.name, run)
+        phase = self._phase(step, step.group, "run")
+        return self.timed(kind_of(step.roles), step.name, run, phase=phase, runs=len(here))
+
+    def _phase(self, step: Step, group: GroupName, phase: Phase) -> StepPhase:
+        """The name of a phase of a step, for the profile."""
+        return StepPhase(self.program.name, group, self.numbers[id(step), group], phase)
 
     def _host_call(self, step: HostCall, stores: dict[Site, Store]) -> list[Action]:
         replicas, to_host, on_host = self.topology.replicas(step.group), self.backend.to_host, self.backend.on_host
@@ -175,7 +192,7 @@ class Machine:
                 for i, slot in wanted:
                     store[slot] = results[i]
 
-            return self.timed("env", step.name, run)
+            return self.timed("env", step.name, run, phase=self._phase(step, step.group, "run"))
 
         return [at((step.group, r)) for r in self.topology.here(step.group)]
 
@@ -207,7 +224,8 @@ class Machine:
         if step.lag is not None:
             return self._bundle(step, stores)
         if len(src_here) == senders and len(dst_here) == receivers:
-            return [lambda _: self._hand_over(step, stores)]
+            phase = self._phase(step, step.dst, "hand over")
+            return [self.timed("other", "hand over", functools.partial(self._hand_over, step, stores), phase=phase)]
         found = messages(step, self.topology)
         actions = []
         me = self.topology.me
@@ -222,13 +240,15 @@ class Machine:
     def _bundle(self, step: Transfer, stores: dict[Site, Store]) -> list[Action]:
         common = stores, self.topology, self.backend, self.update
         if self.topology.here(step.src) and self.topology.here(step.dst):
-            here = BundleHere(step, *common)
-            return [*self._publishing([here]), here.read]
+            here, phase = BundleHere(step, *common), self._phase(step, step.dst, "hand over")
+            return [*self._publishing([here]), self.timed("other", "hand over", here.read, phase=phase)]
         found, me = messages(step, self.topology), self.topology.me
         sent = {dst: message for (src, dst), message in found.items() if src == me}
         incoming = {src: message for (src, dst), message in found.items() if dst == me}
-        senders = [BundleSender(step, dst, message, *common, self.timed) for dst, message in sent.items()]
-        reads = [BundleReceiver(step, incoming, *common, self.timed).read] if incoming else []
+        sending = functools.partial(self.timed, phase=self._phase(step, step.src, "send"))
+        waiting = functools.partial(self.timed, phase=self._phase(step, step.dst, "wait"))
+        senders = [BundleSender(step, dst, message, *common, sending) for dst, message in sent.items()]
+        reads = [BundleReceiver(step, incoming, *common, waiting).read] if incoming else []
         return [*self._publishing(senders), *reads]
 
     def _publishing(self, bundles: "Sequence[BundleHere | BundleSender]") -> list[Action]:
@@ -236,16 +256,19 @@ class Machine:
         self.publishers += bundles
         return [] if self.update.one_by_one else [bundle.publish for bundle in bundles]
 
-    def _hand_over(self, step: Transfer, stores: dict[Site, Store]) -> None:
+    def _hand_over(self, step: Transfer, stores: dict[Site, Store], _: int) -> None:
         senders = [stores[step.src, r] for r in self.topology.here(step.src)]
         receivers = [stores[step.dst, r] for r in self.topology.here(step.dst)]
         for move in step.moves:
             parts = [store[move.src] for store in senders]
             for r, store in enumerate(receivers):
                 store[move.dst] = self.backend.reshard(parts, move, r, len(receivers), step)
+        if self.timed is not untimed:
+            self.backend.wait_for([store[move.dst] for store in receivers for move in step.moves])
 
     def _send(self, step: Transfer, dst: str, message: "list[Overlap]", stores: dict[Site, Store]) -> Action:
-        send, to_host = self.timed("send", dst, self.topology.links[dst].send), self.backend.to_host
+        phase, to_host = self._phase(step, step.src, "send"), self.backend.to_host
+        send = self.timed("send", dst, self.topology.links[dst].send, phase=phase)
         sources = [(stores[step.src, each.sender], each.move.src, each.take) for each in message]
 
         def run(_: int) -> None:
@@ -264,9 +287,9 @@ class Machine:
             src: [(number[id(each.move), each.receiver], each) for each in message] for src, message in incoming.items()
         }
         own = put.pop(me, [])
-        gets = []
+        gets, phase = [], self._phase(step, step.dst, "wait")
         for src, message in put.items():
-            receive = self.timed("wait", src, self.topology.links[src].receive)
+            receive = self.timed("wait", src, self.topology.links[src].receive, phase=phase)
             gets.append((receive, [(i, each.put) for i, each in message]))
         moves = [((step.dst, d), step.moves[m].dst, step.moves[m].aval) for m, d in targets]
 

@@ -1,8 +1,8 @@
 """Measures how each process spends its time: computing, sending, or waiting for another process.
 
 A `Recorder` in every process times the steps of its sites. A `Profile` joins the records of all processes into a table, one
-sentence that names the bottleneck, and a trace for Perfetto. Times come from the system's monotonic clock, which all
-processes of one machine share.
+sentence that names the bottleneck, and a trace for Perfetto. `Plan.costs` reads from a profile how long each step takes. Times
+come from the system's monotonic clock, which all processes of one machine share.
 
     kind      meaning
     env       stepping environments: in Python, or in a compiled program without other roles
@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from choreo.plans.step_times import StepPhase
 
 MAX_SPANS = 20_000
 """The trace shows at most this many spans of each process. The totals count all spans."""
@@ -45,13 +47,23 @@ class Recorder:
         self.began = time.monotonic()
         self.totals: dict[tuple[str, str], float] = {}
         """Seconds by kind and name. The time of a nested span counts only for the inner span."""
+        self.steps: dict[StepPhase, tuple[int, float]] = {}
+        """How often each phase of a step ran, and its seconds in all, without the time of nested spans."""
         self.spans: list[Span] = []
         """The first MAX_SPANS spans."""
         self._inner = 0.0
         """Seconds spent in spans nested in the current span."""
 
-    def timed(self, kind: str, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function `fn`, with every call timed."""
+    def timed(
+        self,
+        kind: str,
+        name: str,
+        fn: Callable[..., Any],
+        *,
+        phase: StepPhase | None = None,
+        runs: Callable[..., int] | int = 1,
+    ) -> Callable[..., Any]:
+        """The function `fn`, with every call timed; see `backend.Timed`."""
 
         def call(*args: Any) -> Any:
             outer, self._inner = self._inner, 0.0
@@ -60,7 +72,11 @@ class Recorder:
                 return fn(*args)
             finally:
                 end = time.monotonic()
-                self.totals[kind, name] = self.totals.get((kind, name), 0.0) + end - begin - self._inner
+                own = end - begin - self._inner
+                self.totals[kind, name] = self.totals.get((kind, name), 0.0) + own
+                if phase is not None:
+                    times, seconds = self.steps.get(phase, (0, 0.0))
+                    self.steps[phase] = times + (runs if isinstance(runs, int) else runs(*args)), seconds + own
                 self._inner = outer + end - begin
                 if len(self.spans) < MAX_SPANS:
                     self.spans.append((kind, name, begin, end))
@@ -70,7 +86,8 @@ class Recorder:
     def to_json(self) -> dict[str, Any]:
         """Everything recorded so far."""
         totals = [[kind, name, seconds] for (kind, name), seconds in self.totals.items()]
-        return {"seconds": time.monotonic() - self.began, "totals": totals, "spans": self.spans}
+        steps = [[*phase, times, seconds] for phase, (times, seconds) in self.steps.items()]
+        return {"seconds": time.monotonic() - self.began, "totals": totals, "steps": steps, "spans": self.spans}
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,18 @@ class Profile:
 
     workers: Mapping[str, dict[str, Any]]
     """For each worker, `Recorder.to_json()`."""
+    plan_name: str = ""
+    """The plan that was run; see `Plan.name`."""
+
+    def mean_seconds(self, phase: StepPhase) -> float | None:
+        """The mean over all times that all workers ran a phase of a step; None if it never ran. `Plan.costs` reads this."""
+        found = [(times, seconds) for *of, times, seconds in self._steps if StepPhase(*of) == phase]
+        times, seconds = sum(times for times, _ in found), sum(seconds for _, seconds in found)
+        return seconds / times if times else None
+
+    @property
+    def _steps(self) -> list[list[Any]]:
+        return [row for record in self.workers.values() for row in record["steps"]]
 
     def shares(self, worker: str) -> dict[str, float]:
         """The share of a worker's time that each kind of work took."""

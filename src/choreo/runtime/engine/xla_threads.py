@@ -22,7 +22,7 @@ XLA_THREADS = ("NPROC", "PJRT_NPROC")
 
 def useful_threads(plan: Plan, cores: int) -> int:
     """The number of threads with which this plan runs fastest. `cores` is the number of cores of the machine."""
-    return cores if plan.largest_product >= SMALL_PRODUCT else 1
+    return cores if plan.costs().largest_product >= SMALL_PRODUCT else 1
 
 
 def start_jax(plan: Plan) -> None:
