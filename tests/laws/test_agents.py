@@ -281,7 +281,7 @@ def test_a_python_environment_cannot_be_divided_along_agents():
 def test_each_agent_gets_only_its_own_part_of_what_crosses():
     """Four environments at two workers and four agents: a message from a worker to an agent has two environments of one agent."""
     the_plan = plan(Bandits(), Meeting(4, agents=4), choreo.per_agent(workers=2))
-    crossings = {crossing.moves[0].label: crossing for crossing in the_plan.costs.iterate.crossings}
+    crossings = {crossing.moves[0].label: crossing for crossing in the_plan.costs().iterate.crossings}
     obs = crossings["obs"]
     assert (obs.num_messages, obs.nbytes) == (2 * 4, 4 * 4 * ACTIONS * 4)
     learner = next(step for step in the_plan.iterate.steps if isinstance(step, Segment) and "learner" in step.roles)
