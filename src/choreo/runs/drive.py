@@ -189,7 +189,7 @@ def _load_carry(runtime: Runtime, start: Start, config: RunConfig) -> None:
 def _mean_return(config: RunConfig, runtime: Runtime, iteration: int) -> float:
     """Run greedy episodes with the parameters after `iteration` iterations, and return the mean of their returns."""
     algo = config.algo_with_horizon
-    params = algo.policy(runtime.carry().train)
+    params = algo.policy(runtime.carry(part="train"))
     key = jax.random.fold_in(config.key_evaluate, iteration)
     return evaluate(algo, config.env, params, key=key, episodes=config.eval_episodes).mean
 
@@ -235,7 +235,7 @@ def _finished_run(
 ) -> Run:
     return Run(
         config=config,
-        train_state=runtime.carry().train,
+        train_state=runtime.carry(part="train"),
         rows=rows,
         timing=Timing(
             seconds=clock.seconds,

@@ -1,5 +1,6 @@
 """`Runtime`: the interface of all runtimes. A runtime executes a plan. In lockstep, all runtimes give the same bits for a plan."""
 
+from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -35,8 +36,16 @@ class Runtime(Protocol):
         """Run iterations first .. stop - 1. Returns each metric as an array with one entry per iteration."""
         ...
 
-    def carry(self) -> PyTree:
-        """The whole carry, gathered from all sites."""
+    def carry(self, part: str | None = None) -> PyTree:
+        """A copy of the carry, gathered from all sites. With `part` (such as "train"), only this field of the carry."""
+        ...
+
+    def leaves(self, which: Iterable[int]) -> Iterator[np.ndarray]:
+        """Array leaves of the carry in host memory, one after the other; a random key as its key data.
+
+        `which` are their positions among all array leaves (`Plan.carry`). In this way a caller can read a carry for
+        which memory has no room twice. Do not run an iteration before you have read and dropped the last leaf.
+        """
         ...
 
     def restore(self, carry: PyTree, key: Key) -> None:

@@ -4,6 +4,7 @@ This runtime defines the results of a plan in lockstep: every other runtime must
 `jax.debug.print` in the user's code work, because this process traces and runs all segments.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,7 +13,14 @@ import numpy as np
 
 from choreo.plans.plan import Plan
 from choreo.runtime.engine.arrivals import Arrivals
-from choreo.runtime.engine.assemble import join_carry, programs_of, split_carry, split_key
+from choreo.runtime.engine.assemble import (
+    join_leaf,
+    join_on_host,
+    programs_of,
+    sites_of_leaf,
+    split_carry,
+    split_key,
+)
 from choreo.runtime.engine.backend import Site
 from choreo.runtime.engine.execution import Execution
 from choreo.runtime.engine.jax_backend import JaxBackend
@@ -62,9 +70,21 @@ class InProcess:
         self.log += self.execution.log
         return join_metrics(self.plan, metrics, self.execution.log, range(first, stop))
 
-    def carry(self) -> PyTree:
+    def carry(self, part: str | None = None) -> PyTree:
         # The leaves are copied, because the next iteration may donate the memory of the carry.
-        return self.plan.combine([jnp.copy(leaf) for leaf in join_carry(self.plan, self.execution.leaves)])
+        leaves = [
+            jnp.copy(join_leaf(self.plan, i, [jnp.asarray(each) for each in self._parts(i)]))
+            for i in self.plan.leaves_of_part(part)
+        ]
+        return self.plan.combine(leaves, part)
+
+    def leaves(self, which: Iterable[int]) -> Iterator[np.ndarray]:
+        for i in which:
+            parts = [self.backend.to_host(part) for part in self._parts(i)]
+            yield self.plan.merged(join_on_host(self.plan, i, parts), i)
+
+    def _parts(self, i: int) -> list[Any]:
+        return [self.execution.leaves[site][i] for site in sites_of_leaf(self.plan, i)]
 
     def restore(self, carry: PyTree, key: Key) -> None:
         leaves = {

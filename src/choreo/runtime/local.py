@@ -19,7 +19,7 @@ after the processes end.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,12 +34,15 @@ from choreo.runtime.coordinator.conversation import Conversation
 from choreo.runtime.coordinator.deployment import Deployment, check_collectives
 from choreo.runtime.coordinator.launching import launch
 from choreo.runtime.coordinator.pool import WorkerPool
-from choreo.runtime.engine.assemble import join_carry, split_carry, split_key
+from choreo.runtime.engine.assemble import chunks, join_on_host, sites_of_leaf, split_carry, split_key
 from choreo.runtime.engine.backend import Site
 from choreo.runtime.engine.metrics import join_metrics
 from choreo.runtime.engine.profile import Profile
 from choreo.runtime.engine.schedule import VersionRead, from_json
 from choreo.types import Key, PyTree
+
+CHUNK_BYTES = 2**26
+"""How many bytes of the carry the workers send at a time."""
 
 
 class Local:
@@ -110,13 +113,39 @@ class Local:
         self.log += log
         return join_metrics(self.plan, metrics, log, range(first, stop))
 
-    def carry(self) -> PyTree:
-        self.conversation.tell_all({"kind": "carry"})
-        parts: dict[Site, list[Any]] = {site: [None] * self.plan.num_carry for site in self.plan.all_sites}
+    def carry(self, part: str | None = None) -> PyTree:
+        which = self.plan.leaves_of_part(part)
+        leaves = [
+            _to_jax(join_on_host(self.plan, i, parts), self.plan.iterate.ins[i].aval)
+            for i, parts in self._parts_of_leaves(which)
+        ]
+        return self.plan.combine(leaves, part)
+
+    def leaves(self, which: Iterable[int]) -> Iterator[np.ndarray]:
+        for i, parts in self._parts_of_leaves(which):
+            leaf = self.plan.merged(join_on_host(self.plan, i, parts), i)
+            del parts
+            yield leaf
+            del leaf  # before the next leaves arrive
+
+    def _parts_of_leaves(self, which: Iterable[int]) -> Iterator[tuple[int, list[np.ndarray]]]:
+        """Leaves of the carry, each with its parts. The workers send about CHUNK_BYTES at a time, or one leaf if it is larger."""
+        for chunk in chunks(which, lambda i: _size_bytes(self.plan.iterate.ins[i].aval), CHUNK_BYTES):
+            parts = self._ask_for(chunk)
+            for i in chunk:
+                yield i, parts.pop(i)
+
+    def _ask_for(self, which: Sequence[int]) -> dict[int, list[np.ndarray]]:
+        """The parts of these leaves, from the workers that hold them."""
+        wanted = [(site, i) for i in which for site in sites_of_leaf(self.plan, i)]
+        for worker in self.deployment.workers:
+            names = [(*site, i) for site, i in wanted if self.deployment.process_of_site[site] == worker]
+            self.conversation.tell(worker, {"kind": "carry", "names": names}, [])
+        received: dict[tuple[Site, int], np.ndarray] = {}
         for header, arrays in self.conversation.await_replies("carry", doing="sending the carry").values():
             for (group, r, i), array in zip(header["names"], arrays, strict=True):
-                parts[group, r][i] = _to_jax(array, self.plan.iterate.ins[i].aval)
-        return self.plan.combine([jnp.asarray(leaf) for leaf in join_carry(self.plan, parts)])
+                received[(group, r), i] = array
+        return {i: [received.pop((site, i)) for site in sites_of_leaf(self.plan, i)] for i in which}
 
     def restore(self, carry: PyTree, key: Key) -> None:
         parts, run_key = split_carry(self.plan, carry), split_key(key)[1]
@@ -137,6 +166,10 @@ class Local:
     def close(self) -> None:
         """Stop all workers and close their environments. Workers that do not stop in time are killed."""
         self.pool.close()
+
+
+def _size_bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
 
 
 def _to_jax(array: np.ndarray, aval: Any) -> jax.Array:

@@ -14,7 +14,7 @@ main module.
     set_up     name, process of each site, channels, programs                    ready
     start      the keys of `init` and of the iterations                          done
     run        the numbers of the iterations: first .. stop - 1                  ran: metrics, log of versions read
-    carry                                                                        carry: the leaves that its sites hold
+    carry      the sites and numbers of some leaves                              carry: these leaves
     restore    the leaves for its sites, the key of the iterations               done
     profile                                                                      profile: the times of its steps
     stop                                                                         none: closes its environments, and ends
@@ -199,10 +199,9 @@ class Worker:
             self._send({"kind": PROGRESS, "iteration": iteration})
 
     def _carry(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        held = [((*site, i), leaf) for site, leaves in self.execution.leaves.items()
-                for i, leaf in enumerate(leaves) if leaf is not None]  # fmt: skip
-        to_host = self.execution.backend.to_host
-        self._send({"kind": "carry", "names": [name for name, _ in held]}, [to_host(leaf) for _, leaf in held])
+        leaves, to_host = self.execution.leaves, self.execution.backend.to_host
+        arrays = [to_host(leaves[group, r][i]) for group, r, i in header["names"]]
+        self._send({"kind": "carry", "names": header["names"]}, arrays)
 
     def _restore(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         backend, program, num_carry = self.execution.backend, self.execution.programs.iterate, header["num_carry"]

@@ -1,18 +1,18 @@
 """Makes the programs and keys that a process needs to run a plan. Splits the carry over the sites, and joins it again."""
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from choreo.partition.program import Program, Segment
+from choreo.partition.program import Axis, Program, Segment
 from choreo.plans.plan import Plan
 from choreo.runtime.engine.backend import Site
 from choreo.runtime.engine.blocks import block
 from choreo.runtime.engine.execution import Programs
 from choreo.runtime.engine.jax_backend import join
-from choreo.types import Key, PyTree
+from choreo.types import GroupName, Key, PyTree
 
 
 def programs_of(plan: Plan, init: Program, iterate: Program) -> Programs:
@@ -31,15 +31,41 @@ def split_key(key: Key) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(jax.random.key_data(init_key)), np.asarray(jax.random.key_data(run_key))
 
 
-def join_carry(plan: Plan, parts_of: dict[Site, list[Any]]) -> list[Any]:
-    """Join the parts of the carry that the sites hold. Returns the leaves of the whole carry."""
-    whole = []
-    for i, port in enumerate(plan.iterate.ins[: plan.num_carry]):
-        group, (_, axis) = next(iter(port.held.items()))
-        parts = [jnp.asarray(parts_of[group, r][i]) for r in range(plan.replicas(group))]
-        (device, *_) = parts[0].devices()
-        whole.append(join([jax.device_put(part, device) for part in parts], axis))
-    return whole
+def sites_of_leaf(plan: Plan, i: int) -> list[Site]:
+    """The sites whose parts make up leaf number `i` of the carry. Other sites may hold copies of these parts."""
+    group, axis = _holder(plan, i)
+    return [(group, r) for r in range(1 if axis is None else plan.replicas(group))]
+
+
+def join_leaf(plan: Plan, i: int, parts: list[Any]) -> jax.Array:
+    """The whole leaf number `i`, on the device of the first part. `parts` are those of `sites_of_leaf`."""
+    (device, *_) = parts[0].devices()
+    return join([jax.device_put(part, device) for part in parts], _holder(plan, i)[1])
+
+
+def join_on_host(plan: Plan, i: int, parts: list[np.ndarray]) -> np.ndarray:
+    """The whole leaf number `i`, in host memory. A single part is not copied."""
+    _, axis = _holder(plan, i)
+    return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
+
+
+def _holder(plan: Plan, i: int) -> tuple[GroupName, Axis]:
+    """A group that holds leaf number `i`, and the axis along which its replicas divide the leaf."""
+    group, (_, axis) = next(iter(plan.iterate.ins[i].held.items()))
+    return group, axis
+
+
+def chunks(which: Iterable[int], size_bytes: Callable[[int], int], most_bytes: int) -> Iterator[list[int]]:
+    """Divide leaves into chunks of at most `most_bytes`, in the same order. A larger leaf is a chunk of its own."""
+    chunk, total = [], 0
+    for i in which:
+        if chunk and total + size_bytes(i) > most_bytes:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(i)
+        total += size_bytes(i)
+    if chunk:
+        yield chunk
 
 
 def split_carry(plan: Plan, carry: PyTree) -> dict[Site, list[Any]]:
