@@ -41,7 +41,7 @@ from choreo.runtime.engine.profile import Profile
 from choreo.runtime.engine.schedule import VersionRead, from_json
 from choreo.types import Key, PyTree
 
-CHUNK_BYTES = 2**26
+CHUNK_BYTES = 2**22
 """How many bytes of the carry the workers send at a time."""
 
 
