@@ -2,8 +2,8 @@
 
 The environment is our CartPole, compiled. The result is the peak of the resident memory during the work, above the resident
 memory before, in the process where it grows most. We divide it by the size of the replay (29 MB); below 1 is good. With workers,
-the replay is in other processes, and the coordinator receives one array at a time to write it. The largest array of this replay
-is 16 MB. An evaluation only gathers the parameters here: its episodes need the same memory with any replay.
+the replay is in other processes, and the coordinator receives at most 4 MiB of it at a time. An evaluation only gathers the
+parameters here: its episodes need the same memory with any replay.
 """
 
 import argparse

@@ -45,7 +45,7 @@ def main() -> None:
             jax.block_until_ready(algo.policy(runtime.carry(part="train")))
 
         def save() -> None:
-            checkpoint.save_leaves(path, the_plan.carry, runtime.leaves, iteration=100)
+            checkpoint.save_stream(path, the_plan.carry, runtime.stream, iteration=100)
 
         def run_on() -> None:  # an iteration would copy the replay if anything still referred to its memory
             runtime.run(100, 101)

@@ -16,6 +16,7 @@ from choreo.envs import make
 from choreo.errors import UnknownNameError
 from choreo.layouts import Group, Layout, apex, coarse, fine, fused, sebulba
 from choreo.plans.build import plan, plan_traced, trace_for
+from choreo.runtime.engine import assemble
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from hosts import two_hosts as two_hosts  # a fixture
@@ -128,7 +129,9 @@ def planned_replay(layout: Layout):
     return plan(algo, make(ENVS["jax"], NUM_ENVS), layout)
 
 
-@pytest.mark.parametrize("runtime", [InProcess, Local])
+@pytest.mark.parametrize(
+    ("runtime", "extent_bytes"), [(InProcess, 20), (InProcess, 2**22), (Local, 2**22)], ids=["20 B", "4 MiB", "workers"]
+)
 @pytest.mark.parametrize(
     "make_plan",
     [
@@ -137,7 +140,7 @@ def planned_replay(layout: Layout):
         pytest.param(lambda: planned_replay(apex(2, buffers=2)), id="jax-apex x2 x2"),
     ],
 )
-def test_a_part_of_the_carry_and_single_leaves_equal_those_of_the_whole_carry(make_plan, runtime):
+def test_a_part_and_a_stream_of_the_carry_equal_the_whole_carry(make_plan, runtime, extent_bytes, monkeypatch):
     running = runtime(make_plan())
     try:
         running.start(KEY)
@@ -149,9 +152,12 @@ def test_a_part_of_the_carry_and_single_leaves_equal_those_of_the_whole_carry(ma
             assert [as_bytes(leaf) for leaf in jax.tree.leaves(part)] == [
                 as_bytes(leaf) for leaf in jax.tree.leaves(expected)
             ]
-        expected = [as_bytes(leaf) for leaf in jax.tree.leaves(whole)]
+        expected = [as_bytes(leaf)[-1] for leaf in jax.tree.leaves(whole)]
         backwards = range(len(expected) - 1, -1, -1)
-        assert [as_bytes(leaf) for leaf in running.leaves(backwards)] == [expected[i] for i in backwards]
+        monkeypatch.setattr(assemble, "EXTENT_BYTES", extent_bytes)
+        streamed = list(running.stream(backwards))
+        assert b"".join(each.tobytes() for each in streamed) == b"".join(expected[i] for i in backwards)
+        assert extent_bytes > 100 or max(each.nbytes for each in streamed) <= extent_bytes
         with pytest.raises(UnknownNameError, match="There is no part of the carry `trian`.\nDid you mean `train`?"):
             running.carry(part="trian")
         running.run(2, 3)  # the error and the reading have not disturbed the run

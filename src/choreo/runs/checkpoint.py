@@ -4,8 +4,8 @@
                                                    ".key"                  uint32[2], and its generator in the header
                                                    ".train.half"           uint8[64, 4, 2], and "bfloat16" in the header
 
-Arrays are written and read one after the other, because a replay can be larger than half of the memory. The file is replaced
-atomically, so after a crash the old file or the new one is there. Leaves that are not arrays (an
+Arrays are written as they arrive, and read one after the other, because a replay can be larger than half of the memory. The
+file is replaced atomically, so after a crash the old file or the new one is there. Leaves that are not arrays (an
 activation function) are not stored; `load` takes them from the structure that it is given.
 """
 
@@ -40,17 +40,16 @@ FORMAT = "choreo-1"
 def save(path: Path, tree: PyTree, *, iteration: int) -> None:
     """Write `tree`, the state after `iteration` iterations; replaces an older file atomically."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
-    save_leaves(path, tree, lambda which: (_to_host(arrays[i]) for i in which), iteration=iteration)
+    save_stream(path, tree, lambda which: (_to_host(arrays[i]) for i in which), iteration=iteration)
 
 
-def save_leaves(
-    path: Path, form: PyTree, read: Callable[[Sequence[int]], Iterator[np.ndarray]], *, iteration: int
+def save_stream(
+    path: Path, form: PyTree, stream: Callable[[Sequence[int]], Iterator[np.ndarray]], *, iteration: int
 ) -> None:
-    """Write the arrays of a carry one after the other, as `read` gives them; replaces an older file atomically.
+    """Write a carry of this form, whose arrays need not fit into memory; replaces an older file atomically.
 
-    `form`: the carry, or its form. `read` (`Runtime.leaves`) takes the positions of arrays among all arrays of the carry, and
-    gives these arrays in host memory; a random key as its key data. Only one array must be in memory at a time.
-    If the file cannot be written, raises RunError, and the older file stays as it was.
+    `stream` (`Runtime.stream`) takes the positions of arrays among all arrays of the carry, and gives the elements of these
+    arrays, one after the other. If the file cannot be written, raises RunError, and the older file stays as it was.
     """
     kinds, views = {}, {}
     places: dict[StoredArray, int] = {}
@@ -59,15 +58,15 @@ def save_leaves(
             continue
         if is_key(leaf.dtype):
             kinds[name] = key_impl(leaf.dtype)
-        stored, kind = _stored(name, leaf)
-        if kind != stored.dtype:
-            views[name] = kind
+        stored = _stored(name, leaf)
+        if stored.kind not in CODES:
+            views[name] = stored.kind
         places[stored] = len(places)
     arrays = in_file_order(places)
     # One entry only: safetensors writes several entries in random order, but the same tree must give the same bytes.
     header = {FORMAT: json.dumps({"iteration": iteration, "keys": kinds, "views": views}, sort_keys=True)}
     with _failure_reported(path), replacing(path) as file:
-        tensor_file.write(file, arrays, header, map(_as_stored, read([places[array] for array in arrays])))
+        tensor_file.write(file, arrays, header, stream([places[array] for array in arrays]))
 
 
 def load(path: Path, like: PyTree, *, part: str | None = None) -> PyTree:
@@ -108,13 +107,13 @@ def _read(path: Path, file: Any, header: dict[str, Any], name: str, like: Any, *
 
 def _has_type(path: Path, file: Any, header: dict[str, Any], name: str, like: Any) -> bool:
     """Does the file say that the array `name` is stored as a leaf of the type of `like` is stored?"""
-    stored, kind = _stored(name, like)
+    stored = _stored(name, like)
     with damage_reported(path):
         found = file.get_slice(name)
         type_and_shape = found.get_dtype(), tuple(found.get_shape())
     impl = key_impl(like.dtype) if is_key(like.dtype) else None
     kinds = header["views"].get(name, stored.dtype), header["keys"].get(name)
-    return type_and_shape == (CODES[stored.dtype], stored.shape) and kinds == (kind, impl)
+    return type_and_shape == (CODES[stored.dtype], stored.file_shape) and kinds == (stored.kind, impl)
 
 
 def _get(path: Path, file: Any, name: str) -> np.ndarray:
@@ -193,24 +192,16 @@ def _named(tree: PyTree) -> Iterator[tuple[str, Any]]:
         yield jax.tree_util.keystr(path), leaf
 
 
-def _stored(name: str, leaf: Any) -> tuple[StoredArray, str]:
-    """How an array is stored, and the name of its type. An array of a type that the file cannot hold is stored as bytes."""
+def _stored(name: str, leaf: Any) -> StoredArray:
+    """How an array is stored; a random key as its key data."""
     shape, dtype = host_type(array_type(leaf))
     try:
-        kind = name_of(dtype)
+        return StoredArray(name=name, kind=name_of(dtype), shape=shape)
     except KeyError as error:
         raise RunError(
             f"`{name}` is {_type_of(leaf)}, which a checkpoint cannot hold.",
             fix=f"Use one of {', '.join(sorted(NAMES))}.",
         ) from error
-    if kind in CODES:
-        return StoredArray(name=name, dtype=kind, shape=shape), kind
-    return StoredArray(name=name, dtype="uint8", shape=(*shape, dtype.itemsize)), kind
-
-
-def _as_stored(array: np.ndarray) -> np.ndarray:
-    """An array in the form of `_stored`."""
-    return array if name_of(array.dtype) in CODES else _as_bytes(np.ascontiguousarray(array).reshape(array.shape))
 
 
 def _to_host(leaf: Any) -> np.ndarray:
@@ -229,13 +220,8 @@ def _failure_reported(path: Path) -> Iterator[None]:
         raise RunError(f"The checkpoint {path} cannot be written: {error.strerror}.", fix=fix) from error
 
 
-def _as_bytes(array: np.ndarray) -> np.ndarray:
-    """The same memory as bytes; the new last axis has the bytes of one element."""
-    return array.reshape(*array.shape, 1).view(np.uint8)
-
-
 def _from_bytes(path: Path, name: str, array: np.ndarray, kind: str) -> np.ndarray:
-    """The inverse of `_as_bytes`. The name of the type comes from the file: it is looked up in a table, never evaluated."""
+    """The array that is stored as these bytes. The name of its type comes from the file: it is looked up, never evaluated."""
     if kind not in NAMES:
         raise _does_not_fit(path, f"`{name}` has the type `{kind}`, which is not known")
     dtype = dtype_named(kind)

@@ -132,7 +132,7 @@ def drive(
             line.update(new[-1], steps_per_second=clock.steps_per_second)
             stopping = stopping or config.is_good_enough(new[-1])
             if folder is not None and (stopping or config.is_checkpoint_due(stop)):
-                checkpoint.save_leaves(folder.checkpoint, the_plan.carry, runtime.leaves, iteration=stop)
+                checkpoint.save_stream(folder.checkpoint, the_plan.carry, runtime.stream, iteration=stop)
             first = stop
 
         profile = runtime.profile() if options.profile else None

@@ -1,18 +1,21 @@
-"""Write a safetensors file array by array, so that only one array must be in memory at a time.
+"""Write a safetensors file from a stream of elements, so that not even one whole array must be in memory.
 
     │ 8 bytes: size of the header │ header: JSON │ array │ array │ ...
 
 The library `safetensors` writes the same bytes, but needs all arrays at once (`serialize_file` takes a pointer to each of them).
-A run with workers has its arrays in other processes, and a replay can be larger than half of the memory. So this module writes
-the format itself. Files are read with the library.
+A run with workers has its arrays in other processes, and one array of a replay can be larger than half of the memory. So this
+module writes the format itself. Files are read with the library.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase
 
 import numpy as np
+
+from choreo.dtypes import dtype_named
 
 CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "int32": "I32",
@@ -24,18 +27,28 @@ RANKS = {name: rank for rank, name in enumerate(CODES)}
 
 @dataclass(frozen=True, kw_only=True)
 class StoredArray:
-    """What the header of a file says about one array."""
+    """One array of a file."""
 
     name: str
     """The name of the array."""
-    dtype: str
-    """The name of its type, one of `CODES`."""
+    kind: str
+    """The name of its type. An array of a type that is not in `CODES` is stored as bytes."""
     shape: tuple[int, ...]
     """Its shape."""
 
     @property
+    def dtype(self) -> str:
+        """The name of the type in the file."""
+        return self.kind if self.kind in CODES else "uint8"
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape in the file. If the array is stored as bytes, the new last axis has the bytes of one element."""
+        return self.shape if self.kind in CODES else (*self.shape, dtype_named(self.kind).itemsize)
+
+    @property
     def size_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=object)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.file_shape) * np.dtype(self.dtype).itemsize
 
 
 def in_file_order(arrays: Iterable[StoredArray]) -> list[StoredArray]:
@@ -44,17 +57,22 @@ def in_file_order(arrays: Iterable[StoredArray]) -> list[StoredArray]:
 
 
 def write(
-    file: BufferedIOBase, arrays: Sequence[StoredArray], metadata: Mapping[str, str], read: Iterator[np.ndarray]
+    file: BufferedIOBase, arrays: Sequence[StoredArray], metadata: Mapping[str, str], stream: Iterator[np.ndarray]
 ) -> None:
-    """Write a file. `read` gives the arrays in the order of `arrays`, which is that of `in_file_order`.
+    """Write a file. `arrays` are in the order of `in_file_order`.
 
-    Each array is dropped before the next one is taken from `read`.
+    `stream` gives the elements of these arrays in C order. It may divide an array into several arrays of any shape; each is
+    dropped before the next one is taken.
     """
     file.write(_header(arrays, metadata))
     for stored in arrays:
-        data = _bytes_of(next(read), stored)
-        file.write(data)
-        del data  # before the next array arrives
+        missing_bytes = stored.size_bytes
+        while missing_bytes:
+            data = _bytes_of(next(stream), stored)
+            missing_bytes -= len(data)
+            assert missing_bytes >= 0, (stored, missing_bytes)
+            file.write(data)
+            del data  # before the next elements arrive
 
 
 def _header(arrays: Sequence[StoredArray], metadata: Mapping[str, str]) -> bytes:
@@ -62,15 +80,14 @@ def _header(arrays: Sequence[StoredArray], metadata: Mapping[str, str]) -> bytes
     first = 0
     for array in arrays:
         stop = first + array.size_bytes
-        entries[array.name] = {"dtype": CODES[array.dtype], "shape": array.shape, "data_offsets": [first, stop]}
+        entries[array.name] = {"dtype": CODES[array.dtype], "shape": array.file_shape, "data_offsets": [first, stop]}
         first = stop
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # so that the arrays begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(array: np.ndarray, stored: StoredArray) -> memoryview:
-    """The bytes of an array in C order and little-endian; the same memory, if the array is stored like this."""
-    assert array.shape == stored.shape and array.dtype.name == stored.dtype, (stored, array.shape, array.dtype)
-    plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return plain.reshape(-1).view(np.uint8).data
+def _bytes_of(elements: np.ndarray, stored: StoredArray) -> memoryview:
+    """The bytes of elements in C order and little-endian; the same memory, if the elements are stored like this."""
+    assert elements.dtype.name == stored.kind, (stored, elements.dtype)
+    return np.ascontiguousarray(elements, elements.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data

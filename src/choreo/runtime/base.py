@@ -40,11 +40,12 @@ class Runtime(Protocol):
         """A copy of the carry, gathered from all sites. With `part` (such as "train"), only this field of the carry."""
         ...
 
-    def leaves(self, which: Iterable[int]) -> Iterator[np.ndarray]:
-        """Array leaves of the carry in host memory, one after the other; a random key as its key data.
+    def stream(self, which: Iterable[int]) -> Iterator[np.ndarray]:
+        """The elements of some array leaves of the carry in C order, as flat arrays in host memory, one after the other.
 
-        `which` are their positions among all array leaves (`Plan.carry`). In this way a caller can read a carry for
-        which memory has no room twice. Do not run an iteration before you have read and dropped the last leaf.
+        `which` are the positions of the leaves among all array leaves (`Plan.carry`). A random key is its key data. A leaf
+        can arrive in several flat arrays, so that no whole leaf need be in memory. Read and drop all of them before the next
+        iteration.
         """
         ...
 

@@ -14,8 +14,8 @@ import numpy as np
 from choreo.plans.plan import Plan
 from choreo.runtime.engine.arrivals import Arrivals
 from choreo.runtime.engine.assemble import (
+    extents_of_leaf,
     join_leaf,
-    join_on_host,
     programs_of,
     sites_of_leaf,
     split_carry,
@@ -78,10 +78,11 @@ class InProcess:
         ]
         return self.plan.combine(leaves, part)
 
-    def leaves(self, which: Iterable[int]) -> Iterator[np.ndarray]:
+    def stream(self, which: Iterable[int]) -> Iterator[np.ndarray]:
         for i in which:
-            parts = [self.backend.to_host(part) for part in self._parts(i)]
-            yield self.plan.merged(join_on_host(self.plan, i, parts), i)
+            parts = dict(zip(sites_of_leaf(self.plan, i), map(self.backend.to_host, self._parts(i)), strict=True))
+            for extent in extents_of_leaf(self.plan, i):
+                yield extent.join([extent.take(parts[site]) for site in extent.sites])
 
     def _parts(self, i: int) -> list[Any]:
         return [self.execution.leaves[site][i] for site in sites_of_leaf(self.plan, i)]

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo._compat import is_key, key_impl
+from choreo.plans.export import array_type
 from choreo.plans.plan import Plan
 from choreo.runtime.coordinator.briefing import pickled_programs
 from choreo.runtime.coordinator.cluster import Cluster
@@ -34,15 +35,13 @@ from choreo.runtime.coordinator.conversation import Conversation
 from choreo.runtime.coordinator.deployment import Deployment, check_collectives
 from choreo.runtime.coordinator.launching import launch
 from choreo.runtime.coordinator.pool import WorkerPool
-from choreo.runtime.engine.assemble import chunks, join_on_host, sites_of_leaf, split_carry, split_key
-from choreo.runtime.engine.backend import Site
+from choreo.runtime.engine.assemble import EXTENT_BYTES, extents_of_leaf, split_carry, split_key
+from choreo.runtime.engine.backend import Site, host_type
+from choreo.runtime.engine.extents import Extent, chunks
 from choreo.runtime.engine.metrics import join_metrics
 from choreo.runtime.engine.profile import Profile
 from choreo.runtime.engine.schedule import VersionRead, from_json
 from choreo.types import Key, PyTree
-
-CHUNK_BYTES = 2**22
-"""How many bytes of the carry the workers send at a time."""
 
 
 class Local:
@@ -115,37 +114,38 @@ class Local:
 
     def carry(self, part: str | None = None) -> PyTree:
         which = self.plan.leaves_of_part(part)
-        leaves = [
-            _to_jax(join_on_host(self.plan, i, parts), self.plan.iterate.ins[i].aval)
-            for i, parts in self._parts_of_leaves(which)
-        ]
+        avals = [self.plan.iterate.ins[i].aval for i in which]
+        leaves, stream = [], self.stream(which)
+        for aval in avals:
+            leaf = np.empty(*host_type(array_type(aval)))
+            flat, filled = leaf.reshape(-1), 0
+            while filled < flat.size:
+                elements = next(stream)
+                flat[filled : filled + elements.size] = elements
+                filled += elements.size
+            leaves.append(_to_jax(leaf, aval))
         return self.plan.combine(leaves, part)
 
-    def leaves(self, which: Iterable[int]) -> Iterator[np.ndarray]:
-        for i, parts in self._parts_of_leaves(which):
-            leaf = self.plan.merged(join_on_host(self.plan, i, parts), i)
-            del parts
-            yield leaf
-            del leaf  # before the next leaves arrive
+    def stream(self, which: Iterable[int]) -> Iterator[np.ndarray]:
+        extents = (extent for i in which for extent in extents_of_leaf(self.plan, i))
+        for chunk in chunks(extents, lambda extent: extent.size_bytes, EXTENT_BYTES):
+            received = self._ask_for(chunk)
+            for extent in chunk:
+                yield extent.join([received[site].pop(0) for site in extent.sites])
 
-    def _parts_of_leaves(self, which: Iterable[int]) -> Iterator[tuple[int, list[np.ndarray]]]:
-        """Leaves of the carry, each with its parts. The workers send about CHUNK_BYTES at a time, or one leaf if it is larger."""
-        for chunk in chunks(which, lambda i: _size_bytes(self.plan.iterate.ins[i].aval), CHUNK_BYTES):
-            parts = self._ask_for(chunk)
-            for i in chunk:
-                yield i, parts.pop(i)
-
-    def _ask_for(self, which: Sequence[int]) -> dict[int, list[np.ndarray]]:
-        """The parts of these leaves, from the workers that hold them."""
-        wanted = [(site, i) for i in which for site in sites_of_leaf(self.plan, i)]
+    def _ask_for(self, chunk: Sequence[Extent]) -> dict[Site, list[np.ndarray]]:
+        """The elements of these extents that each site holds."""
+        sites = dict.fromkeys(site for extent in chunk for site in extent.sites)
+        of_site = {site: [extent for extent in chunk if site in extent.sites] for site in sites}
         for worker in self.deployment.workers:
-            names = [(*site, i) for site, i in wanted if self.deployment.process_of_site[site] == worker]
-            self.conversation.tell(worker, {"kind": "carry", "names": names}, [])
-        received: dict[tuple[Site, int], np.ndarray] = {}
+            wanted = [[*site, extent.leaf, extent.outer, extent.rows, extent.columns] for site in of_site
+                      if self.deployment.process_of_site[site] == worker for extent in of_site[site]]  # fmt: skip
+            self.conversation.tell(worker, {"kind": "carry", "extents": wanted}, [])
+        received: dict[Site, list[np.ndarray]] = {site: [] for site in of_site}
         for header, arrays in self.conversation.await_replies("carry", doing="sending the carry").values():
-            for (group, r, i), array in zip(header["names"], arrays, strict=True):
-                received[(group, r), i] = array
-        return {i: [received.pop((site, i)) for site in sites_of_leaf(self.plan, i)] for i in which}
+            for (group, r), array in zip(header["sites"], arrays, strict=True):
+                received[group, r].append(array)
+        return received
 
     def restore(self, carry: PyTree, key: Key) -> None:
         parts, run_key = split_carry(self.plan, carry), split_key(key)[1]
@@ -166,10 +166,6 @@ class Local:
     def close(self) -> None:
         """Stop all workers and close their environments. Workers that do not stop in time are killed."""
         self.pool.close()
-
-
-def _size_bytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize
 
 
 def _to_jax(array: np.ndarray, aval: Any) -> jax.Array:

@@ -14,7 +14,7 @@ main module.
     set_up     name, process of each site, channels, programs                    ready
     start      the keys of `init` and of the iterations                          done
     run        the numbers of the iterations: first .. stop - 1                  ran: metrics, log of versions read
-    carry      the sites and numbers of some leaves                              carry: these leaves
+    carry      extents of leaves that its sites hold                             carry: their elements
     restore    the leaves for its sites, the key of the iterations               done
     profile                                                                      profile: the times of its steps
     stop                                                                         none: closes its environments, and ends
@@ -199,9 +199,12 @@ class Worker:
             self._send({"kind": PROGRESS, "iteration": iteration})
 
     def _carry(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        leaves, to_host = self.execution.leaves, self.execution.backend.to_host
-        arrays = [to_host(leaves[group, r][i]) for group, r, i in header["names"]]
-        self._send({"kind": "carry", "names": header["names"]}, arrays)
+        leaves, to_host, extents = self.execution.leaves, self.execution.backend.to_host, header["extents"]
+        arrays = [
+            to_host(leaves[group, r][i]).reshape(outer, -1)[slice(*rows), slice(*columns)]
+            for group, r, i, outer, rows, columns in extents
+        ]
+        self._send({"kind": "carry", "sites": [(group, r) for group, r, *_ in extents]}, arrays)
 
     def _restore(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         backend, program, num_carry = self.execution.backend, self.execution.programs.iterate, header["num_carry"]

@@ -1,18 +1,23 @@
 """Makes the programs and keys that a process needs to run a plan. Splits the carry over the sites, and joins it again."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from choreo.partition.program import Axis, Program, Segment
+from choreo.plans.export import array_type
 from choreo.plans.plan import Plan
-from choreo.runtime.engine.backend import Site
+from choreo.runtime.engine.backend import Site, host_type
 from choreo.runtime.engine.blocks import block
 from choreo.runtime.engine.execution import Programs
+from choreo.runtime.engine.extents import Extent, extents
 from choreo.runtime.engine.jax_backend import join
 from choreo.types import GroupName, Key, PyTree
+
+EXTENT_BYTES = 2**22
+"""The largest size of an extent of the carry, and of all extents that workers send at a time."""
 
 
 def programs_of(plan: Plan, init: Program, iterate: Program) -> Programs:
@@ -43,29 +48,17 @@ def join_leaf(plan: Plan, i: int, parts: list[Any]) -> jax.Array:
     return join([jax.device_put(part, device) for part in parts], _holder(plan, i)[1])
 
 
-def join_on_host(plan: Plan, i: int, parts: list[np.ndarray]) -> np.ndarray:
-    """The whole leaf number `i`, in host memory. A single part is not copied."""
-    _, axis = _holder(plan, i)
-    return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
+def extents_of_leaf(plan: Plan, i: int) -> Iterator[Extent]:
+    """The extents of leaf number `i`: consecutive elements of at most EXTENT_BYTES, in C order."""
+    shape, dtype = host_type(array_type(plan.iterate.ins[i].aval))
+    sites = tuple(sites_of_leaf(plan, i))
+    return extents(i, shape, dtype.itemsize, _holder(plan, i)[1], sites, EXTENT_BYTES)
 
 
 def _holder(plan: Plan, i: int) -> tuple[GroupName, Axis]:
     """A group that holds leaf number `i`, and the axis along which its replicas divide the leaf."""
     group, (_, axis) = next(iter(plan.iterate.ins[i].held.items()))
     return group, axis
-
-
-def chunks(which: Iterable[int], size_bytes: Callable[[int], int], most_bytes: int) -> Iterator[list[int]]:
-    """Divide leaves into chunks of at most `most_bytes`, in the same order. A larger leaf is a chunk of its own."""
-    chunk, total = [], 0
-    for i in which:
-        if chunk and total + size_bytes(i) > most_bytes:
-            yield chunk
-            chunk, total = [], 0
-        chunk.append(i)
-        total += size_bytes(i)
-    if chunk:
-        yield chunk
 
 
 def split_carry(plan: Plan, carry: PyTree) -> dict[Site, list[Any]]:
