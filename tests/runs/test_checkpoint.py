@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named
 from choreo.errors import RunError, UnknownNameError
+from choreo.host.states import HostStates, encode
 from choreo.runs import checkpoint
 
 
@@ -211,6 +212,42 @@ def test_one_part_of_a_checkpoint_is_loaded_and_the_types_of_the_rest_are_checke
             checkpoint.load(tmp_path / "c", wrong, part="flags")
     with pytest.raises(UnknownNameError, match="There is no part of the carry `train`"):
         checkpoint.load(tmp_path / "c", form, part="train")
+
+
+HOST = HostStates(
+    objects={0: [{"x": np.arange(3, dtype=np.int8)}, {"x": jnp.ones(2, jnp.bfloat16).__array__()}], 2: [2**100, None]},
+    lost=("`Robot` has no state.",),
+)
+
+
+def test_states_of_python_objects_are_stored_beside_the_carry(tmp_path, carry):
+    for iteration, host in enumerate((None, HOST, HostStates(objects={}))):
+        checkpoint.save_stream(tmp_path / "c", {}, lambda _: iter(()), iteration=iteration, host=host)
+        back = checkpoint.load_host_states(tmp_path / "c")
+        if host is None:
+            assert back is None
+            continue
+        assert back is not None and back.lost == host.lost
+        (tree, arrays), (expected, expected_arrays) = (
+            encode([[n, list(each)] for n, each in h.objects.items()], "x") for h in (back, host)
+        )
+        assert tree == expected
+        assert [(a.dtype, a.tobytes()) for a in arrays] == [(a.dtype, a.tobytes()) for a in expected_arrays]
+        assert checkpoint.load(tmp_path / "c", {}) == {} and checkpoint.iteration(tmp_path / "c") == iteration
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{", b"[]", b'{"objects": {}}', b'{"objects": {"x": []}, "lost": []}', b'{"objects": {"0": 3}, "lost": []}',
+        b'{"objects": {"0": [{"$array": 0}]}, "lost": []}', b'{"objects": {}, "lost": null}',
+    ],
+)  # fmt: skip
+def test_stored_states_of_the_wrong_form_are_refused(tmp_path, text):
+    facts = {checkpoint.FORMAT: json.dumps({"iteration": 0, "keys": {}, "views": {}})}
+    (tmp_path / "c").write_bytes(safetensors.numpy.save({"$host": np.frombuffer(text, np.uint8)}, facts))
+    with pytest.raises(RunError, match="c is damaged: "):
+        checkpoint.load_host_states(tmp_path / "c")
 
 
 def test_the_hash_depends_on_every_bit_of_the_arrays_and_on_nothing_else():

@@ -31,6 +31,16 @@ def test_the_bytes_are_those_of_the_library():
     assert written({}, metadata) == safetensors.numpy.save({}, metadata)
 
 
+def test_a_stream_may_divide_arrays_and_leave_out_empty_ones():
+    arrays = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.ones(0, np.float32), "c": np.array(True)}
+    stored = in_file_order(StoredArray(name=name, kind=x.dtype.name, shape=x.shape) for name, x in arrays.items())
+    for stream in (["a0", "a1", "b", "c"], ["b", "a0", "a1", "c", "b"], ["a0", "a1", "c"]):
+        parts = {"a0": arrays["a"][0, :2], "a1": np.array([2, 3, 4, 5], np.int32), "b": arrays["b"], "c": arrays["c"]}
+        file = io.BytesIO()
+        tensor_file.write(file, stored, {}, iter([parts[name] for name in stream]))
+        assert file.getvalue() == safetensors.numpy.save(arrays, {})
+
+
 @pytest.mark.parametrize("kind", ["float32", "int64", "uint16"])
 def test_arrays_in_any_layout_of_memory_are_written_in_order(kind):
     plain = np.arange(24).reshape(2, 3, 4).astype(kind)

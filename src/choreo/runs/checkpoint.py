@@ -11,6 +11,7 @@ activation function) are not stored; `load` takes them from the structure that i
 
 import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ import safetensors
 from choreo._compat import is_key, key_impl
 from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named, name_of
 from choreo.errors import RunError
+from choreo.host.states import HostStates
+from choreo.host.states import decode as decode_states
+from choreo.host.states import encode as encode_states
 from choreo.partition.carry import is_type, typed_as
 from choreo.plans.carry_part import part_of
 from choreo.plans.export import array_type
@@ -35,6 +39,8 @@ from choreo.static_key import is_array
 from choreo.types import PyTree
 
 FORMAT = "choreo-1"
+HOST = "$host"
+"""Names that begin with this are of the states of Python objects. No path in a carry begins like this."""
 
 
 def save(path: Path, tree: PyTree, *, iteration: int) -> None:
@@ -44,12 +50,18 @@ def save(path: Path, tree: PyTree, *, iteration: int) -> None:
 
 
 def save_stream(
-    path: Path, form: PyTree, stream: Callable[[Sequence[int]], Iterator[np.ndarray]], *, iteration: int
+    path: Path,
+    form: PyTree,
+    stream: Callable[[Sequence[int]], Iterator[np.ndarray]],
+    *,
+    iteration: int,
+    host: HostStates | None = None,
 ) -> None:
     """Write a carry of this form, whose arrays need not fit into memory; replaces an older file atomically.
 
     `stream` (`Runtime.stream`) takes the positions of arrays among all arrays of the carry, and gives the elements of these
-    arrays, one after the other. If the file cannot be written, raises RunError, and the older file stays as it was.
+    arrays, one after the other. `host`: the states of Python objects, which `load_host_states` reads again. If the file
+    cannot be written, raises RunError, and the older file stays as it was.
     """
     kinds, views = {}, {}
     places: dict[StoredArray, int] = {}
@@ -63,10 +75,16 @@ def save_stream(
             views[name] = stored.kind
         places[stored] = len(places)
     arrays = in_file_order(places)
+    held = {} if host is None else _as_arrays(host)
+    for name, array in held.items():
+        stored = _stored(name, array)
+        if stored.kind not in CODES:
+            views[name] = stored.kind
     # One entry only: safetensors writes several entries in random order, but the same tree must give the same bytes.
     header = {FORMAT: json.dumps({"iteration": iteration, "keys": kinds, "views": views}, sort_keys=True)}
     with _failure_reported(path), replacing(path) as file:
-        tensor_file.write(file, arrays, header, stream([places[array] for array in arrays]))
+        elements = itertools.chain(stream([places[array] for array in arrays]), held.values())
+        tensor_file.write(file, [*arrays, *itertools.starmap(_stored, held.items())], header, elements)
 
 
 def load(path: Path, like: PyTree, *, part: str | None = None) -> PyTree:
@@ -79,7 +97,7 @@ def load(path: Path, like: PyTree, *, part: str | None = None) -> PyTree:
     subtree, places = (like, range(len(jax.tree.leaves(like)))) if part is None else part_of(like, part)
     leaves = []
     with _opened(path) as file:
-        names = set(file.keys())
+        names = {name for name in file.keys() if not name.startswith(HOST)}
         for i, (name, leaf) in enumerate(_named(like)):
             value = leaf  # not an array, so not stored
             if name in names:
@@ -93,6 +111,35 @@ def load(path: Path, like: PyTree, *, part: str | None = None) -> PyTree:
             _get(path, file, name)  # an array that cannot be read is damage; damage is reported first
             raise _does_not_fit(path, f"the algorithm has no `{name}`")
     return jax.tree.unflatten(jax.tree.structure(subtree), leaves)
+
+
+def load_host_states(path: Path) -> HostStates | None:
+    """The states of Python objects in a checkpoint; None if it was written without them."""
+    header = read_header(path)
+    with _opened(path) as file:
+        held = {name: _get(path, file, name) for name in file.keys() if name.startswith(HOST)}
+    for name in header["views"].keys() & held.keys():
+        held[name] = _from_bytes(path, name, held[name], header["views"][name])
+    if HOST not in held:
+        return None
+    with damage_reported(path):
+        text = json.loads(held.pop(HOST).tobytes())
+        arrays = [held[f"{HOST}[{i}]"] for i in range(len(held))]
+        objects = {int(number): _list(decode_states(states, arrays)) for number, states in text["objects"].items()}
+        return HostStates(objects=objects, lost=tuple(map(str, _list(text["lost"]))))
+
+
+def _as_arrays(host: HostStates) -> dict[str, np.ndarray]:
+    """States as named arrays. The array HOST has the states as JSON, in which a number stands for each of the other arrays."""
+    tree, arrays = encode_states({str(number): list(states) for number, states in host.objects.items()}, "an object")
+    text = json.dumps({"objects": tree, "lost": list(host.lost)})
+    return {HOST: np.frombuffer(text.encode(), np.uint8)} | {f"{HOST}[{i}]": array for i, array in enumerate(arrays)}
+
+
+def _list(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise TypeError(f"a {type(data).__name__} is in place of a list")
+    return data
 
 
 def _read(path: Path, file: Any, header: dict[str, Any], name: str, like: Any, *, skip: bool) -> Any:

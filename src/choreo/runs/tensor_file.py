@@ -65,6 +65,7 @@ def write(
     dropped before the next one is taken.
     """
     file.write(_header(arrays, metadata))
+    stream = filter(np.size, stream)  # an array without elements may be in the stream or not
     for stored in arrays:
         missing_bytes = stored.size_bytes
         while missing_bytes:

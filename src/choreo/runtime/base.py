@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from choreo.host.states import HostStates
 from choreo.runtime.engine.schedule import VersionRead
 from choreo.types import Key, PyTree
 
@@ -51,6 +52,17 @@ class Runtime(Protocol):
 
     def restore(self, carry: PyTree, key: Key) -> None:
         """Continue from this carry instead of running `init`. `key` is the key of the run, as for `start`."""
+        ...
+
+    def host_states(self) -> HostStates:
+        """The states of all Python objects, such as environments; `lost` names the objects whose state cannot be stored."""
+        ...
+
+    def load_host_states(self, states: HostStates) -> None:
+        """Let all Python objects continue from these states, which any layout may have stored. Call `restore` before or after.
+
+        Raises RunError if a state is missing or does not fit the plan.
+        """
         ...
 
     def close(self) -> None:

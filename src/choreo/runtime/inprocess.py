@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from choreo.host.states import HostStates
 from choreo.plans.plan import Plan
+from choreo.runtime.engine import host_states
 from choreo.runtime.engine.arrivals import Arrivals
 from choreo.runtime.engine.assemble import (
     extents_of_leaf,
     join_leaf,
     programs_of,
     sites_of_leaf,
+    sizes_of_objects,
     split_carry,
     split_key,
 )
@@ -93,6 +96,13 @@ class InProcess:
             for site, row in split_carry(self.plan, carry).items()
         }
         self.execution.restore(leaves, split_key(key)[1])
+
+    def host_states(self) -> HostStates:
+        return HostStates.gathered(*host_states.collect(self.execution))
+
+    def load_host_states(self, states: HostStates) -> None:
+        states.check(sizes_of_objects(self.plan))
+        host_states.load(self.execution, states.objects)
 
     def _put(self, leaf: Any, site: Site) -> Any:
         return jax.device_put(jnp.copy(leaf), self.backend.device(site))

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo._compat import is_key, key_impl
+from choreo.host.states import HostStates, SiteStates, decode, encode
 from choreo.plans.export import array_type
 from choreo.plans.plan import Plan
 from choreo.runtime.coordinator.briefing import pickled_programs
@@ -35,7 +36,7 @@ from choreo.runtime.coordinator.conversation import Conversation
 from choreo.runtime.coordinator.deployment import Deployment, check_collectives
 from choreo.runtime.coordinator.launching import launch
 from choreo.runtime.coordinator.pool import WorkerPool
-from choreo.runtime.engine.assemble import EXTENT_BYTES, extents_of_leaf, split_carry, split_key
+from choreo.runtime.engine.assemble import EXTENT_BYTES, extents_of_leaf, sizes_of_objects, split_carry, split_key
 from choreo.runtime.engine.backend import Site, host_type
 from choreo.runtime.engine.extents import Extent, chunks
 from choreo.runtime.engine.metrics import join_metrics
@@ -156,6 +157,25 @@ class Local:
             header = {"kind": "restore", "num_carry": self.plan.num_carry, "names": [where for where, _ in held]}
             self.conversation.tell(worker, header, [run_key, *(leaf for _, leaf in held)])
         self.conversation.await_replies("done", doing="restoring the carry")
+
+    def host_states(self) -> HostStates:
+        self.conversation.tell_all({"kind": "host_states"})
+        parts: list[SiteStates] = []
+        lost: list[str] = []
+        for header, arrays in self.conversation.await_replies("host_states", doing="sending their states").values():
+            lost += header["lost"]
+            parts += [
+                SiteStates(number=number, first=first, states=decode(states, arrays))
+                for number, first, states in header["parts"]
+            ]
+        return HostStates.gathered(parts, lost)
+
+    def load_host_states(self, states: HostStates) -> None:
+        states.check(sizes_of_objects(self.plan))
+        objects, arrays = encode([list(each) for each in states.objects.values()], "a stored object")
+        numbered = dict(zip(states.objects, objects, strict=True))
+        self.conversation.tell_all({"kind": "load_host_states", "objects": list(numbered.items())}, arrays)
+        self.conversation.await_replies("done", doing="loading their states")
 
     def profile(self) -> Profile:
         """How each worker has spent its time so far."""

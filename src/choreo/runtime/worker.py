@@ -16,6 +16,8 @@ main module.
     run        the numbers of the iterations: first .. stop - 1                  ran: metrics, log of versions read
     carry      extents of leaves that its sites hold                             carry: their elements
     restore    the leaves for its sites, the key of the iterations               done
+    host_states                                                                  host_states: of its Python objects
+    load_host_states   the states of the Python objects of all workers           done
     profile                                                                      profile: the times of its steps
     stop                                                                         none: closes its environments, and ends
 
@@ -213,6 +215,23 @@ class Worker:
             leaves[group, r][i] = backend.from_host(array, program.ins[i].aval, (group, r))
         self._restart_deadline()
         self.execution.restore(leaves, arrays[0])
+        self._done()
+
+    def _host_states(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        from choreo.host.states import encode
+        from choreo.runtime.engine.host_states import collect
+
+        self._restart_deadline()
+        found, lost = collect(self.execution)
+        parts, held = encode([[part.number, part.first, list(part.states)] for part in found], self.name)
+        self._send({"kind": "host_states", "parts": parts, "lost": lost}, held)
+
+    def _load_host_states(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        from choreo.host.states import decode
+        from choreo.runtime.engine.host_states import load
+
+        self._restart_deadline()
+        load(self.execution, {number: decode(states, arrays) for number, states in header["objects"]})
         self._done()
 
     def _profile(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:

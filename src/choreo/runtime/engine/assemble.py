@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from choreo.host import HostMethod, key_of
 from choreo.partition.program import Axis, Program, Segment
 from choreo.plans.export import array_type
 from choreo.plans.plan import Plan
@@ -13,6 +14,7 @@ from choreo.runtime.engine.backend import Site, host_type
 from choreo.runtime.engine.blocks import block
 from choreo.runtime.engine.execution import Programs
 from choreo.runtime.engine.extents import Extent, extents
+from choreo.runtime.engine.host_states import host_calls, number_objects
 from choreo.runtime.engine.jax_backend import join
 from choreo.types import GroupName, Key, PyTree
 
@@ -27,7 +29,21 @@ def programs_of(plan: Plan, init: Program, iterate: Program) -> Programs:
     return Programs(
         init=init, iterate=iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes, shards=plan.shards,
         max_lag=plan.layout.max_lag, num_workers=plan.num_workers, learner=plan.sites.default, single=single,
+        host_numbers=number_objects(plan.init.steps + plan.iterate.steps),
     )  # fmt: skip
+
+
+def sizes_of_objects(plan: Plan) -> dict[int, int]:
+    """The number of environments of each Python object, at all sites together."""
+    calls = list(host_calls(plan.init.steps + plan.iterate.steps))
+    in_iterate = set(map(id, host_calls(plan.iterate.steps)))
+    sizes: dict[Any, int] = {}
+    for call in calls:
+        # With merge="any", `iterate` is the program of one worker.
+        workers = plan.num_workers if id(call) in in_iterate else 1
+        size = call.fn.num_envs * call.shards * workers if isinstance(call.fn, HostMethod) else 1
+        sizes[key_of(call.fn)] = max(size, sizes.get(key_of(call.fn), 0))
+    return dict(enumerate(sizes.values()))
 
 
 def split_key(key: Key) -> tuple[np.ndarray, np.ndarray]:
