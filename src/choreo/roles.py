@@ -29,6 +29,7 @@ from jax.extend import source_info_util
 from choreo._compat import Vmap, bound_axis_names, enclosing_vmaps, is_tracing, struct_of, trace_context
 from choreo.errors import AlgorithmError
 from choreo.host import HostFn, HostMethod, HostObjects
+from choreo.host.states import METHODS, NoState, has_state
 from choreo.static_key import ARRAY, NoKey, Recent, StaticForm, in_order, is_array, orders_of, split_static
 from choreo.types import PyTree, Role
 
@@ -262,6 +263,19 @@ class HostFunction:
         # A Python number becomes an array of JAX's default type, as in a callback.
         leaves = [next(rest) if x is ARRAY else jax.numpy.asarray(x) for x in self.form.leaves]
         return self.on_leaves(self.form.tree, *leaves)
+
+    def state(self) -> list[Any]:
+        """The state of the user's function, if it is an object with the methods `state` and `load`. See `choreo.host.states`."""
+        return [self._with_state().state()]
+
+    def load(self, states: list[Any]) -> None:
+        (state,) = states
+        self._with_state().load(state)
+
+    def _with_state(self) -> Any:
+        if not has_state(self.fn):
+            raise NoState(f"The function of the host fragment `{self.name}` has no {METHODS}")
+        return self.fn
 
     def on_leaves(self, in_tree: Any, *leaves: Any) -> tuple[np.ndarray, ...]:
         # A callback receives JAX arrays. Computing with them inside the callback can deadlock, so convert them to NumPy.

@@ -8,13 +8,15 @@ from gymnasium.wrappers import (
     ClipReward,
     FrameStackObservation,
     NormalizeReward,
+    OrderEnforcing,
     PassiveEnvChecker,
     TimeLimit,
     TransformObservation,
 )
 
 from choreo.errors import EnvError, UnknownNameError
-from host.toys import Count, Faulty, Masked, Nested, batch, play, seeds
+from choreo.host.states import NoState
+from host.toys import Count, Faulty, Masked, Nested, Wander, assert_continues, batch, play, seeds
 
 
 @pytest.mark.parametrize("truncates", [False, True])
@@ -275,6 +277,75 @@ def test_a_stale_token_is_refused():
     block.step(later, np.zeros(2, np.int32))
     again, _ = block.reset(seeds(0, 1))
     assert again.tolist() == [0, 0]
+
+
+class Remembering(gymnasium.Wrapper):
+    """A wrapper with a state of its own, which stores its environment's state too."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.total = 0.0
+
+    def step(self, action):
+        obs, reward, *rest = self.env.step(action)
+        self.total += reward
+        return obs, self.total, *rest
+
+    def state(self):
+        return {"total": self.total, "env": self.unwrapped.state()}
+
+    def load(self, state):
+        self.total = state["total"]
+        self.unwrapped.load(state["env"])
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        Wander,
+        lambda: TimeLimit(OrderEnforcing(PassiveEnvChecker(Wander())), 4),
+        lambda: PassiveEnvChecker(TimeLimit(TimeLimit(Wander(), 7), 4)),
+        lambda: TimeLimit(Remembering(Wander()), 4),
+    ],
+    ids=["bare", "as gymnasium.make", "time limit inside", "wrapper with a state"],
+)
+def test_a_batch_continues_from_a_stored_state(factory, before):
+    assert_continues(factory, before, info_keys=("steps",))
+    assert_continues(factory, before, wide=True)
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        (Count, "`Count` of `Count` has no methods `state` and `load`"),
+        ("CartPole-v1", "`CartPoleEnv` of `CartPole-v1` has no methods `state` and `load`"),
+        (lambda: TimeLimit(ClipReward(Wander(), 0, 1), 9), "`ClipReward` of `.*` has no methods `state` and `load`"),
+    ],
+)
+def test_a_batch_without_its_whole_state_says_so(factory, why):
+    block = batch(factory)
+    play(block, 1)
+    with pytest.raises(NoState, match=why):
+        block.state()
+    with pytest.raises(NoState, match=why):
+        block.load([{"token": 1, "began": 0, "return": 0.0, "info": [], "env": None}] * 2)
+    with pytest.raises(NoState, match="has not been reset"):
+        batch(Wander).state()
+
+
+def test_an_error_of_state_or_load_names_the_environment():
+    class Broken(Wander):
+        def load(self, state):
+            raise KeyError("position")
+
+    block = batch(Broken, range(4, 6))
+    play(block, 1)
+    with pytest.raises(EnvError, match="Environment 4 of `Broken` raised KeyError in load: 'position'"):
+        block.load(block.state())
+    del block.members[1].random
+    with pytest.raises(EnvError, match="Environment 5 of `Broken` raised AttributeError in state"):
+        block.state()
 
 
 def test_close_closes_every_environment():

@@ -1,12 +1,15 @@
 """Vector environments give the same results in each of Gymnasium's autoreset modes."""
 
+import functools
+
 import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from choreo.errors import EnvError
-from host.toys import Count, Nested, batch, play, seeds
+from choreo.host.states import NoState
+from host.toys import Count, Nested, WanderTogether, assert_continues, batch, play, seeds
 
 ONES = np.ones(3, np.int32)
 
@@ -99,6 +102,30 @@ def test_the_extra_step_of_mode_next_step_changes_no_return_and_no_target(trunca
                 assert (next_obs[t, i, 0], obs[t, i, 0]) == (length, 0)
                 assert (reward[t, i], episode_return[t, i], episode_length[t, i]) == (0, 0, 0)
                 assert last[t, i] and discount[t, i] == (1 if truncates else 0)
+
+
+class NativeWithState(Native):
+    """A `Native` whose state can be stored."""
+
+    def state(self):
+        return [{"time": time, "done": done} for time, done in zip(self.time.tolist(), self.done.tolist(), strict=True)]
+
+    def load(self, states):
+        self.time, self.done = (np.array([state[name] for state in states]) for name in ("time", "done"))
+
+
+@pytest.mark.parametrize("before", range(8))
+def test_a_vector_environment_continues_from_a_stored_state(before):
+    assert_continues(NativeWithState, before)
+    for mode in AutoresetMode:
+        assert_continues(functools.partial(WanderTogether, mode=mode.value), before, info_keys=("steps",))
+
+
+def test_a_vector_environment_without_state_says_so():
+    block = batch(Native, range(3))
+    play(block, 1)
+    with pytest.raises(NoState, match="The vector environment `Native` has no methods `state` and `load`"):
+        block.state()
 
 
 def test_the_vector_entry_point_of_gymnasium_gives_complete_episodes():

@@ -1,5 +1,7 @@
 """Tiny Gymnasium environments whose results are known in advance."""
 
+import json
+
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -7,6 +9,7 @@ from gymnasium import spaces
 from choreo.host.make_batch import MakeBatch
 from choreo.host.probe import probe
 from choreo.host.sources import Source
+from choreo.host.states import decode, encode
 
 
 def batch(factory, envs=range(2), *, info_keys=(), wide=False, **kwargs):
@@ -17,6 +20,25 @@ def batch(factory, envs=range(2), *, info_keys=(), wide=False, **kwargs):
 
 def seeds(*values):
     return np.array(values, np.uint32)
+
+
+def assert_continues(factory, before, *, after=12, **options):
+    """A new batch that loads the state of a batch after `before` steps must give the same results as the batch itself."""
+    block, other = batch(factory, range(3), **options), batch(factory, range(3), **options)
+    action = np.ones(3, np.int32)
+    token, *_ = block.reset(seeds(4, 5, 6))
+    for _ in range(before):
+        token, *_ = block.step(token, action)
+    tree, arrays = encode(block.state(), "the batch")
+    other.load(decode(json.loads(json.dumps(tree)), arrays))
+    token_of_other = token.copy()
+    for _ in range(after):
+        token, *results = block.step(token, action)
+        token_of_other, *results_of_other = other.step(token_of_other, action)
+        for one, two in zip([token, *results], [token_of_other, *results_of_other], strict=True):
+            assert (one.dtype, one.shape, one.tobytes()) == (two.dtype, two.shape, two.tobytes())
+    block.close()
+    other.close()
 
 
 def play(block, count, *action, seed=0):
@@ -143,3 +165,47 @@ class Masked(Count):
     def step(self, action):
         obs, reward, terminated, truncated, info = super().step(action)
         return obs, reward, terminated, truncated, info | {"action_mask": self.mask()}
+
+
+class Wander(gymnasium.Env):
+    """A random walk with its own source of random numbers, whose state can be stored. Episodes have random lengths.
+
+    The observation is the position. The state has every kind of plain data.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.random = np.random.Generator(np.random.PCG64(seed))
+        self.position, self.path = np.zeros(2, np.float32), []
+        return self.position.copy(), {}
+
+    def step(self, action):
+        self.position += self.random.normal(size=2).astype(np.float32) * (1 + action)
+        self.path.append(float(self.position[0]))
+        ended = bool(self.random.random() < 0.1)
+        info = {} if len(self.path) % 3 else {"steps": len(self.path)}  # the number is there in every third step only
+        return self.position.copy(), float(self.position.sum()), ended, False, info
+
+    def state(self):
+        return {"random": self.random.bit_generator.state, "position": self.position, "path": self.path, "note": None}
+
+    def load(self, state):
+        self.random.bit_generator.state = state["random"]
+        self.position, self.path = state["position"], state["path"]
+
+
+class WanderTogether(gymnasium.vector.SyncVectorEnv):
+    """Several `Wander`s as one vector environment."""
+
+    def __init__(self, num_envs=1, mode="NextStep"):
+        super().__init__([Wander] * num_envs, autoreset_mode=gymnasium.vector.AutoresetMode(mode))
+
+    def state(self):
+        return [env.unwrapped.state() for env in self.envs]
+
+    def load(self, states):
+        for env, state in zip(self.envs, states, strict=True):
+            env.unwrapped.load(state)

@@ -6,13 +6,17 @@ The workers exchange messages over shared memory or over TCP, on one host or on 
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 from choreo import networks
+from choreo.algos.dqn import DQN
 from choreo.algos.ppo import PPO
 from choreo.envs import make
-from choreo.layouts import Group, Layout, coarse, fine, fused
-from choreo.plans.build import plan_traced, trace_for
+from choreo.errors import UnknownNameError
+from choreo.layouts import Group, Layout, apex, coarse, fine, fused, sebulba
+from choreo.plans.build import plan, plan_traced, trace_for
+from choreo.runtime.engine import assemble
 from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from hosts import two_hosts as two_hosts  # a fixture
@@ -111,6 +115,60 @@ def test_a_runtime_continues_from_the_carry_of_another():
     finally:
         here.close()
         there.close()
+
+
+def planned_replay(layout: Layout):
+    """A plan whose replay is divided among two sites."""
+    algo = DQN(
+        unroll=4,
+        batch_size=8,
+        min_size=8,
+        capacity=64,
+        buffer_shards=2,
+        network=functools.partial(networks.q_mlp, hidden=(16,)),
+    )
+    return plan(algo, make(ENVS["jax"], NUM_ENVS), layout)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "extent_bytes"), [(InProcess, 20), (InProcess, 2**22), (Local, 2**22)], ids=["20 B", "4 MiB", "workers"]
+)
+@pytest.mark.parametrize(
+    "make_plan",
+    [
+        pytest.param(lambda: planned("gymnasium", fine(2)), id="gymnasium-fine x2"),
+        pytest.param(lambda: plan(ALGO, make(ENVS["jax"], NUM_ENVS), sebulba(2, 1, shards=2)), id="jax-two shards"),
+        pytest.param(lambda: planned_replay(apex(2, buffers=2)), id="jax-apex x2 x2"),
+    ],
+)
+def test_a_part_and_a_stream_of_the_carry_equal_the_whole_carry(make_plan, runtime, extent_bytes, monkeypatch):
+    running = runtime(make_plan())
+    try:
+        running.start(KEY)
+        running.run(0, 2)
+        whole = running.carry()
+        for name in whole._fields:
+            part, expected = running.carry(part=name), getattr(whole, name)
+            assert jax.tree.structure(part) == jax.tree.structure(expected)
+            assert [as_bytes(leaf) for leaf in jax.tree.leaves(part)] == [
+                as_bytes(leaf) for leaf in jax.tree.leaves(expected)
+            ]
+        expected = [as_bytes(leaf)[-1] for leaf in jax.tree.leaves(whole)]
+        backwards = range(len(expected) - 1, -1, -1)
+        monkeypatch.setattr(assemble, "EXTENT_BYTES", extent_bytes)
+        streamed = list(running.stream(backwards))
+        assert b"".join(each.tobytes() for each in streamed) == b"".join(expected[i] for i in backwards)
+        assert extent_bytes > 100 or max(each.nbytes for each in streamed) <= extent_bytes
+        with pytest.raises(UnknownNameError, match="There is no part of the carry `trian`.\nDid you mean `train`?"):
+            running.carry(part="trian")
+        running.run(2, 3)  # the error and the reading have not disturbed the run
+    finally:
+        running.close()
+
+
+def as_bytes(leaf):
+    leaf = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return leaf.dtype.name, leaf.shape, np.asarray(leaf).tobytes()
 
 
 class TestTwoHosts:

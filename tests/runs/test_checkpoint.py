@@ -1,6 +1,9 @@
+import contextlib
 import hashlib
 import json
 import re
+import resource
+import weakref
 from typing import NamedTuple
 
 import equinox as eqx
@@ -11,7 +14,8 @@ import pytest
 import safetensors.numpy
 
 from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named
-from choreo.errors import RunError
+from choreo.errors import RunError, UnknownNameError
+from choreo.host.states import HostStates, encode
 from choreo.runs import checkpoint
 
 
@@ -134,13 +138,116 @@ def test_files_that_are_not_checkpoints_are_refused(tmp_path):
         checkpoint.iteration(tmp_path / "foreign")
 
 
+@contextlib.contextmanager
+def full_disk_after(size_bytes):
+    """Let writes of this process fail once a file has this size, as they fail on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "c"
+    large = {"a": np.zeros(100_000, np.float32)}
+    with full_disk_after(50_000), pytest.raises(RunError) as failure:
+        checkpoint.save(path, large, iteration=1)
+    assert str(failure.value) == (
+        f"The checkpoint {path} cannot be written: File too large.\nMake room on the disk, and train again."
+    )
+    assert not list(tmp_path.iterdir())
     checkpoint.save(path, {"a": np.zeros(3, np.float32)}, iteration=1)
-    with pytest.raises(TypeError):
-        checkpoint.write_atomic(path, "text is not bytes")  # pyright: ignore[reportArgumentType]
+    with full_disk_after(50_000), pytest.raises(RunError) as failure:
+        checkpoint.save(path, large, iteration=2)
+    assert failure.value.fix == (
+        f"The older checkpoint is unchanged. Make room on the disk, and continue: choreo resume {tmp_path}"
+    )
     assert checkpoint.iteration(path) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_elements_are_written_and_dropped_as_they_arrive(tmp_path):
+    """The most memory that a checkpoint needs is that of one array of the stream."""
+    alive, most = weakref.WeakSet(), 0
+
+    def stream(which):
+        nonlocal most
+        for i in which:
+            for half in range(2):
+                array = np.full(500, 10 * i + half, np.float32).view(Counted)
+                alive.add(array)
+                most = max(most, len(alive))
+                yield array
+                del array
+
+    form = {name: jax.ShapeDtypeStruct((1000,), np.float32) for name in "abcde"}
+    checkpoint.save_stream(tmp_path / "c", form, stream, iteration=1)
+    assert most == 1
+    assert [checkpoint.load(tmp_path / "c", form)["e"][i] for i in (0, 999)] == [40, 41]
+
+
+class Counted(np.ndarray):
+    """An array that can be referenced weakly, and hashed."""
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+    __eq__ = object.__eq__  # pyright: ignore[reportAssignmentType]
+
+
+def test_one_part_of_a_checkpoint_is_loaded_and_the_types_of_the_rest_are_checked(tmp_path, carry):
+    checkpoint.save(tmp_path / "c", carry, iteration=1)
+    form = jax.eval_shape(lambda: carry)
+    flags = checkpoint.load(tmp_path / "c", form, part="flags")
+    assert jax.tree.structure(flags) == jax.tree.structure(carry.flags)
+    assert all(flags[name].tobytes() == leaf.tobytes() for name, leaf in carry.flags.items())
+    assert checkpoint.load(tmp_path / "c", form, part="weights").tobytes() == carry.weights.tobytes()
+    for wrong, why in [
+        (form._replace(weights=jax.ShapeDtypeStruct((3, 3), np.float32)), "`.weights` is float32[3, 2] in the file"),
+        (form._replace(key=jax.ShapeDtypeStruct((4,), np.uint32)), "`.key` is key<fry>[4] in the file and uint32[4]"),
+        (form._replace(key=None), "the algorithm has no `.key`"),
+        (form._replace(weights={"w": form.weights}), "it has no `.weights['w']`"),
+    ]:
+        with pytest.raises(RunError, match=re.escape(why)):
+            checkpoint.load(tmp_path / "c", wrong, part="flags")
+    with pytest.raises(UnknownNameError, match="There is no part of the carry `train`"):
+        checkpoint.load(tmp_path / "c", form, part="train")
+
+
+HOST = HostStates(
+    objects={0: [{"x": np.arange(3, dtype=np.int8)}, {"x": jnp.ones(2, jnp.bfloat16).__array__()}], 2: [2**100, None]},
+    lost=("`Robot` has no state.",),
+)
+
+
+def test_states_of_python_objects_are_stored_beside_the_carry(tmp_path, carry):
+    for iteration, host in enumerate((None, HOST, HostStates(objects={}))):
+        checkpoint.save_stream(tmp_path / "c", {}, lambda _: iter(()), iteration=iteration, host=host)
+        back = checkpoint.load_host_states(tmp_path / "c")
+        if host is None:
+            assert back is None
+            continue
+        assert back is not None and back.lost == host.lost
+        (tree, arrays), (expected, expected_arrays) = (
+            encode([[n, list(each)] for n, each in h.objects.items()], "x") for h in (back, host)
+        )
+        assert tree == expected
+        assert [(a.dtype, a.tobytes()) for a in arrays] == [(a.dtype, a.tobytes()) for a in expected_arrays]
+        assert checkpoint.load(tmp_path / "c", {}) == {} and checkpoint.iteration(tmp_path / "c") == iteration
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{", b"[]", b'{"objects": {}}', b'{"objects": {"x": []}, "lost": []}', b'{"objects": {"0": 3}, "lost": []}',
+        b'{"objects": {"0": [{"$array": 0}]}, "lost": []}', b'{"objects": {}, "lost": null}',
+    ],
+)  # fmt: skip
+def test_stored_states_of_the_wrong_form_are_refused(tmp_path, text):
+    facts = {checkpoint.FORMAT: json.dumps({"iteration": 0, "keys": {}, "views": {}})}
+    (tmp_path / "c").write_bytes(safetensors.numpy.save({"$host": np.frombuffer(text, np.uint8)}, facts))
+    with pytest.raises(RunError, match="c is damaged: "):
+        checkpoint.load_host_states(tmp_path / "c")
 
 
 def test_the_hash_depends_on_every_bit_of_the_arrays_and_on_nothing_else():

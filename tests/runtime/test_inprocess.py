@@ -138,6 +138,21 @@ def test_a_returned_carry_is_a_copy(plans, layout):
     assert not np.array_equal(copied["['s']"], leaves(runtime.carry())["['s']"])
 
 
+def test_streaming_copies_nothing_and_the_next_iteration_still_works_in_place(plans):
+    runtime = started(plans[LAYOUTS["fused"]])
+    runtime.run(0, 1)
+    (leaves_before,) = runtime.execution.leaves.values()
+    addresses = [leaf.unsafe_buffer_pointer() for leaf in leaves_before]
+    del leaves_before
+    for i, address in enumerate(addresses):
+        (flat,) = runtime.stream([i])
+        assert flat.ctypes.data == address and flat.ndim == 1
+        del flat
+    runtime.run(1, 2)
+    (leaves_after,) = runtime.execution.leaves.values()
+    assert sorted(leaf.unsafe_buffer_pointer() for leaf in leaves_after) == sorted(addresses)
+
+
 @every_layout
 def test_a_restored_carry_is_copied_not_donated(plans, layout):
     source = started(plans[layout])

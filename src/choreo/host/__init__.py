@@ -8,14 +8,15 @@ A site makes one object for its own block of environments, and keeps this object
 This package does not import JAX, so a worker that only steps environments needs little memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from choreo.dtypes import NAMES, dtype_named
-from choreo.errors import AlgorithmError
+from choreo.errors import AlgorithmError, EnvError
+from choreo.host.states import METHODS, HasState, NoState, has_state, plain
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ HostFn = HostMethod | Callable[..., tuple[np.ndarray, ...]]
 """The Python code that a host fragment calls: a method, or a function on all environments at once."""
 
 
+def key_of(fn: HostFn) -> Any:
+    """What identifies the Python object that a host call uses: the `make` of a method, or the function itself."""
+    return fn.make if isinstance(fn, HostMethod) else fn
+
+
 class HostObjects:
     """The Python objects of one site, which has block `replica` of `replicas` equal blocks of environments.
 
@@ -70,17 +76,21 @@ class HostObjects:
     ):
         self.replica, self.replicas, self.each = replica, replicas, each
         self.made: dict[Any, Any] = {} if sharing is None else sharing.made
+        self.blocks: dict[Any, range] = {} if sharing is None else sharing.blocks
+        """The environments of each object, by its key. A function counts as one environment."""
         self.calls = 0
         """Incremented at the beginning and at the end of every call; odd while a call is running."""
 
     def bind(self, fn: HostFn, shards: int = 1) -> Callable[..., tuple[np.ndarray, ...]]:
         """The function to call at this site. With several shards, `fn` is declared for one shard; arrays are [shard, env, ...]."""
         if not isinstance(fn, HostMethod):
+            self.blocks[fn] = range(1)
             return self._counted(fn)
         if shards > 1:
             return _for_shards(self.bind(fn.of_shards(shards)))
         size = fn.num_envs if self.each else fn.num_envs // self.replicas
         envs = range(self.replica * size, (self.replica + 1) * size)
+        self.blocks[fn.make] = envs
         shapes, dtypes = [(size, *spec.shape[1:]) for spec in fn.outs], [_dtype(spec) for spec in fn.outs]
         method: Callable[..., Any] | None = None
         trusted = getattr(fn.make, "exact", False)
@@ -90,9 +100,7 @@ class HostObjects:
             self.calls += 1
             found = method
             if found is None:  # looked up only once, because `call` runs in every step
-                if fn.make not in self.made:
-                    self.made[fn.make] = fn.make(envs)
-                found = method = getattr(self.made[fn.make], fn.method)
+                found = method = getattr(self._made(fn.make), fn.method)
             results = found(*leaves)
             self.calls += 1
             if not trusted and ([x.shape for x in results] != shapes or [x.dtype for x in results] != dtypes):
@@ -100,6 +108,33 @@ class HostObjects:
             return results if trusted else _own(results)
 
         return call
+
+    def _made(self, make: Callable[[range], Any]) -> Any:
+        if make not in self.made:
+            self.made[make] = make(self.blocks[make])
+        return self.made[make]
+
+    def states(self, key: Any, *, is_method: bool) -> list[Any]:
+        """Copies of the states of an object's environments. Raises NoState if the object has no state that can be stored."""
+        obj = self._with_state(key, is_method)
+        name, count = f"`{type(obj).__name__}`", len(self.blocks[key])
+        states = plain(obj.state(), name)
+        if not isinstance(states, list) or len(states) != count:
+            got = f"{len(states)} states" if isinstance(states, list) else f"a {type(states).__name__}"
+            raise EnvError(f"`state` of {name} returned {got}, but it has {count} environments.",
+                           fix="Return a list with one state for each environment, in order.")  # fmt: skip
+        return states
+
+    def load(self, key: Any, states: Sequence[Any], *, is_method: bool) -> None:
+        """Let an object continue from the states of its environments."""
+        obj = self._with_state(key, is_method)
+        obj.load(plain(list(states), f"`{type(obj).__name__}`"))
+
+    def _with_state(self, key: Any, is_method: bool) -> HasState:
+        obj = self._made(key) if is_method else key
+        if not has_state(obj):
+            raise NoState(f"`{getattr(obj, '__name__', type(obj).__name__)}` has no {METHODS}")
+        return obj
 
     def _counted(self, fn: Callable[..., tuple[np.ndarray, ...]]) -> Callable[..., tuple[np.ndarray, ...]]:
         def call(*leaves: np.ndarray) -> tuple[np.ndarray, ...]:

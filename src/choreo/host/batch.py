@@ -10,7 +10,7 @@ accepts only the latest token. Observations and actions are flat lists of arrays
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from choreo.errors import EnvError
 from choreo.host import spaces
 from choreo.host.probe import EnvForm
+from choreo.host.states import NoState
 
 Prepare = Callable[[np.ndarray], np.ndarray]
 """Clips and converts sampled actions to actions of the space; always returns a copy, because the environment may keep the array."""
@@ -59,6 +60,40 @@ class Batch:
     def close(self) -> None:
         raise NotImplementedError
 
+    def state(self) -> list[Any]:
+        """The state of each environment, with its totals of the running episode, as plain data.
+
+        Raises NoState if the environments do not offer their states.
+        """
+        if self.token is None:
+            raise NoState(f"`{self.name}` has not been reset")
+        members = self.member_states()
+        rows = zip(self.token.tolist(), self.began.tolist(), self.returns.tolist(), *self.infos, members, strict=True)
+        return [
+            {"token": token, "began": began, "return": total, "info": [float(x) for x in infos], "env": member}
+            for token, began, total, *infos, member in rows
+        ]
+
+    def load(self, states: list[Any]) -> None:
+        """Continue from such states; the next step accepts the token of these states."""
+        token, began, returns = ([state[name] for state in states] for name in ("token", "began", "return"))
+        self.load_members(
+            [state["env"] for state in states], [now - then for now, then in zip(token, began, strict=True)]
+        )
+        self.token, self.began = np.array(token, np.int32), np.array(began, np.int32)
+        self.returns = np.array(returns, self.float)
+        for k in range(len(self.infos)):
+            self.infos[k] = np.array([state["info"][k] for state in states], self.float)
+        self.current = None
+
+    def member_states(self) -> list[Any]:
+        """The state of each environment without what this class stores. Raises NoState if an environment does not offer it."""
+        raise NotImplementedError
+
+    def load_members(self, states: list[Any], steps: list[int]) -> None:
+        """Let each environment continue from its state. `steps`: the steps that its running episode has had."""
+        raise NotImplementedError
+
     def reset_results(self, obs: list[np.ndarray]) -> tuple[np.ndarray, ...]:
         """Set the episode totals to 0 and return the results of `reset`; `obs` are the first observations."""
         self.refuse_nan(obs, "reset")
@@ -78,7 +113,7 @@ class Batch:
         where = f"`{self.name}` was asked to continue from step {step}, but its environments"
         if self.token is None:
             return EnvError(
-                f"{where} have not been reset. The state of a Python environment cannot be restored.",
+                f"{where} have not been reset, and no state was loaded.",
                 fix="Begin with env.reset. A run on Python environments cannot be resumed; begin a new run with its weights "
                 "(--init-from).",
             )

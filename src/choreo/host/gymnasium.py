@@ -7,7 +7,7 @@ the environment's own random stream.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import gymnasium
@@ -19,6 +19,7 @@ from choreo.host.batch import Batch, Prepare
 from choreo.host.env_errors import describe, env_raised
 from choreo.host.probe import MASK, EnvForm
 from choreo.host.sources import Source
+from choreo.host.states import METHODS, NoState, has_state
 
 
 class GymBatch(Batch):
@@ -79,6 +80,32 @@ class GymBatch(Batch):
                 leaf[ended] = new
 
         return self.step_results(token, self._stack(seen, "step"), self._rewards(rewards), ended, terminal, restart)
+
+    def member_states(self) -> list[Any]:
+        layers = [_layer_with_state(env, self.name) for env in self.members]
+        return [self._call_member(i, "state", layer.state) for i, layer in enumerate(layers)]
+
+    def load_members(self, states: list[Any], steps: list[int]) -> None:
+        layers = [_layer_with_state(env, self.name) for env in self.members]
+        for i, (layer, state, step) in enumerate(zip(layers, states, steps, strict=True)):
+            self._reset_one(
+                i, 0
+            )  # many environments make their attributes in `reset`, and Gymnasium's wrappers ask for it
+            self._call_member(i, "load", layer.load, state)
+            self.due[i] -= step
+            for wrapper in _wrappers_above(self.members[i], layer):
+                if isinstance(wrapper, TimeLimit):  # counts steps only if `_bare_step` did not go below it
+                    wrapper._elapsed_steps = step
+        self.first_due = min(self.due)
+
+    def _call_member(self, i: int, part: str, method: Callable[..., Any], *args: Any) -> Any:
+        self.current = self.envs.start + i
+        try:
+            result = method(*args)
+        except (Exception, SystemExit) as error:
+            raise env_raised(self.name, f"Environment {self.current}", part, error) from error
+        self.current = None
+        return result
 
     def close(self) -> None:
         while self.members:
@@ -141,6 +168,25 @@ class GymBatch(Batch):
             bad = next(i for i, x in enumerate(rewards) if np.ndim(x) or not isinstance(x, float | int | np.generic))
             self.wrong(bad, "step", f"{describe(rewards[bad])} as reward, not a number")
         return reward
+
+
+def _layer_with_state(env: gymnasium.Env, name: str) -> Any:
+    """The outermost layer of an environment that offers its state; its state includes that of all layers below it.
+
+    Above it may only be wrappers whose state a batch knows. Raises NoState if there is another wrapper, or no such layer.
+    """
+    layer: Any = env
+    while not has_state(layer):
+        if type(layer) not in (TimeLimit, OrderEnforcing, PassiveEnvChecker):
+            raise NoState(f"`{type(layer).__name__}` of `{name}` has no {METHODS}")
+        layer = layer.env
+    return layer
+
+
+def _wrappers_above(env: gymnasium.Env, layer: Any) -> Iterator[Any]:
+    while env is not layer:
+        yield env
+        env = env.env  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _bare_step(env: gymnasium.Env) -> tuple[Callable[[Any], Any], float]:

@@ -35,6 +35,7 @@ from choreo.host.batch import Batch
 from choreo.host.env_errors import describe, env_raised
 from choreo.host.probe import EnvForm
 from choreo.host.sources import Source
+from choreo.host.states import METHODS, NoState, has_state
 
 
 class VectorBatch(Batch):
@@ -78,6 +79,25 @@ class VectorBatch(Batch):
         if self.mode is AutoresetMode.DISABLED:
             return self._disabled(token, obs, reward, terminated, done)
         return self._next_step(token, obs, reward, terminated, done)
+
+    def member_states(self) -> list[Any]:
+        env = self._with_state()
+        states = self._call("state", env.state)
+        final = zip(*self.final, strict=True) if self.final else ([] for _ in self.envs)
+        rows = zip(states, self.idle.tolist(), self.idle_terminal.tolist(), final, strict=True)
+        return [
+            {"state": state, "idle": idle, "idle_terminal": terminal, "final": [np.array(leaf) for leaf in last]}
+            for state, idle, terminal, last in rows
+        ]
+
+    def load_members(self, states: list[Any], steps: list[int]) -> None:
+        env = self._with_state()
+        self._call("reset", self._reset, [0] * len(states))
+        self._call("load", env.load, [state["state"] for state in states])
+        self.idle, self.idle_terminal = (
+            np.array([state[name] for state in states], np.bool_) for name in ("idle", "idle_terminal")
+        )
+        self.final = [np.stack(leaves) for leaves in zip(*(state["final"] for state in states), strict=True)]
 
     def close(self) -> None:
         self.env.close()
@@ -126,6 +146,11 @@ class VectorBatch(Batch):
         self.idle, self.idle_terminal, self.final = done & ~idle, terminated, [leaf.copy() for leaf in obs]
         self.began[self.idle] += 1  # the extra step does not count for the length of the episode
         return results
+
+    def _with_state(self) -> Any:
+        if not has_state(self.env):
+            raise NoState(f"The vector environment `{self.name}` has no {METHODS}")
+        return self.env
 
     def _reset(self, seeds: list[int]) -> Any:
         try:

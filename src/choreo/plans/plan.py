@@ -5,16 +5,19 @@ that a worker never traces the user's code. A worker imports this code only for 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+
 from choreo.errors import ChoreoError, LayoutError
 from choreo.layouts.base import Layout
-from choreo.partition.carry import leaves_of, typed_as, types_of, with_leaves
+from choreo.partition.carry import is_type, leaves_of, typed_as, types_of, with_leaves
 from choreo.partition.place import Sites
 from choreo.partition.program import Axis, Program, Segment, walk
 from choreo.partition.trace import merge_shards, split_shards
+from choreo.plans.carry_part import part_of
 from choreo.plans.costs import Costs, Rates
 from choreo.plans.drawing import draw_plan
 from choreo.plans.export import export_program
@@ -126,11 +129,23 @@ class Plan:
         only = len(self.sites.replicas) == 1 and len(steps) == 1
         return steps[0] if only and isinstance(steps[0], Segment) else None
 
-    def combine(self, leaves: list[Any]) -> PyTree:
-        """The carry, made from its array leaves as sites hold them: with several shards, [shard, env] in place of [env]."""
-        leaves = [self._merged(leaf, axis) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
-        typed = [typed_as(leaf, like) for leaf, like in zip(leaves, types_of(self.carry), strict=True)]
-        return with_leaves(self.carry, typed)
+    def combine(self, leaves: Iterable[Any], part: str | None = None) -> PyTree:
+        """The carry, made from its array leaves as sites hold them: with several shards, [shard, env] in place of [env].
+
+        With `part`, only this part of the carry; `leaves` are then the leaves of the part.
+        """
+        form = self.carry if part is None else part_of(self.carry, part)[0]
+        merged = [self.merged(leaf, i) for leaf, i in zip(leaves, self.leaves_of_part(part), strict=True)]
+        return with_leaves(form, [typed_as(leaf, like) for leaf, like in zip(merged, types_of(form), strict=True)])
+
+    def leaves_of_part(self, part: str | None) -> range:
+        """The positions of the array leaves of a part of the carry, such as `train`, among all array leaves; None: all."""
+        if part is None:
+            return range(self.num_carry)
+        _, places = part_of(self.carry, part)
+        is_array = [is_type(leaf) for leaf in jax.tree.leaves(self.carry)]
+        first = sum(is_array[: places.start])
+        return range(first, first + sum(is_array[places.start : places.stop]))
 
     def leaves(self, carry: PyTree) -> list[Any]:
         """The array leaves of a carry, in the form that sites hold; the inverse of `combine`."""
@@ -139,8 +154,9 @@ class Plan:
             return leaves
         return [split_shards(leaf, axis, self.shards) for leaf, axis in zip(leaves, self.carry_axes, strict=True)]
 
-    def _merged(self, leaf: Any, axis: Axis) -> Any:
-        return leaf if self.shards == 1 else merge_shards(leaf, axis)
+    def merged(self, leaf: Any, i: int) -> Any:
+        """Array leaf number `i` as the carry has it, from the form in which sites hold it."""
+        return leaf if self.shards == 1 else merge_shards(leaf, self.carry_axes[i])
 
     @property
     def name(self) -> str:

@@ -4,14 +4,16 @@
                                                    ".key"                  uint32[2], and its generator in the header
                                                    ".train.half"           uint8[64, 4, 2], and "bfloat16" in the header
 
-The file is replaced atomically, so after a crash the old file or the new one is there. Leaves that are not arrays (an
+Arrays are written as they arrive, and read one after the other, because a replay can be larger than half of the memory. The
+file is replaced atomically, so after a crash the old file or the new one is there. Leaves that are not arrays (an
 activation function) are not stored; `load` takes them from the structure that it is given.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +21,159 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 
+from choreo._compat import is_key, key_impl
 from choreo.dtypes import KEY_IMPLS, NAMES, dtype_named, name_of
 from choreo.errors import RunError
-from choreo.partition.carry import typed_as
-from choreo.runs.safe_files import write_atomic
+from choreo.host.states import HostStates
+from choreo.host.states import decode as decode_states
+from choreo.host.states import encode as encode_states
+from choreo.partition.carry import is_type, typed_as
+from choreo.plans.carry_part import part_of
+from choreo.plans.export import array_type
+from choreo.runs import tensor_file
+from choreo.runs.safe_files import replacing
+from choreo.runs.tensor_file import CODES, StoredArray, in_file_order
+from choreo.runtime.engine.backend import host_type
 from choreo.static_key import is_array
 from choreo.types import PyTree
 
 FORMAT = "choreo-1"
-STORED_DIRECTLY = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split())
-"""Types that `safetensors.numpy` can store. Other arrays are stored as bytes, and the header has the names of their types."""
+HOST = "$host"
+"""Names that begin with this are of the states of Python objects. No path in a carry begins like this."""
 
 
 def save(path: Path, tree: PyTree, *, iteration: int) -> None:
     """Write `tree`, the state after `iteration` iterations; replaces an older file atomically."""
-    arrays, kinds, views = {}, {}, {}
-    for name, leaf in _named(tree):
-        if _is_key(leaf):
-            kinds[name] = str(jax.random.key_impl(leaf))
-            leaf = jax.random.key_data(leaf)
-        if is_array(leaf):
-            array = np.ascontiguousarray(leaf).reshape(np.shape(leaf))  # safetensors writes strided data wrongly
-            kind = _type_name(name, array)
-            if kind not in STORED_DIRECTLY:
-                views[name], array = kind, _as_bytes(array)
-            arrays[name] = array
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    save_stream(path, tree, lambda which: (_to_host(arrays[i]) for i in which), iteration=iteration)
+
+
+def save_stream(
+    path: Path,
+    form: PyTree,
+    stream: Callable[[Sequence[int]], Iterator[np.ndarray]],
+    *,
+    iteration: int,
+    host: HostStates | None = None,
+) -> None:
+    """Write a carry of this form, whose arrays need not fit into memory; replaces an older file atomically.
+
+    `stream` (`Runtime.stream`) takes the positions of arrays among all arrays of the carry, and gives the elements of these
+    arrays, one after the other. `host`: the states of Python objects, which `load_host_states` reads again. If the file
+    cannot be written, raises RunError, and the older file stays as it was.
+    """
+    kinds, views = {}, {}
+    places: dict[StoredArray, int] = {}
+    for name, leaf in _named(form):
+        if not (is_array(leaf) or is_type(leaf)):
+            continue
+        if is_key(leaf.dtype):
+            kinds[name] = key_impl(leaf.dtype)
+        stored = _stored(name, leaf)
+        if stored.kind not in CODES:
+            views[name] = stored.kind
+        places[stored] = len(places)
+    arrays = in_file_order(places)
+    held = {} if host is None else _as_arrays(host)
+    for name, array in held.items():
+        stored = _stored(name, array)
+        if stored.kind not in CODES:
+            views[name] = stored.kind
     # One entry only: safetensors writes several entries in random order, but the same tree must give the same bytes.
     header = {FORMAT: json.dumps({"iteration": iteration, "keys": kinds, "views": views}, sort_keys=True)}
-    write_atomic(path, safetensors.numpy.save(arrays, header))
+    with _failure_reported(path), replacing(path) as file:
+        elements = itertools.chain(stream([places[array] for array in arrays]), held.values())
+        tensor_file.write(file, [*arrays, *itertools.starmap(_stored, held.items())], header, elements)
 
 
-def load(path: Path, like: PyTree) -> PyTree:
+def load(path: Path, like: PyTree, *, part: str | None = None) -> PyTree:
     """Read a checkpoint into the structure of `like`, whose leaves are arrays or `ShapeDtypeStruct`s.
 
-    Raises RunError if a leaf is missing or unknown, or if its shape or type differs.
+    With `part`, such as "train", returns only this part of the carry. Other arrays are then not read, only their types. Arrays
+    are read one after the other. Raises RunError if a leaf is missing or unknown, or if its shape or type differs.
     """
     header = read_header(path)
-    with damage_reported(path):
-        arrays = safetensors.numpy.load(path.read_bytes())
-    leaves, unused = [], set(arrays)
-    for name, leaf in _named(like):
-        if name not in arrays:
-            if hasattr(leaf, "dtype"):
+    subtree, places = (like, range(len(jax.tree.leaves(like)))) if part is None else part_of(like, part)
+    leaves = []
+    with _opened(path) as file:
+        names = {name for name in file.keys() if not name.startswith(HOST)}
+        for i, (name, leaf) in enumerate(_named(like)):
+            value = leaf  # not an array, so not stored
+            if name in names:
+                names.remove(name)
+                value = _read(path, file, header, name, leaf, skip=i not in places)
+            elif hasattr(leaf, "dtype"):
                 raise _does_not_fit(path, f"it has no `{name}`")
-            leaves.append(leaf)  # not an array, so not stored
-            continue
-        unused.discard(name)
-        value = decode(path, header, name, arrays[name])
-        if hasattr(leaf, "dtype") and (value.shape != leaf.shape or value.dtype != leaf.dtype):
-            raise _does_not_fit(
-                path, f"`{name}` is {_type_of(value)} in the file and {_type_of(leaf)} in the algorithm"
-            )
-        leaves.append(typed_as(value, leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else value)
-    if unused:
-        raise _does_not_fit(path, f"the algorithm has no `{min(unused)}`")
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+            if i in places:
+                leaves.append(value)
+        for name in sorted(names):
+            _get(path, file, name)  # an array that cannot be read is damage; damage is reported first
+            raise _does_not_fit(path, f"the algorithm has no `{name}`")
+    return jax.tree.unflatten(jax.tree.structure(subtree), leaves)
+
+
+def load_host_states(path: Path) -> HostStates | None:
+    """The states of Python objects in a checkpoint; None if it was written without them."""
+    header = read_header(path)
+    with _opened(path) as file:
+        held = {name: _get(path, file, name) for name in file.keys() if name.startswith(HOST)}
+    for name in header["views"].keys() & held.keys():
+        held[name] = _from_bytes(path, name, held[name], header["views"][name])
+    if HOST not in held:
+        return None
+    with damage_reported(path):
+        text = json.loads(held.pop(HOST).tobytes())
+        arrays = [held[f"{HOST}[{i}]"] for i in range(len(held))]
+        objects = {int(number): _list(decode_states(states, arrays)) for number, states in text["objects"].items()}
+        return HostStates(objects=objects, lost=tuple(map(str, _list(text["lost"]))))
+
+
+def _as_arrays(host: HostStates) -> dict[str, np.ndarray]:
+    """States as named arrays. The array HOST has the states as JSON, in which a number stands for each of the other arrays."""
+    tree, arrays = encode_states({str(number): list(states) for number, states in host.objects.items()}, "an object")
+    text = json.dumps({"objects": tree, "lost": list(host.lost)})
+    return {HOST: np.frombuffer(text.encode(), np.uint8)} | {f"{HOST}[{i}]": array for i, array in enumerate(arrays)}
+
+
+def _list(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise TypeError(f"a {type(data).__name__} is in place of a list")
+    return data
+
+
+def _read(path: Path, file: Any, header: dict[str, Any], name: str, like: Any, *, skip: bool) -> Any:
+    """The leaf `name` of a checkpoint, which must have the type of `like`. With `skip`, None if the file says that it has."""
+    if skip and hasattr(like, "dtype") and _has_type(path, file, header, name, like):
+        return None
+    value = decode(path, header, name, _get(path, file, name))
+    if hasattr(like, "dtype") and (value.shape != like.shape or value.dtype != like.dtype):
+        raise _does_not_fit(path, f"`{name}` is {_type_of(value)} in the file and {_type_of(like)} in the algorithm")
+    return typed_as(value, like) if is_type(like) else value
+
+
+def _has_type(path: Path, file: Any, header: dict[str, Any], name: str, like: Any) -> bool:
+    """Does the file say that the array `name` is stored as a leaf of the type of `like` is stored?"""
+    stored = _stored(name, like)
+    with damage_reported(path):
+        found = file.get_slice(name)
+        type_and_shape = found.get_dtype(), tuple(found.get_shape())
+    impl = key_impl(like.dtype) if is_key(like.dtype) else None
+    kinds = header["views"].get(name, stored.dtype), header["keys"].get(name)
+    return type_and_shape == (CODES[stored.dtype], stored.file_shape) and kinds == (stored.kind, impl)
+
+
+def _get(path: Path, file: Any, name: str) -> np.ndarray:
+    with damage_reported(path):
+        array = file.get_tensor(name)
+        if array.dtype.name not in CODES:
+            raise TypeError(f"`{name}` is {_type_of(array)}, which no checkpoint has")
+        return array
+
+
+def _opened(path: Path) -> Any:
+    with damage_reported(path):
+        return safetensors.safe_open(path, framework="numpy")
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -131,9 +229,8 @@ def sha256(tree: PyTree) -> str:
     """SHA-256 over the bytes of all arrays of a pytree, in the order of its leaves."""
     digest = hashlib.sha256()
     for _, leaf in _named(tree):
-        leaf = jax.random.key_data(leaf) if _is_key(leaf) else leaf
         if is_array(leaf):
-            digest.update(np.ascontiguousarray(leaf).tobytes())
+            digest.update(np.ascontiguousarray(_to_host(leaf)).tobytes())
     return digest.hexdigest()
 
 
@@ -142,23 +239,36 @@ def _named(tree: PyTree) -> Iterator[tuple[str, Any]]:
         yield jax.tree_util.keystr(path), leaf
 
 
-def _type_name(name: str, array: np.ndarray) -> str:
+def _stored(name: str, leaf: Any) -> StoredArray:
+    """How an array is stored; a random key as its key data."""
+    shape, dtype = host_type(array_type(leaf))
     try:
-        return name_of(array.dtype)
+        return StoredArray(name=name, kind=name_of(dtype), shape=shape)
     except KeyError as error:
         raise RunError(
-            f"`{name}` is {_type_of(array)}, which a checkpoint cannot hold.",
+            f"`{name}` is {_type_of(leaf)}, which a checkpoint cannot hold.",
             fix=f"Use one of {', '.join(sorted(NAMES))}.",
         ) from error
 
 
-def _as_bytes(array: np.ndarray) -> np.ndarray:
-    """The same memory as bytes; the new last axis has the bytes of one element."""
-    return array.reshape(*array.shape, 1).view(np.uint8)
+def _to_host(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf)
+
+
+@contextlib.contextmanager
+def _failure_reported(path: Path) -> Iterator[None]:
+    """Raise RunError in place of the system's error about a write."""
+    try:
+        yield
+    except OSError as error:
+        fix = "Make room on the disk, and train again."
+        if path.exists():
+            fix = f"The older checkpoint is unchanged. Make room on the disk, and continue: choreo resume {path.parent}"
+        raise RunError(f"The checkpoint {path} cannot be written: {error.strerror}.", fix=fix) from error
 
 
 def _from_bytes(path: Path, name: str, array: np.ndarray, kind: str) -> np.ndarray:
-    """The inverse of `_as_bytes`. The name of the type comes from the file: it is looked up in a table, never evaluated."""
+    """The array that is stored as these bytes. The name of its type comes from the file: it is looked up, never evaluated."""
     if kind not in NAMES:
         raise _does_not_fit(path, f"`{name}` has the type `{kind}`, which is not known")
     dtype = dtype_named(kind)
@@ -176,10 +286,6 @@ def _as_keys(path: Path, name: str, value: jax.Array, impl: str) -> jax.Array:
         raise _does_not_fit(
             path, f"`{name}` has random keys of the generator `{impl}`, which do not match its bytes"
         ) from error
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _type_of(leaf: Any) -> str:

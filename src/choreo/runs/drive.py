@@ -151,7 +151,7 @@ def drive(config: RunConfig, folder: RunFolder | None, start: Start, options: Ru
             if config.is_good_enough(new[-1]):
                 stream.ask_to_stop("stop_at_return")
             if folder is not None and (stream.stop_asked_by or config.is_checkpoint_due(stop)):
-                checkpoint.save(folder.checkpoint, runtime.carry(), iteration=stop)
+                checkpoint.save_stream(folder.checkpoint, the_plan.carry, runtime.stream, iteration=stop)
                 stream.emit(CheckpointSaved(iterations_done=stop, path=folder.checkpoint))
             first, stopping = stop, stream.stop_asked_by is not None
 
@@ -251,7 +251,7 @@ def _load_carry(runtime: Runtime, start: Start, config: RunConfig) -> None:
 def _mean_return(config: RunConfig, runtime: Runtime, iteration: int) -> float:
     """Run greedy episodes with the parameters after `iteration` iterations, and return the mean of their returns."""
     algo = config.algo_with_horizon
-    params = algo.policy(runtime.carry().train)
+    params = algo.policy(runtime.carry(part="train"))
     key = jax.random.fold_in(config.key_evaluate, iteration)
     return evaluate(algo, config.env, params, key=key, episodes=config.eval_episodes).mean
 
@@ -300,7 +300,7 @@ def _finished_run(
 ) -> Run:
     return Run(
         config=config,
-        train_state=runtime.carry().train,
+        train_state=runtime.carry(part="train"),
         rows=rows,
         timing=Timing(
             seconds=clock.seconds,

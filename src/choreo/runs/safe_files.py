@@ -2,13 +2,16 @@
 
 If `metrics.jsonl` were a symbolic link, or had a second hard link, writing to it would change a file elsewhere; opening a
 pipe (FIFO) would block for ever. So `open_to_write` and `open_to_read` refuse all three, with an error that names the file.
-`write_atomic` replaces a link by a new file. `read_bytes` refuses pipes but follows links, because reading changes nothing. Only
-the last part of a path is checked: the user chose the folder, and the path of the folder may contain links.
+`write_atomic` and `replacing` replace a link by a new file. `read_bytes` refuses pipes but follows links, because reading
+changes nothing. Only the last part of a path is checked: the user chose the folder, and the path of the folder may contain links.
 """
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
 
 from choreo.errors import RunError
@@ -16,6 +19,13 @@ from choreo.errors import RunError
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Replace the content of `path`; a reader sees either the old content or the new. A link at `path` is replaced."""
+    with replacing(path, mode=mode) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, mode: int = 0o666) -> Iterator[BufferedIOBase]:
+    """Open a new file, which replaces `path` at the end of the `with` block. After an exception, `path` stays as it was."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         beside.unlink(missing_ok=True)  # left by a process that crashed and had the same id
@@ -24,7 +34,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         raise _refused(beside, "it is a folder") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)

@@ -229,9 +229,9 @@ def load(path: str | Path, *, algo: Any = None, env: Any = None, trust: bool = F
         folder.check_run()
         config = RunConfig.read(folder.config_file, algo=algo, env=env, trust=trust)
         done = checkpoint.iteration(folder.checkpoint)
-        carry = checkpoint.load(folder.checkpoint, config.carry_structure())
+        train = checkpoint.load(folder.checkpoint, config.carry_structure(), part="train")
         rows = folder.read_metrics(before=done)
-        return Run(config=config, train_state=carry.train, rows=rows, timing=_read_timing(folder), path=folder.path)
+        return Run(config=config, train_state=train, rows=rows, timing=_read_timing(folder), path=folder.path)
 
 
 def _checked(

@@ -4,15 +4,26 @@ This runtime defines the results of a plan in lockstep: every other runtime must
 `jax.debug.print` in the user's code work, because this process traces and runs all segments.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from choreo.host.states import HostStates
 from choreo.plans.plan import Plan
+from choreo.runtime.engine import host_states
 from choreo.runtime.engine.arrivals import Arrivals
-from choreo.runtime.engine.assemble import join_carry, programs_of, split_carry, split_key
+from choreo.runtime.engine.assemble import (
+    extents_of_leaf,
+    join_leaf,
+    programs_of,
+    sites_of_leaf,
+    sizes_of_objects,
+    split_carry,
+    split_key,
+)
 from choreo.runtime.engine.backend import Site
 from choreo.runtime.engine.execution import Execution
 from choreo.runtime.engine.jax_backend import JaxBackend
@@ -62,9 +73,22 @@ class InProcess:
         self.log += self.execution.log
         return join_metrics(self.plan, metrics, self.execution.log, range(first, stop))
 
-    def carry(self) -> PyTree:
+    def carry(self, part: str | None = None) -> PyTree:
         # The leaves are copied, because the next iteration may donate the memory of the carry.
-        return self.plan.combine([jnp.copy(leaf) for leaf in join_carry(self.plan, self.execution.leaves)])
+        leaves = [
+            jnp.copy(join_leaf(self.plan, i, [jnp.asarray(each) for each in self._parts(i)]))
+            for i in self.plan.leaves_of_part(part)
+        ]
+        return self.plan.combine(leaves, part)
+
+    def stream(self, which: Iterable[int]) -> Iterator[np.ndarray]:
+        for i in which:
+            parts = dict(zip(sites_of_leaf(self.plan, i), map(self.backend.to_host, self._parts(i)), strict=True))
+            for extent in extents_of_leaf(self.plan, i):
+                yield extent.join([extent.take(parts[site]) for site in extent.sites])
+
+    def _parts(self, i: int) -> list[Any]:
+        return [self.execution.leaves[site][i] for site in sites_of_leaf(self.plan, i)]
 
     def restore(self, carry: PyTree, key: Key) -> None:
         leaves = {
@@ -72,6 +96,13 @@ class InProcess:
             for site, row in split_carry(self.plan, carry).items()
         }
         self.execution.restore(leaves, split_key(key)[1])
+
+    def host_states(self) -> HostStates:
+        return HostStates.gathered(*host_states.collect(self.execution))
+
+    def load_host_states(self, states: HostStates) -> None:
+        states.check(sizes_of_objects(self.plan))
+        host_states.load(self.execution, states.objects)
 
     def _put(self, leaf: Any, site: Site) -> Any:
         return jax.device_put(jnp.copy(leaf), self.backend.device(site))

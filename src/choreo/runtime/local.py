@@ -19,7 +19,7 @@ after the processes end.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from choreo._compat import is_key, key_impl
+from choreo.host.states import HostStates, SiteStates, decode, encode
+from choreo.plans.export import array_type
 from choreo.plans.plan import Plan
 from choreo.runtime.coordinator.briefing import pickled_programs
 from choreo.runtime.coordinator.cluster import Cluster
@@ -34,8 +36,9 @@ from choreo.runtime.coordinator.conversation import Conversation
 from choreo.runtime.coordinator.deployment import Deployment, check_collectives
 from choreo.runtime.coordinator.launching import launch
 from choreo.runtime.coordinator.pool import WorkerPool
-from choreo.runtime.engine.assemble import join_carry, split_carry, split_key
-from choreo.runtime.engine.backend import Site
+from choreo.runtime.engine.assemble import EXTENT_BYTES, extents_of_leaf, sizes_of_objects, split_carry, split_key
+from choreo.runtime.engine.backend import Site, host_type
+from choreo.runtime.engine.extents import Extent, chunks
 from choreo.runtime.engine.metrics import join_metrics
 from choreo.runtime.engine.profile import Profile
 from choreo.runtime.engine.schedule import VersionRead, from_json
@@ -110,13 +113,40 @@ class Local:
         self.log += log
         return join_metrics(self.plan, metrics, log, range(first, stop))
 
-    def carry(self) -> PyTree:
-        self.conversation.tell_all({"kind": "carry"})
-        parts: dict[Site, list[Any]] = {site: [None] * self.plan.num_carry for site in self.plan.all_sites}
+    def carry(self, part: str | None = None) -> PyTree:
+        which = self.plan.leaves_of_part(part)
+        avals = [self.plan.iterate.ins[i].aval for i in which]
+        leaves, stream = [], self.stream(which)
+        for aval in avals:
+            leaf = np.empty(*host_type(array_type(aval)))
+            flat, filled = leaf.reshape(-1), 0
+            while filled < flat.size:
+                elements = next(stream)
+                flat[filled : filled + elements.size] = elements
+                filled += elements.size
+            leaves.append(_to_jax(leaf, aval))
+        return self.plan.combine(leaves, part)
+
+    def stream(self, which: Iterable[int]) -> Iterator[np.ndarray]:
+        extents = (extent for i in which for extent in extents_of_leaf(self.plan, i))
+        for chunk in chunks(extents, lambda extent: extent.size_bytes, EXTENT_BYTES):
+            received = self._ask_for(chunk)
+            for extent in chunk:
+                yield extent.join([received[site].pop(0) for site in extent.sites])
+
+    def _ask_for(self, chunk: Sequence[Extent]) -> dict[Site, list[np.ndarray]]:
+        """The elements of these extents that each site holds."""
+        sites = dict.fromkeys(site for extent in chunk for site in extent.sites)
+        of_site = {site: [extent for extent in chunk if site in extent.sites] for site in sites}
+        for worker in self.deployment.workers:
+            wanted = [[*site, extent.leaf, extent.outer, extent.rows, extent.columns] for site in of_site
+                      if self.deployment.process_of_site[site] == worker for extent in of_site[site]]  # fmt: skip
+            self.conversation.tell(worker, {"kind": "carry", "extents": wanted}, [])
+        received: dict[Site, list[np.ndarray]] = {site: [] for site in of_site}
         for header, arrays in self.conversation.await_replies("carry", doing="sending the carry").values():
-            for (group, r, i), array in zip(header["names"], arrays, strict=True):
-                parts[group, r][i] = _to_jax(array, self.plan.iterate.ins[i].aval)
-        return self.plan.combine([jnp.asarray(leaf) for leaf in join_carry(self.plan, parts)])
+            for (group, r), array in zip(header["sites"], arrays, strict=True):
+                received[group, r].append(array)
+        return received
 
     def restore(self, carry: PyTree, key: Key) -> None:
         parts, run_key = split_carry(self.plan, carry), split_key(key)[1]
@@ -127,6 +157,25 @@ class Local:
             header = {"kind": "restore", "num_carry": self.plan.num_carry, "names": [where for where, _ in held]}
             self.conversation.tell(worker, header, [run_key, *(leaf for _, leaf in held)])
         self.conversation.await_replies("done", doing="restoring the carry")
+
+    def host_states(self) -> HostStates:
+        self.conversation.tell_all({"kind": "host_states"})
+        parts: list[SiteStates] = []
+        lost: list[str] = []
+        for header, arrays in self.conversation.await_replies("host_states", doing="sending their states").values():
+            lost += header["lost"]
+            parts += [
+                SiteStates(number=number, first=first, states=decode(states, arrays))
+                for number, first, states in header["parts"]
+            ]
+        return HostStates.gathered(parts, lost)
+
+    def load_host_states(self, states: HostStates) -> None:
+        states.check(sizes_of_objects(self.plan))
+        objects, arrays = encode([list(each) for each in states.objects.values()], "a stored object")
+        numbered = dict(zip(states.objects, objects, strict=True))
+        self.conversation.tell_all({"kind": "load_host_states", "objects": list(numbered.items())}, arrays)
+        self.conversation.await_replies("done", doing="loading their states")
 
     def profile(self) -> Profile:
         """How each worker has spent its time so far."""

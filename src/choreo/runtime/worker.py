@@ -14,8 +14,10 @@ main module.
     set_up     name, process of each site, channels, programs                    ready
     start      the keys of `init` and of the iterations                          done
     run        the numbers of the iterations: first .. stop - 1                  ran: metrics, log of versions read
-    carry                                                                        carry: the leaves that its sites hold
+    carry      extents of leaves that its sites hold                             carry: their elements
     restore    the leaves for its sites, the key of the iterations               done
+    host_states                                                                  host_states: of its Python objects
+    load_host_states   the states of the Python objects of all workers           done
     profile                                                                      profile: the times of its steps
     stop                                                                         none: closes its environments, and ends
 
@@ -199,10 +201,12 @@ class Worker:
             self._send({"kind": PROGRESS, "iteration": iteration})
 
     def _carry(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
-        held = [((*site, i), leaf) for site, leaves in self.execution.leaves.items()
-                for i, leaf in enumerate(leaves) if leaf is not None]  # fmt: skip
-        to_host = self.execution.backend.to_host
-        self._send({"kind": "carry", "names": [name for name, _ in held]}, [to_host(leaf) for _, leaf in held])
+        leaves, to_host, extents = self.execution.leaves, self.execution.backend.to_host, header["extents"]
+        arrays = [
+            to_host(leaves[group, r][i]).reshape(outer, -1)[slice(*rows), slice(*columns)]
+            for group, r, i, outer, rows, columns in extents
+        ]
+        self._send({"kind": "carry", "sites": [(group, r) for group, r, *_ in extents]}, arrays)
 
     def _restore(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         backend, program, num_carry = self.execution.backend, self.execution.programs.iterate, header["num_carry"]
@@ -211,6 +215,23 @@ class Worker:
             leaves[group, r][i] = backend.from_host(array, program.ins[i].aval, (group, r))
         self._restart_deadline()
         self.execution.restore(leaves, arrays[0])
+        self._done()
+
+    def _host_states(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        from choreo.host.states import encode
+        from choreo.runtime.engine.host_states import collect
+
+        self._restart_deadline()
+        found, lost = collect(self.execution)
+        parts, held = encode([[part.number, part.first, list(part.states)] for part in found], self.name)
+        self._send({"kind": "host_states", "parts": parts, "lost": lost}, held)
+
+    def _load_host_states(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        from choreo.host.states import decode
+        from choreo.runtime.engine.host_states import load
+
+        self._restart_deadline()
+        load(self.execution, {number: decode(states, arrays) for number, states in header["objects"]})
         self._done()
 
     def _profile(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:

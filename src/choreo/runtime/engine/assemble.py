@@ -1,18 +1,25 @@
 """Makes the programs and keys that a process needs to run a plan. Splits the carry over the sites, and joins it again."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from choreo.partition.program import Program, Segment
+from choreo.host import HostMethod, key_of
+from choreo.partition.program import Axis, Program, Segment
+from choreo.plans.export import array_type
 from choreo.plans.plan import Plan
-from choreo.runtime.engine.backend import Site
+from choreo.runtime.engine.backend import Site, host_type
 from choreo.runtime.engine.blocks import block
 from choreo.runtime.engine.execution import Programs
+from choreo.runtime.engine.extents import Extent, extents
+from choreo.runtime.engine.host_states import host_calls, number_objects
 from choreo.runtime.engine.jax_backend import join
-from choreo.types import Key, PyTree
+from choreo.types import GroupName, Key, PyTree
+
+EXTENT_BYTES = 2**22
+"""The largest size of an extent of the carry, and of all extents that workers send at a time."""
 
 
 def programs_of(plan: Plan, init: Program, iterate: Program) -> Programs:
@@ -22,7 +29,21 @@ def programs_of(plan: Plan, init: Program, iterate: Program) -> Programs:
     return Programs(
         init=init, iterate=iterate, num_carry=plan.num_carry, carry_axes=plan.carry_axes, shards=plan.shards,
         max_lag=plan.layout.max_lag, num_workers=plan.num_workers, learner=plan.sites.default, single=single,
+        host_numbers=number_objects(plan.init.steps + plan.iterate.steps),
     )  # fmt: skip
+
+
+def sizes_of_objects(plan: Plan) -> dict[int, int]:
+    """The number of environments of each Python object, at all sites together."""
+    calls = list(host_calls(plan.init.steps + plan.iterate.steps))
+    in_iterate = set(map(id, host_calls(plan.iterate.steps)))
+    sizes: dict[Any, int] = {}
+    for call in calls:
+        # With merge="any", `iterate` is the program of one worker.
+        workers = plan.num_workers if id(call) in in_iterate else 1
+        size = call.fn.num_envs * call.shards * workers if isinstance(call.fn, HostMethod) else 1
+        sizes[key_of(call.fn)] = max(size, sizes.get(key_of(call.fn), 0))
+    return dict(enumerate(sizes.values()))
 
 
 def split_key(key: Key) -> tuple[np.ndarray, np.ndarray]:
@@ -31,15 +52,29 @@ def split_key(key: Key) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(jax.random.key_data(init_key)), np.asarray(jax.random.key_data(run_key))
 
 
-def join_carry(plan: Plan, parts_of: dict[Site, list[Any]]) -> list[Any]:
-    """Join the parts of the carry that the sites hold. Returns the leaves of the whole carry."""
-    whole = []
-    for i, port in enumerate(plan.iterate.ins[: plan.num_carry]):
-        group, (_, axis) = next(iter(port.held.items()))
-        parts = [jnp.asarray(parts_of[group, r][i]) for r in range(plan.replicas(group))]
-        (device, *_) = parts[0].devices()
-        whole.append(join([jax.device_put(part, device) for part in parts], axis))
-    return whole
+def sites_of_leaf(plan: Plan, i: int) -> list[Site]:
+    """The sites whose parts make up leaf number `i` of the carry. Other sites may hold copies of these parts."""
+    group, axis = _holder(plan, i)
+    return [(group, r) for r in range(1 if axis is None else plan.replicas(group))]
+
+
+def join_leaf(plan: Plan, i: int, parts: list[Any]) -> jax.Array:
+    """The whole leaf number `i`, on the device of the first part. `parts` are those of `sites_of_leaf`."""
+    (device, *_) = parts[0].devices()
+    return join([jax.device_put(part, device) for part in parts], _holder(plan, i)[1])
+
+
+def extents_of_leaf(plan: Plan, i: int) -> Iterator[Extent]:
+    """The extents of leaf number `i`: consecutive elements of at most EXTENT_BYTES, in C order."""
+    shape, dtype = host_type(array_type(plan.iterate.ins[i].aval))
+    sites = tuple(sites_of_leaf(plan, i))
+    return extents(i, shape, dtype.itemsize, _holder(plan, i)[1], sites, EXTENT_BYTES)
+
+
+def _holder(plan: Plan, i: int) -> tuple[GroupName, Axis]:
+    """A group that holds leaf number `i`, and the axis along which its replicas divide the leaf."""
+    group, (_, axis) = next(iter(plan.iterate.ins[i].held.items()))
+    return group, axis
 
 
 def split_carry(plan: Plan, carry: PyTree) -> dict[Site, list[Any]]:

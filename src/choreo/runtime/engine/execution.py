@@ -4,7 +4,7 @@ The process has all sites of the plan (`inprocess`), or only the sites of one wo
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,9 @@ from choreo.runtime.engine.messages import Topology
 from choreo.runtime.engine.profile import kind_of
 from choreo.runtime.engine.schedule import ChooseVersion, ReplayedVersions, SeededVersions, VersionRead
 from choreo.types import GroupName
+
+HostNumbers = Mapping[GroupName, tuple[int, ...]]
+"""For each group, the numbers of its Python objects, in the order in which its sites first call them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,8 @@ class Programs:
     """With merge="any", the group that learns."""
     single: Segment | None = None
     """The segment that computes a whole iteration, if the plan has such a segment."""
+    host_numbers: HostNumbers = field(default_factory=dict)
+    """The numbers of the Python objects, which are the same in every process and in every layout."""
 
 
 SiteValues = dict[Site, list[Any]]
