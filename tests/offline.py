@@ -1,4 +1,7 @@
-"""The smallest algorithm that learns without environments: it imitates an expert on CartPole. It measures no episodes."""
+"""The smallest algorithm that learns without environment steps: it imitates an expert for CartPole on random observations.
+
+Its only metric is the loss; it has no metrics of episodes.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,13 +33,13 @@ class Imitation:
     """Behavioural cloning of an expert that pushes the cart to the side to which the pole falls."""
 
     learning_rate: float = 1.0
-    """Step size of the gradient descent. It falls to 0 over `total_steps`."""
+    """Step size of the gradient descent. It falls to 0 over `total_steps`, if this is not None."""
     batch_size: int = 64
-    """Pairs of an observation and the expert's action per iteration."""
+    """Number of observations in each iteration. The expert chooses an action for each of them."""
     total_steps: int | None = None
-    """Steps of the whole run; here a step is an iteration."""
+    """Steps of the whole run; here a step is an iteration. `choreo.train` replaces None by the number of iterations of the run."""
     nan_at: int = -1
-    """The iteration that reports NaN as its loss; -1 for none."""
+    """The iteration that reports NaN as its loss; -1 if no iteration does."""
 
     def steps_per_iteration(self, env):
         return 0

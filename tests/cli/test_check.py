@@ -44,7 +44,7 @@ def test_a_check_with_python_environments_prints_json(capsys):
 
 @pytest.fixture
 def found(monkeypatch):
-    """Make `choreo check` report these deviations instead of running the algorithm."""
+    """Two deviations, one of them not allowed. `choreo check` reports them without running the algorithm."""
     loss = Deviation(name="metrics['loss']", difference=0.5, allowed=0.0, reference="jax.jit(iterate)")
     found = [dataclasses.replace(loss, name="carry.train.weights", difference=0.0), loss]
     monkeypatch.setattr(check, "deviations", lambda *_, **__: found.copy())
@@ -121,9 +121,10 @@ def test_a_check_uses_few_environments_that_the_layout_can_divide(layout, num_en
 def test_sizes_at_their_defaults_are_made_small():
     env = envs.make(CARTPOLE, 6)
     assert small(PPO(), env, fused(), 3) == PPO(unroll=8, minibatch_size=24, epochs=2, total_steps=144)
-    assert small(PPO(unroll=12), env, fused(), 3).unroll == 12  # differs from the default, so the user chose it
+    assert small(PPO(unroll=12), env, fused(), 3).unroll == 12  # 12 is not the default, so the user chose it
     dqn = small(DQN(), env, apex(2, 1), 3)
-    assert dqn.unroll * env.num_envs >= dqn.min_size >= dqn.batch_size == 8  # one iteration stores enough to learn
+    # One iteration stores enough steps to learn.
+    assert dqn.unroll * env.num_envs >= dqn.min_size >= dqn.batch_size == 8
     assert dqn.capacity == 4 * dqn.min_size
 
 

@@ -127,7 +127,7 @@ def test_ctrl_c_says_where_the_last_checkpoint_is_and_leaves_nothing_half_writte
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_stdout_ends_the_command_quietly(unbuffered):
-    """This happens in `choreo --help | head -1`."""
+    """In `choreo --help | head -1`, stdout is closed when `head` has read one line."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "choreo", "--help"]
@@ -200,7 +200,7 @@ def test_the_option_workers_changes_a_layout_of_a_run_toml_only_if_the_layout_is
         (coarse(2, exact=True), ["--no-exact"], coarse(2)),
         (coarse(2), ["--max-lag", "2"], coarse(2, max_lag=2)),
         (coarse(2, max_lag=2), ["--workers", "4", "--max-lag", "0"], coarse(4)),
-        # The number of shards changes the results, so the option --workers does not change it.
+        # The number of shards changes the results, so the option --workers keeps the number of shards.
         (multi_learner(4), ["--workers", "2"], multi_learner(2, shards=4)),
         (sebulba(2, 2), ["--learners", "1", "--shards", "4"], sebulba(2, 1, shards=4)),
         (central(2, max_lag=4, merge="any"), ["--merge", "all"], central(2, shards=1, max_lag=4)),
@@ -284,6 +284,7 @@ def test_a_run_toml_stands_for_an_algorithm_and_an_environment(capsys):
 
 def test_init_from_begins_with_the_weights_of_another_run(capsys):
     assert main([*TRAIN, "--steps", "256", "--out", "first", "--quiet"]) == 0
+    # With a learning rate of 0, a run ends with the weights that it began with.
     command = [*TRAIN, "--steps", "128", "--learning-rate", "0", "--init-from", "first", "--quiet", "--json"]
     capsys.readouterr()
     assert main([*command, "--out", "second"]) == 0
@@ -459,7 +460,7 @@ def test_environment_variables_choose_the_folder_of_compiled_programs(monkeypatc
         ),
         (
             ["check", TINY, CARTPOLE, "--tolerance", "-1"],
-            "UsageError: --tolerance -1.0 is negative.\nGive 0 to require",
+            "UsageError: --tolerance -1.0 is neither 0 nor positive.\nGive 0 to require",
         ),
         (
             ["check", TINY, CARTPOLE, "--layout", "coarse", "--workers", "4", "--num-envs", "6"],

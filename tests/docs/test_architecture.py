@@ -17,11 +17,11 @@ FILE = r"[\w./-]+\.(?:py|md|toml)"
 PLACEHOLDER = "NAME"
 """The page writes this word for a name that the reader chooses, as in `algos/NAME.py`."""
 NOT_OURS = ("jax.", "subprocess.", "vmap")
-"""Names that begin like this are not names of Choreo."""
+"""A name that begins with one of these texts is not a name of Choreo."""
 
 
 def page() -> str:
-    """The text of the page without the module map. A tool writes the map, from docstrings."""
+    """The text of the page without the module map. The map needs no check here, because a tool writes it from docstrings."""
     return MAP.sub("", PAGE.read_text())
 
 
@@ -37,7 +37,9 @@ def test_names_in_brackets_are_defined_in_the_file_before_the_brackets():
         path = find(file)
         for name in re.findall(r"`(\w+)`", names):
             if path is None or name not in defined_in(path):
-                wrong.append(f"`{name}` is not in {file}, but in {', '.join(where_defined(name)) or 'no file'}")
+                wrong.append(
+                    f"`{name}` is not in {file}. Files that define it: {', '.join(where_defined(name)) or 'none'}"
+                )
     assert not wrong, "docs/architecture.md:\n" + "\n".join(wrong)
 
 
@@ -67,7 +69,7 @@ def is_name(span: str) -> bool:
 
 
 def exists(name: str) -> bool:
-    """Whether there is a module, a package or a definition of this name."""
+    """Whether a module, a package or a definition has this name."""
     if not name.startswith("choreo."):
         return bool(where_defined(name)) or (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
     return bool(module_files(name)) or any(

@@ -3,14 +3,14 @@
 Each document is one test. Its blocks run from top to bottom in an empty folder and share their variables:
 
     ```python                      is executed
-    ```python title="my_ppo.py"    is also written to that file, for the commands below it
-    ```console                     each command `$ choreo ...` is run. The lines below it are the expected output, in which
-                                   `...` matches any text
+    ```python title="my_ppo.py"    is executed, and also written to the file my_ppo.py, which later commands can use
+    ```console                     each command `$ choreo ...` is run. The lines below a command are its expected output, in
+                                   which `...` matches any text
     ```text, ```sh                 is not run
 
-Commands run in this process, which has loaded JAX already. Only `choreo evaluate` in the README runs in a new process, to show
-that the files of a run are enough to evaluate the run. We do not use the package sybil, because it supports neither titles
-nor commands.
+Commands run in this process, which is fast because JAX is loaded already. Only `choreo evaluate` in README.md runs in a new
+process, to show that the files of a run are enough to evaluate the run. We do not use the package sybil, because sybil
+supports neither titles nor commands.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ def run_blocks(path: Path) -> None:
 
 
 def run_command(command: str, expected: str, place: str, run: Callable[[list[str]], tuple[int, str]]) -> None:
-    """Run a command `choreo ...` and compare its output. Other commands, such as make and pip, are not run."""
+    """Run a command `choreo ...` and compare its output with `expected`. Other commands, such as make and pip, are not run."""
     program, *args = shlex.split(command, comments=True)
     if program != "choreo":
         return

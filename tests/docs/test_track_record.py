@@ -1,4 +1,5 @@
-"""Every row of the tables in docs/track-record.md and docs/security.md names a test, and every test that they name exists."""
+"""docs/track-record.md and docs/security.md have tables with a column `test`. Every row of these tables names a test, and every
+test that the two pages name exists."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Plans that several test files use. Every preset but `per_agent` is among them; some plans use exact, lag, shards or devices."""
+"""Plans that several test files use. Their layouts are made from all presets except `per_agent`, some with the options `exact`,
+`max_lag`, `shards` or `devices`."""
 
 import functools
 
@@ -29,7 +30,7 @@ LAYOUTS = PPO_LAYOUTS | A2C_LAYOUTS | DQN_LAYOUTS
 
 @functools.cache
 def planned(name: str) -> Plan:
-    """The plan of one of `LAYOUTS`."""
+    """The plan for the layout `LAYOUTS[name]`."""
     algo, layout = _algorithm(name), LAYOUTS[name]
     traced = _traced(algo, layout.shards, layout.num_workers)
     return plan_traced(traced, layout, title=f"{type(algo).__name__} on {ENV.name}")
@@ -43,7 +44,7 @@ def _algorithm(name: str):
 
 @functools.cache
 def _traced(algo, shards: int, num_workers: int):
-    """The trace of an algorithm. Layouts with the same numbers of shards and workers share one trace."""
+    """The traced algorithm. Layouts with the same numbers of shards and workers share one trace."""
     layouts = [layout for name, layout in LAYOUTS.items() if _algorithm(name) == algo]
     alike = [layout for layout in layouts if (layout.shards, layout.num_workers) == (shards, num_workers)]
     return trace_for(algo, ENV, alike[0])

@@ -1,4 +1,5 @@
-"""The costs of a plan: FLOPs as counted by hand, scaled by replicas and loops; seconds that were measured or estimated."""
+"""The costs of a plan. FLOPs equal a count by hand, for all replicas and all rounds of loops. Seconds are measured, estimated or
+unknown."""
 
 import json
 import pickle
@@ -42,7 +43,7 @@ class Linear(Tiny):
     def iterate(self, env, carry, key):
         position, trajectory, _ = rollout(env, self.act, carry.train.weights, carry.position, key, self.unroll)
         train, metrics = self.learn(carry.train, trajectory)
-        return Carry(train, position), metrics  # metrics of episodes would need more FLOPs
+        return Carry(train, position), metrics  # without metrics of episodes, which would add FLOPs
 
     @choreo.fragment("actor")
     def act(self, params, obs, key, *, greedy=False):
@@ -66,7 +67,7 @@ def linear(layout, envs=ENVS):
 ACT = ENVS * (2 * OBS * ACTIONS + ACTIONS)
 """FLOPs of acting once for all environments: a product and the comparisons of argmax."""
 LEARN = 2 * (2 * UNROLL * ENVS * OBS * ACTIONS)
-"""FLOPs of two products."""
+"""FLOPs of learning once: two products of matrices."""
 
 
 def test_flops_equal_a_count_by_hand():
@@ -83,10 +84,11 @@ def test_flops_equal_a_count_by_hand():
 def test_bytes_that_a_segment_reads_and_returns_are_those_of_its_arrays():
     layout = Layout(Group("env"), Group("actor", replicas=2), Group("learner"))
     act = step_of(linear(layout).costs(), "act")
-    # The weights and the observations of half of the environments -> an action (int32) for each environment.
+    # Each replica has half of the environments. `act` reads the weights and the observations of this half, and perhaps keys. It
+    # returns an action for each environment of this half: 4 bytes (int32), or 8 bytes.
     keys = act.input_nbytes - 4 * OBS * ACTIONS - 4 * OBS * ENVS // 2
-    assert keys in (0, 8, 8 * ENVS // 2), "besides, `act` can only read keys"
-    assert act.output_nbytes in (4 * ENVS // 2, 8 * ENVS // 2), "`act` returns actions"
+    assert keys in (0, 8, 8 * ENVS // 2), "apart from weights and observations, `act` may read only keys"
+    assert act.output_nbytes in (4 * ENVS // 2, 8 * ENVS // 2), "`act` should return only actions"
 
 
 def test_bytes_and_messages_of_crossings_equal_a_count_by_hand():
@@ -104,20 +106,21 @@ def actors(replicas, **options):
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_flops_of_all_replicas_are_those_of_the_whole(replicas):
-    """A replica computes its block of the environments, so N replicas compute N blocks."""
+    """Each of N replicas computes one of N blocks of the environments, so all replicas together compute every environment once."""
     act = step_of(linear(actors(replicas)).costs(), "act")
     assert (act.replicas, act.blocks, act.flops) == (replicas, 1, ACT // replicas)
     assert act.total_flops == UNROLL * ACT
 
 
 def test_what_does_not_depend_on_environments_counts_at_every_replica():
-    """One step of CartPole has one operation on constants, the product of mass and length: each replica computes it."""
+    """One step of CartPole has one operation on constants, the product of mass and length. Each replica computes this product:
+    4 replicas compute it 4 times, one replica computes it once."""
     whole, split = (step_of(linear(coarse(n)).costs(), "act") for n in (1, 4))
     assert split.total_flops == whole.total_flops + 3 * UNROLL
 
 
 def test_blocks_of_one_process_count_together():
-    """With exact=True a process computes several blocks, one after the other."""
+    """With exact=True, the process of a replica computes several blocks, one after the other. Their FLOPs are added up."""
     act = step_of(linear(actors(2, exact=True)).costs(), "act")
     assert act.blocks > 1 and (act.replicas, act.flops, act.total_flops) == (2, ACT // 2, UNROLL * ACT)
 
@@ -131,10 +134,11 @@ def test_a_loop_inside_of_a_segment_counts_for_every_round():
 
 
 def test_learner_shards_count_together():
-    """Each of two replicas has half of the work. It also sums its shards, sums the replicas, and divides by the shards."""
+    """Each of two replicas does half of the work. In addition, `all_reduce` takes the mean over the shards, with three operations for
+    each weight: a sum over the replica's shards, a sum over the replicas, and a division by the number of shards."""
     two, one = (step_of(linear(multi_learner(n, shards=n)).costs(), "learn") for n in (2, 1))
     assert one.flops is not None and two.replicas == 2
-    on_constants = UNROLL
+    on_constants = UNROLL  # one operation for each step of CartPole, as above; every replica computes it
     assert two.flops == (one.flops - on_constants) // 2 + on_constants + 3 * OBS * ACTIONS
 
 
@@ -235,7 +239,7 @@ def test_impossible_rates_are_refused(rates, message):
 
 
 class FakeTimes:
-    """The times that a profile would hold: the number of each step in microseconds."""
+    """A profile with invented times: in the measured phase, step number n took n microseconds."""
 
     def __init__(self, shown, phase: str):
         self.plan_name, self.phase = shown.name, phase
@@ -263,7 +267,7 @@ def test_a_profile_and_rates_together_are_refused():
     with pytest.raises(ChoreoError) as refusal:
         shown.costs(FakeTimes(shown, "run"), rates=RATES)
     assert str(refusal.value) == (
-        "plan.costs was given both a profile and rates, so its seconds would be measured and estimated.\n"
+        "plan.costs was given both a profile and rates, so its seconds would be both measured and estimated.\n"
         "Give one of the two; call plan.costs twice to compare them."
     )
 
@@ -272,7 +276,7 @@ SLEEP_S = 0.05
 
 
 class Napping(gymnasium.Env):
-    """An environment that takes at least SLEEP_S to step."""
+    """An environment in which every step takes at least SLEEP_S seconds."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (OBS,), np.float32)
     action_space = gymnasium.spaces.Discrete(ACTIONS)
@@ -297,7 +301,7 @@ class Heavy(Linear):
 
 
 def profiled(shown, runtime) -> Costs:
-    """The costs of a plan after four iterations with a profile."""
+    """The costs of a plan, with seconds from a profile of four iterations."""
     try:
         runtime.start(jax.random.key(0))
         runtime.run(0, 4)
@@ -308,7 +312,7 @@ def profiled(shown, runtime) -> Costs:
 
 @pytest.mark.parametrize("make_runtime", [InProcess, Local])
 def test_measured_seconds_belong_to_the_step_that_took_them(make_runtime):
-    """The environments of a worker sleep in turn, and the learner computes much more than the actor."""
+    """Each of two `env` sites has one environment, which sleeps in every step. The learner computes much more than the actor."""
     shown = plan(Heavy(), envs.from_factory(Napping, 2), fine(2))
     costs = profiled(shown, make_runtime(shown, profile=True))
     assert costs.seconds_are == "measured"
@@ -319,11 +323,12 @@ def test_measured_seconds_belong_to_the_step_that_took_them(make_runtime):
     assert all(step.seconds is not None for step in costs.init.steps)
     observed, acted = (next(c for c in costs.iterate.crossings if (c.dst == "env") == to_env and c.times == UNROLL)
                        for to_env in (False, True))  # fmt: skip
-    assert 0 < observed.seconds < SLEEP_S / 2 and 0 < acted.seconds < SLEEP_S / 2, "messages are small"
+    assert 0 < observed.seconds < SLEEP_S / 2 and 0 < acted.seconds < SLEEP_S / 2, "small messages should be fast"
     if make_runtime is InProcess:
-        assert observed.wait_seconds is acted.wait_seconds is None, "in one process nobody waits"
+        assert observed.wait_seconds is acted.wait_seconds is None, "within one process, no site waits for a message"
     else:
-        # Two workers sleep at the same time, so the learner waits for the first message only: at least half on average.
+        # Both workers sleep at the same time. So the learner waits for about SLEEP_S until it has the message of the first worker,
+        # and then hardly at all for the message of the second. The mean of the two is about SLEEP_S / 2.
         assert SLEEP_S / 4 < observed.wait_seconds < 10 * SLEEP_S
 
 

@@ -1,4 +1,5 @@
-"""The FLOPs of programs are those counted by hand; what is not known makes a count unknown."""
+"""Counts of the FLOPs of programs equal counts by hand. A while loop makes a count a lower bound, and an operation whose FLOPs are
+not known makes the count unknown."""
 
 import jax
 import jax.extend.core as jec
@@ -50,7 +51,7 @@ def test_a_count_equals_the_count_by_hand(fn, shapes, expected):
 
 
 def test_the_gradient_of_a_linear_layer_needs_two_products_more():
-    """The forward pass is one product, and the gradients of weights and inputs are one product of the same size each."""
+    """The forward pass, the gradient of the weights and the gradient of the inputs are three products of the same size."""
 
     def loss(w, x):
         return jnp.sum(x @ w)

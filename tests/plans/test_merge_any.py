@@ -30,6 +30,7 @@ def test_a_leaf_that_every_worker_would_compute_for_itself_is_refused():
     with pytest.raises(PartitionError) as refusal:
         plan(Functions(begin, go), Pond(4), coarse(2, max_lag=4, merge="any"))
     assert str(refusal.value) == (
-        "With merge=\"any\" every worker would compute a different `carry['steps']`. These cannot be combined, "
-        'because they have no env axis.\nLet the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".'
+        "With merge=\"any\" every worker would compute a different `carry['steps']`. The workers' values cannot be "
+        "combined, because this leaf has no env axis.\n"
+        'Let the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".'
     )

@@ -1,7 +1,7 @@
 """The costs that a plan states are right.
 
-Bytes are compared with those that a runtime receives, messages with those that worker processes would send. The sizes of matrix
-products are compared with numbers counted by hand.
+The number of bytes is compared with the bytes that sites receive in a run, and the number of messages with the messages that
+worker processes would send. The size of the largest matrix product is compared with a count by hand.
 """
 
 import subprocess
@@ -63,7 +63,8 @@ def test_bytes_are_those_that_sites_receive(layout):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_printed_and_counted_is_what_the_interpreter_evaluates(name):
-    """A segment repeats facts about its code, for workers that get no code. The print and the costs read these facts."""
+    """A segment has copies of some facts about its code, because workers do not get the code. The print and the costs read these
+    copies, so the copies must agree with the code."""
     shown = planned(name)
     costs = iter(shown.costs().iterate.steps)
     for step, _ in walk(shown.iterate.steps):
@@ -94,7 +95,8 @@ def test_equations_that_no_result_needs_are_not_counted():
 
 
 def test_asking_for_costs_starts_no_backend_of_jax():
-    """The costs say how many threads XLA should use, and XLA reads that number when its backend starts."""
+    """The number of XLA's threads is chosen from the costs. XLA reads this number when its backend starts, so Choreo must know the
+    costs before then."""
     code = (
         "import choreo; from choreo import _compat\n"
         "shown = choreo.plan(choreo.PPO(), 'jax:CartPole-v1', choreo.coarse(workers=2))\n"
@@ -116,7 +118,8 @@ def test_a_replica_sends_only_to_replicas_that_need_some_of_its_environments():
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if not layout.exact])
 def test_messages_are_those_of_worker_processes(name):
     shown = planned(name)
-    # With merge="any" (`num_workers` > 1) the steps are those of the learner and one worker, so each group has one site.
+    # With merge="any" (`num_workers` > 1), the program has the steps of the learner and of only one worker. So each group has one
+    # site here, and the counts are multiplied by the number of workers below.
     one_worker = {(group, 0): group for group in shown.sites.replicas}
     process_of_site = one_worker if shown.num_workers > 1 else {site: f"{site}" for site in shown.all_sites}
     topology = Topology(me="", process_of_site=process_of_site)

@@ -1,4 +1,4 @@
-"""The names of steps are the same in the whole plan and in the part of it that a worker gets."""
+"""The number that names a step is the same in the whole plan and in the part of the plan that a worker gets."""
 
 import pytest
 

@@ -1,3 +1,5 @@
+"""A run delivers its events to all subscribers, in order. A subscriber can stop the run, and an error in a subscriber ends it."""
+
 import json
 import math
 import os
@@ -63,7 +65,7 @@ def told(heard, *, without=("states",)):
 
 
 BUSY = {"eval_every": 2, "eval_episodes": 2, "checkpoint_every": 4}
-"""The run has evaluations, and fewer checkpoints than boundaries."""
+"""Options for a run with evaluations, and with fewer checkpoints than boundaries."""
 OF_A_BUSY_RUN = [
     "began 0 of 6",
     "iteration 0", "iteration 1", "EvaluationDone 2", "BoundaryReached 2",
@@ -108,7 +110,7 @@ def test_worker_processes_change_no_event_and_add_their_states(tmp_path):
 
 
 def talkative():
-    """Makes an environment that prints when it is made and closed. It travels by value to the worker."""
+    """Returns a class of environments that print when they are reset or closed. The class is local, so workers get it by value."""
 
     class Talkative(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
@@ -133,7 +135,7 @@ def test_lines_that_workers_print_are_events_until_the_last_one(capfd):
     assert told(heard) == [
         "began 0 of 1", "env-0: reset", "iteration 0", "BoundaryReached 1", "env-0: closed", "finished",
     ]  # fmt: skip
-    assert "[env-0] reset\n[env-0] closed\n" in capfd.readouterr().err  # the progress line is a subscriber, too
+    assert "[env-0] reset\n[env-0] closed\n" in capfd.readouterr().err  # the progress subscriber prints these lines
 
 
 def test_a_resumed_run_begins_where_the_checkpoint_is(tmp_path):
@@ -288,7 +290,7 @@ def test_ctrl_c_ends_the_run_and_everything_is_closed(layout, tmp_path):
         "iteration 2", "iteration 3", "interrupted",
     ]  # fmt: skip
     assert heard[-1].error is error.value and not hasattr(error.value, "__notes__")
-    assert len(RunFolder(tmp_path / "x").read_metrics()) == 4  # rows are written before they are told
+    assert len(RunFolder(tmp_path / "x").read_metrics()) == 4  # rows are written before their events are delivered
 
 
 def test_a_worker_that_fails_ends_the_run_as_failed():
@@ -321,20 +323,20 @@ def test_the_error_of_a_subscriber_ends_the_run(kind, tmp_path):
         run_tiny(6, before.append, raises_at(kind), after.append, out=tmp_path / "x", **BUSY)
     name = kind.__name__
     assert error.value.__notes__ == [
-        f"The subscriber `raises_at.<locals>.fail` raised this error at {name}, which ended the run."
+        f"The subscriber `raises_at.<locals>.fail` raised this error when it got {name}. The error ended the run."
     ]
     assert error.traceback[-1].path == Path(__file__) and error.traceback[-1].name == "fail"
     first = next(i for i, event in enumerate(before) if isinstance(event, kind))
     assert told(before) == [*OF_A_BUSY_RUN[: first + 1], "failed"]
     assert told(after) == [*OF_A_BUSY_RUN[:first], "failed"]
     if kind is CheckpointSaved:
-        # Nothing is lost: the run goes on from its checkpoint, to the same bits.
+        # Nothing is lost: the run, resumed from its checkpoint, ends with the same bits as a run without the error.
         resumed, whole = choreo.resume(tmp_path / "x"), run_tiny(6, **BUSY)
         assert resumed.training_summary["params_hash"] == whole.training_summary["params_hash"]
     elif kind is not RunBegan:
         assert len(RunFolder(tmp_path / "x").read_metrics()) == 2
     else:
-        assert not (tmp_path / "x").exists()  # as for every run that ends before its first boundary
+        assert not (tmp_path / "x").exists()  # the run ended before its first boundary, so its folder is removed
 
 
 @pytest.mark.parametrize("kind", [WorkerStates, WorkerOutput])
@@ -398,7 +400,7 @@ def test_a_logger_is_closed_once_even_if_it_failed():
     with pytest.raises(OSError, match="the disk is full") as error:
         run_tiny(2, loggers=[fragile])
     assert error.value.__notes__ == [
-        "The subscriber `Fragile` raised this error at IterationDone, which ended the run."
+        "The subscriber `Fragile` raised this error when it got IterationDone. The error ended the run."
     ]
     assert fragile.closed == 1
 

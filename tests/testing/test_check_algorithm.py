@@ -1,4 +1,4 @@
-"""`check_algorithm` names what is wrong with each broken algorithm."""
+"""`check_algorithm` accepts correct algorithms, and names what is wrong with each broken algorithm."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -164,7 +164,8 @@ class OneResult(Tiny):
 
 
 class BatchedAct(Tiny):
-    """`act` returns two actions for the parameters of `policy` (None). `iterate` passes other parameters, so the rollout works."""
+    """`policy` returns None, and with None as parameters `act` returns two actions. But `iterate` passes `train` to `act`, so the
+    rollout works."""
 
     def policy(self, train):
         return None

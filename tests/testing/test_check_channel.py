@@ -22,7 +22,7 @@ from choreo.testing import channels, check_channel
 
 
 class Pipe:
-    """The state that both ends share. `spoil` names the promise that the channel breaks."""
+    """The state that both ends share. `spoil` names the promise that the channel breaks; with "nothing", it breaks none."""
 
     def __init__(self, slots, spoil):
         self.slots, self.spoil = slots, spoil
@@ -168,4 +168,4 @@ def test_a_broken_promise_is_named(spoil, monkeypatch):
     with pytest.raises(ChannelError, match=BROKEN[spoil]):
         check_channel(make)
     for end in (end for pair in pipes for end in pair):
-        end.close()  # wakes the thread of `check_channel` that may still wait in a broken channel
+        end.close()  # a thread of `check_channel` may still wait in a broken channel; this wakes the thread

@@ -1,4 +1,4 @@
-"""`check_env` names the promise that each broken environment breaks."""
+"""`check_env` accepts a correct environment, and names the promise that each broken environment breaks."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def _no_last(ts):
     return ts._replace(last=jnp.zeros_like(ts.last))
 
 
-# Each key except "nothing" is a pattern of the error that `check_env` must raise.
+# Each key except "nothing" is a regular expression that must match the error of `check_env`.
 SPOILS = {
     "nothing": lambda ts: ts,
     "differs from `obs`": lambda ts: ts._replace(next_obs=ts.next_obs + 0.01),

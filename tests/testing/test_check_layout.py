@@ -75,7 +75,7 @@ def test_wrong_metrics_are_refused(monkeypatch):
 
 @dataclass(frozen=True)
 class Level:
-    """A factory of environments that get harder with every reset, so that a used environment never repeats its first episode."""
+    """A factory of environments that change with every reset, so that no environment repeats its first episode."""
 
     def __call__(self):
         return Harder()

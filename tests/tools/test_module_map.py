@@ -35,8 +35,8 @@ def test_a_page_without_markers_is_refused():
 
 
 def test_every_room_has_a_row_and_imports_only_rows_below():
-    """A package in a package, such as `runtime/engine`, has a row too. It may import packages with the same outer package in any
-    order."""
+    """A package in a package, such as `runtime/engine`, has a row too. Packages in the same outer package may import each other,
+    whatever the order of their rows."""
     rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in module_map.module_map().splitlines()[2:]]
     rooms = [row[0].strip("`") for row in rows]
     folder = ROOT / "src" / "choreo"

@@ -1,4 +1,5 @@
-"""Limits for algorithm files: how many lines two files share, and how many files a reader must open to understand one."""
+"""Limits for algorithm files: the share of lines that two files have in common, and the number of files that a reader must open
+to understand one algorithm."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
 """A user trains on an environment of their own with several workers: from a script, a notebook, and the command line.
 
-`User.run` starts a new process, as a user would, in a folder without our files. When this process has ended, all its workers must
-have ended too. `User.processes` finds workers by a mark in the environment variables, which child processes inherit.
+`User.run` starts a new process, as a user would, in a folder without our files. When the new process has ended, all its workers
+must have ended too. `User.processes` finds workers by a mark in their environment variables, which child processes inherit.
 """
 
 import json
@@ -77,7 +77,7 @@ def test_a_logger_that_is_given_by_name_makes_train_create_a_run_folder(tmp_path
 
 
 def test_a_notebook_trains_with_workers(user):
-    """The layout is `fine`, whose workers start fast, because they only step environments."""
+    """The layout is `fine`, because its workers start fast: they only step environments."""
     texts = [text.replace("choreo.coarse(", "choreo.fine(") for text in cells_of(EXAMPLE)]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in texts])
     nbformat.write(notebook, user.folder / "own.ipynb")
@@ -88,7 +88,7 @@ def test_a_notebook_trains_with_workers(user):
 
 
 def cells_of(script: Path) -> list[str]:
-    """The cells of a script, which are separated by `# %%`."""
+    """The cells of a script. Each cell begins after a line `# %%`; the text before the first such line is left out."""
     return script.read_text().split("# %%\n")[1:]
 
 
@@ -115,4 +115,4 @@ def test_the_command_line_trains_and_evaluates_with_arguments_of_the_environment
     kept = tomllib.loads((user.folder / "runs" / "x" / "run.toml").read_text())
     assert kept["environment"]["kwargs"] == {"difficulty": 3}
     found = json.loads(user.run("-m", "choreo", "evaluate", "runs/x", "--episodes", "8", "--json"))
-    assert (found["return"], found["length"]) == (30, 10)  # 10 steps with reward 3
+    assert (found["return"], found["length"]) == (30, 10)  # 10 steps, each with a reward of 3

@@ -1,4 +1,4 @@
-"""PPO learns environments whose observations or actions have several parts, with worker processes.
+"""With worker processes, PPO learns to act in environments whose observations or actions have several parts.
 
 The best return of both toys is known. A policy must use several parts of an observation to reach this return.
 """
@@ -35,9 +35,10 @@ class Toy(gymnasium.Env):
 
 
 class Signs(Toy):
-    """The right action is 2 * (the number is positive) + (the lamp is on). It gives a reward of 1, and the other actions give 0.
+    """The right action is 2 * (1 if the number is positive, else 0) + (1 if the lamp is on, else 0). It gives a reward of 1. All
+    other actions give 0.
 
-    The two bits beside the lamp are noise.
+    The two other bits of the observation are noise.
     """
 
     observation_space = gymnasium.spaces.Dict(
@@ -56,7 +57,8 @@ class Signs(Toy):
 
 
 class Dials(Toy):
-    """The observation shows a number for each of three dials. The action sets the dials. Each dial set to its number gives 1/3."""
+    """The observation shows a number for each of three dials. The action sets the dials. Each dial that is set to its number
+    adds 1/3 to the reward."""
 
     observation_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])
     action_space = gymnasium.spaces.MultiDiscrete([2, 3, 4])
@@ -87,6 +89,7 @@ def test_ppo_almost_reaches_the_best_return_of_a_toy(toy, layout):
         steps=8_192,
         seed=0,
     )
+    # The mean return of a policy that chooses actions at random.
     chance = {Signs: LENGTH / 4, Dials: LENGTH * (1 / 2 + 1 / 3 + 1 / 4) / 3}[toy]
     assert run.metrics["episode_return"][0] == pytest.approx(chance, abs=1.2)
     assert run.evaluate(episodes=64).mean >= 0.95 * LENGTH

@@ -4,11 +4,11 @@
              ─► at each boundary: IterationDone+, EvaluationDone?, BoundaryReached, CheckpointSaved?
              ─► RunEnded                                             workers are closed, files are written
 
-`WorkerStates` and `WorkerOutput` also occur between two boundaries. A run that is refused before it begins has no events.
-After `RunBegan`, every run has exactly one `RunEnded`, which is its last event.
+`WorkerStates` and `WorkerOutput` also occur between two boundaries, and while workers are closed. A run that is refused before it
+begins has no events. After `RunBegan`, every run has exactly one `RunEnded`, which is the last event of the run.
 
-The progress line, loggers, `on_iteration` and the subscribers of the user are subscribers of one stream. The run folder is not:
-the rows and the checkpoint are written before their events are delivered, so no subscriber can damage or lose them.
+The progress line, loggers, `on_iteration` and the subscribers of the user are subscribers of one stream. The run folder is not
+a subscriber: rows and checkpoints are written before their events are delivered, so no error in a subscriber can lose them.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ OnIteration = Callable[[int, Metrics], bool | None]
 """Called at each boundary, once for each iteration since the boundary before, with the number and the metrics of the iteration.
 If a call returns True, the run ends at this boundary."""
 How = Literal["finished", "stopped", "diverged", "failed", "interrupted"]
-"""How a run ended: after all iterations; because `stop_at_return` was reached or a subscriber asked; because a metric was not
-finite; with another error; by Ctrl-C."""
+"""How a run ended. "finished": after all iterations. "stopped": because `stop_at_return` was reached, or because a subscriber
+asked. "diverged": because a metric was not finite. "interrupted": by Ctrl-C. "failed": with any other error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class RunBegan:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationDone:
-    """One iteration is done. Its event is delivered at the next boundary."""
+    """One iteration is done. This event is delivered at the first boundary after the iteration."""
 
     iteration: int
     """Number of the iteration, counted from 0."""
@@ -70,12 +70,12 @@ class EvaluationDone:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryReached:
-    """All sites are at a boundary; its rows are in metrics.jsonl."""
+    """All sites are at a boundary. If there is a run folder, metrics.jsonl has the rows of all iterations so far."""
 
     iterations_done: int
     """Iterations done so far."""
     steps_per_second: float
-    """Steps per second of running iterations, without the time for compiling and evaluating."""
+    """Steps per second while iterations run; the time for compiling and evaluating is not counted."""
     row: Metrics
     """The metrics of the newest iteration."""
 
@@ -95,17 +95,17 @@ class WorkerStates:
     """A worker reported progress."""
 
     states: Mapping[str, str]
-    """What each worker is doing, for people to read, by the name of the worker."""
+    """A text for each worker that says what the worker is doing, by the name of the worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOutput:
-    """A worker printed a line, or a message about its host was found."""
+    """A worker printed a line, or Choreo warns about the host of a worker."""
 
     worker: str
-    """Name of the worker, or address of the host."""
+    """Name of the worker; for a warning, the address of the host."""
     line: str
-    """The line, without its end."""
+    """The printed line without the newline at its end, or the warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class RunEnded:
     stopped_by: str | None = None
     """If the run was stopped: `stop_at_return`, `on_iteration`, or the name of the subscriber that asked; else None."""
     error: BaseException | None = None
-    """The error that ended the run; `train` raises this error."""
+    """The error that ended the run, which `train` raises; None if no error ended the run."""
 
 
 Event = (
@@ -146,8 +146,9 @@ Event = (
 class Subscriber(Protocol):
     """A callable that receives every event of a run, in order, in the thread that called `train`.
 
-    To ask the run to stop, return True, for any event: the run ends at the boundary that it has reached, or else at the next
-    boundary. Other results mean nothing. An error that a subscriber raises ends the run at once, and `train` raises this error.
+    A subscriber that returns True for an event asks the run to stop. If the run is at a boundary, it ends there; if not, it ends at
+    the next boundary. All other return values are ignored. An error that a subscriber raises ends the run at once, and `train`
+    raises this error.
     """
 
     def __call__(self, event: Event, /) -> Any: ...
@@ -160,20 +161,20 @@ class EventStream:
         self._subscribed: list[tuple[str, Subscriber]] = []
         self._failed: set[int] = set()
         self.stop_asked_by: str | None = None
-        """The first that asked to stop: the name of a subscriber, or an argument of `ask_to_stop`."""
+        """The name of the subscriber that first asked to stop, or the name that was first given to `ask_to_stop`; else None."""
 
     def subscribe(self, subscriber: Subscriber, *, name: str | None = None) -> None:
         """Add a subscriber. `name` is by default the name of the function or class."""
         self._subscribed.append((name or name_of_subscriber(subscriber), subscriber))
 
     def ask_to_stop(self, name: str) -> None:
-        """End the run at this boundary, or at the next one. `name` says who asks."""
+        """End the run at this boundary or, between two boundaries, at the next one. `name` says what asked for the end."""
         self.stop_asked_by = self.stop_asked_by or name
 
     def emit(self, event: Event) -> None:
-        """Deliver an event. If a subscriber raises an error, the subscribers after it do not get this event.
+        """Deliver an event. If a subscriber raises an error, `emit` raises it, and later subscribers do not get this event.
 
-        A subscriber that raised an error gets no event but `RunEnded`.
+        A subscriber that raised an error gets only one more event: `RunEnded`.
         """
         for i, (name, subscriber) in enumerate(self._subscribed):
             if i in self._failed:
@@ -184,7 +185,7 @@ class EventStream:
                 self._failed.add(i)
                 if isinstance(error, Exception):
                     error.add_note(
-                        f"The subscriber `{name}` raised this error at {type(event).__name__}, which ended the run."
+                        f"The subscriber `{name}` raised this error when it got {type(event).__name__}. The error ended the run."
                     )
                 raise
             if _is_true(answer):
@@ -194,7 +195,7 @@ class EventStream:
     def ending(self, *, is_finished: Callable[[], bool]) -> Iterator[None]:
         """Deliver `RunEnded` after the body of the `with` statement, however the body ends.
 
-        `is_finished`: whether the run has done all its iterations; called if the body raises no error.
+        `is_finished` says whether the run has done all its iterations. It is called only if the body raises no error.
         """
         try:
             yield
@@ -211,12 +212,12 @@ class EventStream:
             raise first
 
     def _end(self, event: RunEnded) -> list[tuple[str, BaseException]]:
-        """Deliver the last event to every subscriber, even after errors. Returns the errors with the names of the subscribers."""
+        """Deliver the last event to every subscriber, even if some raise errors. Returns the pairs (subscriber name, error)."""
         failures = []
         for name, subscriber in self._subscribed:
             try:
                 subscriber(event)
-            except BaseException as error:  # noqa: BLE001 - the caller raises the error, after all others have heard of the end
+            except BaseException as error:  # noqa: BLE001 - the caller raises the error after all subscribers got the event
                 failures.append((name, error))
         return failures
 
@@ -231,7 +232,7 @@ def each_iteration(callback: OnIteration) -> Subscriber:
 
 
 def check_subscribers(subscribers: Sequence[Any]) -> None:
-    """Refuse subscribers that cannot be called; called before anything is compiled or written."""
+    """Raise RunError if a subscriber cannot be called. This check runs before anything is compiled or written."""
     if not isinstance(subscribers, list | tuple):
         raise RunError(
             f"subscribers={subscribers!r} is not a list.", fix="Pass a list of functions: subscribers=[my_function]."
@@ -256,7 +257,8 @@ def _how(error: BaseException) -> How:
 
 
 def _is_true(answer: Any) -> bool:
-    """Whether the answer is True, also as a boolean of NumPy or JAX. A number is not: `file.write` returns one."""
+    """Whether a subscriber returned True, as a boolean of Python, NumPy or JAX. A number does not count: a lambda
+    that calls `file.write` returns a number, but does not ask the run to stop."""
     return answer is True or (str(getattr(answer, "dtype", "")) == "bool" and answer.shape == () and bool(answer))
 
 
