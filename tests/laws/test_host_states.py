@@ -13,6 +13,7 @@ import choreo
 from choreo.envs import make
 from choreo.envs.gymnasium import from_factory
 from choreo.errors import RunError
+from choreo.host.states import encode
 from choreo.layouts import Layout, coarse, fine, fused
 from choreo.plans.build import plan
 from choreo.runs import checkpoint
@@ -82,6 +83,26 @@ def test_vector_environments_continue_bit_for_bit(mode, tmp_path):
     factory = functools.partial(WanderTogether, mode=mode)
     went_on = stored(InProcess, fused(), tmp_path, factory)
     assert_same_bits(continued(InProcess, fused(), tmp_path, factory), went_on)
+
+
+@pytest.mark.parametrize("runtime", [InProcess, Local])
+def test_states_are_stored_by_environment_when_workers_do_not_wait_for_each_other(runtime):
+    layout, states = coarse(2, max_lag=1, merge="any"), []
+    for before in (runtime, InProcess):
+        running = before(planned(Wander, layout))
+        try:
+            running.start(KEY)
+            if states:
+                running.load_host_states(states[0])
+            else:
+                running.run(0, 2)
+            states.append(running.host_states())
+        finally:
+            running.close()
+    (stored, loaded) = (encode(list(each.objects[0]), "x") for each in states)
+    assert stored[0] == loaded[0] and len(stored[0]) == 4
+    assert len({each.tobytes() for each in stored[1]}) == 4  # every environment has its own position
+    assert [each.tobytes() for each in stored[1]] == [each.tobytes() for each in loaded[1]]
 
 
 @pytest.mark.parametrize("runtime", [InProcess, Local])

@@ -21,6 +21,7 @@ from choreo.runtime.inprocess import InProcess
 from choreo.runtime.local import Local
 from hosts import two_hosts as two_hosts  # a fixture
 from laws.reference import assert_same_bits, run_of
+from tiny import Tiny
 
 KEY = jax.random.key(3)
 NUM_ENVS = 8
@@ -139,6 +140,9 @@ def planned_replay(layout: Layout):
         pytest.param(lambda: planned("gymnasium", fine(2)), id="gymnasium-fine x2"),
         pytest.param(lambda: plan(ALGO, make(ENVS["jax"], NUM_ENVS), sebulba(2, 1, shards=2)), id="jax-two shards"),
         pytest.param(lambda: planned_replay(apex(2, buffers=2)), id="jax-apex x2 x2"),
+        pytest.param(
+            lambda: plan(Tiny(), make(ENVS["jax"], NUM_ENVS), coarse(2, max_lag=1, merge="any")), id="jax-any x2"
+        ),
     ],
 )
 def test_a_part_and_a_stream_of_the_carry_equal_the_whole_carry(make_plan, runtime, extent_bytes, monkeypatch):

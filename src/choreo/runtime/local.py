@@ -28,7 +28,6 @@ import numpy as np
 
 from choreo._compat import is_key, key_impl
 from choreo.host.states import HostStates, SiteStates, decode, encode
-from choreo.plans.export import array_type
 from choreo.plans.plan import Plan
 from choreo.runtime.coordinator.briefing import pickled_programs
 from choreo.runtime.coordinator.cluster import Cluster
@@ -36,8 +35,15 @@ from choreo.runtime.coordinator.conversation import Conversation
 from choreo.runtime.coordinator.deployment import Deployment, check_collectives
 from choreo.runtime.coordinator.launching import launch
 from choreo.runtime.coordinator.pool import WorkerPool
-from choreo.runtime.engine.assemble import EXTENT_BYTES, extents_of_leaf, sizes_of_objects, split_carry, split_key
-from choreo.runtime.engine.backend import Site, host_type
+from choreo.runtime.engine.assemble import (
+    EXTENT_BYTES,
+    extents_of_leaf,
+    sizes_of_objects,
+    split_carry,
+    split_key,
+    type_of_leaf,
+)
+from choreo.runtime.engine.backend import Site
 from choreo.runtime.engine.extents import Extent, chunks
 from choreo.runtime.engine.metrics import join_metrics
 from choreo.runtime.engine.profile import Profile
@@ -115,16 +121,15 @@ class Local:
 
     def carry(self, part: str | None = None) -> PyTree:
         which = self.plan.leaves_of_part(part)
-        avals = [self.plan.iterate.ins[i].aval for i in which]
         leaves, stream = [], self.stream(which)
-        for aval in avals:
-            leaf = np.empty(*host_type(array_type(aval)))
+        for i in which:
+            leaf = np.empty(*type_of_leaf(self.plan, i))
             flat, filled = leaf.reshape(-1), 0
             while filled < flat.size:
                 elements = next(stream)
                 flat[filled : filled + elements.size] = elements
                 filled += elements.size
-            leaves.append(_to_jax(leaf, aval))
+            leaves.append(_to_jax(leaf, self.plan.iterate.ins[i].aval))
         return self.plan.combine(leaves, part)
 
     def stream(self, which: Iterable[int]) -> Iterator[np.ndarray]:

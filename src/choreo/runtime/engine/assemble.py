@@ -66,9 +66,18 @@ def join_leaf(plan: Plan, i: int, parts: list[Any]) -> jax.Array:
 
 def extents_of_leaf(plan: Plan, i: int) -> Iterator[Extent]:
     """The extents of leaf number `i`: consecutive elements of at most EXTENT_BYTES, in C order."""
-    shape, dtype = host_type(array_type(plan.iterate.ins[i].aval))
+    shape, dtype = type_of_leaf(plan, i)
     sites = tuple(sites_of_leaf(plan, i))
     return extents(i, shape, dtype.itemsize, _holder(plan, i)[1], sites, EXTENT_BYTES)
+
+
+def type_of_leaf(plan: Plan, i: int) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and dtype of the whole leaf number `i` in host memory."""
+    (*shape,), dtype = host_type(array_type(plan.iterate.ins[i].aval))
+    _, axis = _holder(plan, i)
+    if axis is not None:
+        shape[axis] *= plan.num_workers  # with merge="any", `iterate` is the program of one worker
+    return tuple(shape), dtype
 
 
 def _holder(plan: Plan, i: int) -> tuple[GroupName, Axis]:
