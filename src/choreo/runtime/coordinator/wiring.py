@@ -1,6 +1,7 @@
 """The channels between workers: which pairs of workers need a channel, how large its messages are, and its two ends."""
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from choreo.plans.export import array_type
 from choreo.runtime.channels.base import message_bytes
 from choreo.runtime.channels.shm import ReceiverEnd, SenderEnd, make_shm_channel
 from choreo.runtime.coordinator.deployment import Deployment
+from choreo.runtime.coordinator.launcher import Launcher
 from choreo.runtime.engine.backend import host_type
 from choreo.runtime.engine.bundles import BUNDLE
 from choreo.runtime.engine.messages import Overlap, Topology, messages
@@ -24,13 +26,17 @@ Ends = dict[str, list[SenderEnd | ReceiverEnd]]
 """For each worker, the ends of shared-memory channels that it inherits."""
 
 
-def make_channels(deployment: Deployment) -> tuple[ChannelDescriptions, Ends]:
-    """Describe all channels, and make the channels in shared memory. The workers themselves open the channels over TCP."""
+def make_channels(deployment: Deployment, launchers: Mapping[str, Launcher]) -> tuple[ChannelDescriptions, Ends]:
+    """Describe all channels, and make the channels in shared memory. The workers themselves open the channels over TCP.
+
+    The carrier is chosen for each pair of workers: shared memory if one launcher starts both and says that they can share
+    memory, otherwise TCP.
+    """
     slots = max(SLOTS, deployment.plan.layout.max_lag + 2)
     links: ChannelDescriptions = {name: [] for name in deployment.workers}
     ends: Ends = {name: [] for name in deployment.workers}
     for (src, dst, kind), size in _channel_bytes(deployment).items():
-        if deployment.over_tcp:
+        if deployment.over_tcp or launchers[src] is not launchers[dst] or not launchers[src].shares_memory:
             for name in (src, dst):
                 links[name].append([src, dst, kind, "tcp", size, slots])
             continue
