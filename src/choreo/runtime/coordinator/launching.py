@@ -23,11 +23,12 @@ from choreo.runtime.coordinator.deployment import Deployment, packages_of_plan
 from choreo.runtime.coordinator.handle import WorkerHandle
 from choreo.runtime.coordinator.launcher import Launcher, WorkerProcess
 from choreo.runtime.coordinator.local_launcher import LocalLauncher
+from choreo.runtime.coordinator.open_files import check_limit
 from choreo.runtime.coordinator.pool import WorkerPool
 from choreo.runtime.coordinator.remote import AgentLauncher
 from choreo.runtime.coordinator.silence import Silence
 from choreo.runtime.coordinator.versions import Versions, compare, this_machine
-from choreo.runtime.coordinator.wiring import make_channels
+from choreo.runtime.coordinator.wiring import choose_carriers, make_channels
 
 START_S = 120.0
 """How long a worker may take for each step of the start."""
@@ -50,7 +51,9 @@ def launch(
     """
     deployment = conversation.deployment
     launchers = launchers_of(deployment, token, silence)
-    links, ends = make_channels(deployment, launchers)
+    carriers = choose_carriers(deployment, launchers)
+    check_limit(carriers, deployment.hosts)
+    links, ends = make_channels(deployment, carriers)
     with contextlib.ExitStack() as stack:
         for end in (end for each in ends.values() for end in each):
             # After the start, only the worker holds its ends of channels, so that they are closed when the worker dies.
@@ -58,8 +61,7 @@ def launch(
         fds = {worker: [fd for end in ends[worker] for fd in end.fds] for worker in deployment.workers}
         start_workers(conversation.pool, deployment, launchers, fds)
     differences = compare_versions(conversation, allow_versions=allow_versions, same_bits=same_bits)
-    over_tcp = any(carrier == "tcp" for each in links.values() for _, _, _, carrier, *_ in each)
-    introduction = over_tcp or any(map(deployment.collective, deployment.workers))
+    introduction = "tcp" in carriers.values() or any(map(deployment.collective, deployment.workers))
     for worker in deployment.workers:
         header = briefing(
             deployment,

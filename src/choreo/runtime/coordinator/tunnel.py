@@ -31,9 +31,13 @@ from choreo.runtime.channels.sockets import connect as connect_socket
 
 CHUNK_BYTES = 256 * 1024
 """The size of the largest message. Longer data is divided. A connection that announces a larger message is closed."""
+CURVE_BYTES = 64
+"""Room for what CURVE adds to each message (33 bytes): the limit of ZeroMQ applies to the encrypted message."""
 _NUMBER = struct.Struct("<Q")
 SILENCE_VARIABLE = "CHOREO_SILENCE_S"
 """The environment variable that tells a worker on another host the `silence_s` of its tunnel."""
+LAST_MESSAGES_MS = 50
+"""How long to wait for the next of the last messages after the connection has ended."""
 MAX_QUEUED = 64
 """How many messages may wait to be transmitted."""
 
@@ -45,7 +49,7 @@ class Tunnel:
         """The peer counts as lost after `silence_s` seconds without a heartbeat of ZeroMQ."""
         self.socket = context_of_process().socket(zmq.PAIR)
         for option, value in (
-            (zmq.MAXMSGSIZE, _NUMBER.size + CHUNK_BYTES),
+            (zmq.MAXMSGSIZE, _NUMBER.size + CHUNK_BYTES + CURVE_BYTES),
             (zmq.SNDHWM, MAX_QUEUED),
             (zmq.RCVHWM, 0),  # no limit: heartbeats need this, see `keep_alive`
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # never reconnect: a tunnel that was cut is lost
@@ -157,9 +161,11 @@ class Tunnel:
             try:
                 self._unread = self._receive()
             except zmq.Again:
-                if self.lost:
+                # ZeroMQ may report the end of the connection a moment before it delivers the last messages.
+                if not self.lost:
+                    self._wait(zmq.POLLIN)
+                elif not self.socket.poll(LAST_MESSAGES_MS):
                     return 0
-                self._wait(zmq.POLLIN)
         size = min(len(view), len(self._unread))
         view[:size], self._unread = self._unread[:size], self._unread[size:]
         return size
