@@ -168,7 +168,12 @@ class Worker:
 
         programs = _load(arrays[0].tobytes())
         process_of_site = {(group, r): process for group, r, process in header["process_of_site"]}
-        topology = Topology(me=self.name, process_of_site=process_of_site, links=self.links.by_peer)
+        topology = Topology(
+            me=self.name,
+            process_of_site=process_of_site,
+            links=self.links.by_peer,
+            wait_for_any=self.links.wait_for_any,
+        )
         if header["profile"]:
             from choreo.runtime.engine.profile import Recorder
 

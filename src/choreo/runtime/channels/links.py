@@ -70,6 +70,12 @@ class Links:
         ends = [end for pair in list(self.by_peer.values()) for end in (pair.sender, pair.receiver) if end is not None]
         return sum(end.statistics().messages for end in ends)
 
+    def wait_for_any(self, peers: Sequence[str]) -> None:
+        """Wait until the channel from one of these peers may be ready; see `waiting.wait_for_any`."""
+        from choreo.runtime.channels.waiting import wait_for_any
+
+        wait_for_any([self.by_peer[peer].receiver for peer in peers])
+
     def admit(self, contacts: dict[str, list[str]]) -> None:
         """Let the other workers connect. Every worker must call this before any worker calls `connect`."""
         if self.listener is not None:

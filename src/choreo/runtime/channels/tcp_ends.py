@@ -95,6 +95,11 @@ class TcpConnection:
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._connections.monitor, zmq.POLLIN)
 
+    @property
+    def pollable(self) -> list[zmq.Socket]:
+        """Sockets to poll for a message, or for a connection that begins or ends."""
+        return [self.socket] if self.lost else [self.socket, self._connections.monitor]
+
     def wait(self, milliseconds: int) -> bool:
         """Wait for a message, or for a connection that begins or ends. Returns False if neither comes in time.
 
@@ -275,6 +280,16 @@ class TcpReceiver(_TcpEnd):
     def ready(self) -> bool:
         """Return True if a message has arrived, or if the sender has finished or is gone."""
         return self._ended or self._connection.lost or bool(self._connection.socket.poll(0, zmq.POLLIN))
+
+    @property
+    def pollable(self) -> list[zmq.Socket]:
+        return self._connection.pollable
+
+    def begin_wait(self) -> bool:
+        return self.ready()
+
+    def end_wait(self) -> None:
+        self._connection.wait(0)  # reads whether the connection has ended
 
     def receive(self, into: Sequence[np.ndarray]) -> None:
         """Copy the next message into these arrays. Blocks until a message arrives."""
