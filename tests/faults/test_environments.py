@@ -121,7 +121,7 @@ def test_a_factory_that_cannot_be_pickled_is_refused_before_any_process_starts(m
         return make()
 
     plan = choreo.plan(Tiny(unroll=4), envs.from_factory(factory, NUM_ENVS), LAYOUTS["fine x2"])
-    monkeypatch.setattr("choreo.runtime.coordinator.handle.subprocess.Popen", None)
+    monkeypatch.setattr("choreo.runtime.coordinator.local_launcher.subprocess.Popen", None)
     with pytest.raises(ChoreoError, match=r"`factory` cannot be sent to another process: TypeError: .*lock"):
         Local(plan)
 

@@ -180,5 +180,5 @@ def test_nccl_uses_the_loopback_interface_on_one_machine(address, given, interfa
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     for part in ("jax.distributed.initialize", "jax.config.update", "choreo._compat.use_gloo_at"):
         monkeypatch.setattr(part, lambda *_args, **_options: None)
-    worker._join_collective({"group": "learner", "rank": 0, "size": 2, "address": address}, f"{address}:1234")
+    worker._join_collective({"group": "learner", "rank": 0, "size": 2, "address": address}, f"{address}:1234", 300.0)
     assert os.environ.get("NCCL_SOCKET_IFNAME") == interface

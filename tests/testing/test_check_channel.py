@@ -1,5 +1,7 @@
 """`check_channel` accepts a correct channel within one process, and names the promise that each broken channel breaks."""
 
+import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -28,6 +30,16 @@ class Pipe:
         self.slots, self.spoil = slots, spoil
         self.messages, self.changed = deque(), threading.Condition()
         self.endings = {"sender": None, "receiver": None}
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
+        """Is readable if something has changed."""
+
+    def notify(self):
+        self.changed.notify_all()
+        if self.spoil != "bell" or self.endings["receiver"]:
+            os.eventfd_write(self.bell, 1)
+
+    def __del__(self):
+        os.close(self.bell)
 
 
 class End:
@@ -51,7 +63,7 @@ class End:
             self.pipe.endings[self.role] = self.pipe.endings[self.role] or how
             if self.pipe.spoil == "drain" and self.role == "sender":
                 self.pipe.messages.clear()
-            self.pipe.changed.notify_all()
+            self.pipe.notify()
 
     def passed(self, arrays):
         self.count += 1
@@ -82,7 +94,7 @@ class PipeSender(End):
             message = list(arrays) if pipe.spoil == "copy" else [a.copy() for a in arrays]
             pipe.messages.append(message)
             self.passed(message)
-            pipe.changed.notify_all()
+            pipe.notify()
 
 
 class PipeReceiver(End):
@@ -104,11 +116,22 @@ class PipeReceiver(End):
             for array, value in zip(into, message, strict=True):
                 self.write(array, value)
             self.passed(message)
-            pipe.changed.notify_all()
+            pipe.notify()
 
     def ready(self):
         with self.pipe.changed:
             return bool(self.pipe.messages or any(self.pipe.endings.values()))
+
+    @property
+    def pollable(self):
+        return [self.pipe.bell]
+
+    def begin_wait(self):
+        return self.ready()
+
+    def end_wait(self):
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.pipe.bell)
 
     def write(self, array, value):
         spoil = self.pipe.spoil
@@ -152,6 +175,7 @@ BROKEN = {
     "mismatch": "of another size raises nothing",
     "statistics": "statistics count 3 messages and 162 bytes",
     "waiting": "statistics do not count waiting",
+    "bell": "a call does not return although the other end did its part|read nothing for 1 s",
 }
 
 

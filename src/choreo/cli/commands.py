@@ -47,6 +47,9 @@ def train(args: list[str]) -> int:
     add("--runtime", help="inprocess, or local for worker processes (local if the layout has several sites)")
     add("--cluster", type=Path, help="a cluster.toml, which names the hosts of worker processes (this machine)")
     add("--env-timeout", type=float, default=60.0, help="seconds after which an environment counts as hanging (60)")
+    add(
+        "--silence", type=float, default=300.0, help="seconds after which a worker without a sign of life is dead (300)"
+    )
     add("--profile", action="store_true", help="show how each site spends its time; writes trace.json for Perfetto")
     add("--allow-versions", action="store_true", help="accept hosts whose versions differ from those of this machine")
     add("--same-bits", action="store_true", help="refuse hosts whose CPU or XLA_FLAGS may round differently")
@@ -91,6 +94,7 @@ def train(args: list[str]) -> int:
             init_from=options.init_from,
             cluster=options.cluster,
             env_timeout=options.env_timeout,
+            silence=options.silence,
             profile=options.profile,
             allow_versions=options.allow_versions,
             same_bits=options.same_bits,

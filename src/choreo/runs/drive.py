@@ -54,6 +54,7 @@ from choreo.runs.warm_start import Weights
 from choreo.runtime.base import Runtime
 from choreo.runtime.compilation_cache import use_compilation_cache
 from choreo.runtime.coordinator.cluster import Cluster
+from choreo.runtime.coordinator.silence import Silence
 from choreo.runtime.engine.profile import Profile
 from choreo.runtime.engine.schedule import VersionRead
 from choreo.runtime.make import make_runtime
@@ -80,6 +81,8 @@ class RunOptions:
 
     env_timeout_s: float = 60.0
     """Seconds after which an environment that does not return counts as hanging."""
+    silence: Silence = Silence()
+    """How long a worker may be silent until it is named, and until it counts as dead."""
     profile: bool = False
     """Record a timeline of each site's work?"""
     cluster: Cluster | None = None

@@ -27,6 +27,7 @@ from choreo.runs.run import Run, Timing
 from choreo.runs.warm_start import Weights
 from choreo.runtime.compilation_cache import use_compilation_cache
 from choreo.runtime.coordinator.cluster import Cluster
+from choreo.runtime.coordinator.silence import Silence
 from choreo.runtime.engine.schedule import VersionRead
 
 
@@ -42,6 +43,7 @@ def train(
     runtime: str | None = None,
     cluster: Cluster | str | Path | None = None,
     env_timeout: float | int = 60.0,
+    silence: float | int = 300.0,
     profile: bool = False,
     allow_versions: bool = False,
     same_bits: bool = False,
@@ -74,6 +76,8 @@ def train(
     - `cluster`: a Cluster, or the path of a `cluster.toml`; names the hosts of workers.
     - `env_timeout`: if an environment in a worker process does not return within this number of seconds, the worker ends the
       run; 0: no limit.
+    - `silence`: if a worker process gives no sign of life for this number of seconds, the run ends. A silent worker is named
+      after 10 s. A worker that computes for long, or waits, is not silent.
     - `profile`: records a timeline of each site's work, also as `trace.json` in the run folder (open it in Perfetto).
     - `allow_versions`: accepts hosts whose versions differ from those of this machine. By default they are refused.
     - `same_bits`: refuses hosts whose CPU or XLA_FLAGS differ from those of this machine. By default they give a warning.
@@ -120,6 +124,7 @@ def train(
             cluster = Cluster.from_toml(cluster)
         options = RunOptions(
             env_timeout_s=float(env_timeout),
+            silence=Silence(dead_s=float(silence)),
             profile=profile,
             cluster=cluster,
             allow_versions=allow_versions,

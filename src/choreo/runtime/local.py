@@ -11,7 +11,7 @@ For a worker on another host, the control socket is an encrypted tunnel, and cha
     briefing.py       the settings of each worker          wiring.py        the channels between workers
     launching.py      start workers and set them up        handle.py        one worker
     conversation.py   commands and replies                 pool.py          all workers: poll, read, end
-    supervision.py    finds the worker that failed first, and makes the error for the user
+    state_machine.py  decides who failed first, who is silent  supervision.py  makes the error for the user
 
 When a worker ends before it is told to stop, the coordinator ends all other workers and raises one error, with the name and
 the traceback of the worker that failed first. Shared memory and sockets have no names in the file system, so nothing remains
@@ -35,6 +35,7 @@ from choreo.runtime.coordinator.conversation import Conversation
 from choreo.runtime.coordinator.deployment import Deployment, check_collectives
 from choreo.runtime.coordinator.launching import launch
 from choreo.runtime.coordinator.pool import WorkerPool
+from choreo.runtime.coordinator.silence import Silence
 from choreo.runtime.engine.assemble import (
     EXTENT_BYTES,
     extents_of_leaf,
@@ -61,6 +62,7 @@ class Local:
         carrier: str = "shm",
         cluster: Cluster | None = None,
         env_timeout_s: float = 60.0,
+        silence: Silence | None = None,
         profile: bool = False,
         allow_versions: bool = False,
         same_bits: bool = False,
@@ -73,6 +75,7 @@ class Local:
         carrier           "shm" or "tcp", for channels between workers on this machine
         cluster           the hosts to use; None for only this machine
         env_timeout_s     seconds after which an environment that does not return counts as hanging; 0 turns the check off
+        silence           how long a worker may be silent until it is named, and until it counts as dead
         profile           time the steps of the workers
         allow_versions    accept hosts with different versions of Python or of packages
         same_bits         refuse hosts whose results may differ in some bit: different versions, CPU or XLA_FLAGS
@@ -88,12 +91,14 @@ class Local:
         programs = {worker: pickled_programs(self.deployment, worker) for worker in self.deployment.workers}
         self.log: list[VersionRead] = []
         """In a relaxed layout, the version that each worker read for each update."""
-        self.pool = WorkerPool(on_output or _print_line, on_states)
+        silence = silence or Silence()
+        environments = {worker: self.deployment.environments(worker) for worker in self.deployment.workers}
+        self.pool = WorkerPool(on_output or _print_line, on_states, silence=silence, environments=environments)
         self.conversation = Conversation(self.pool, self.deployment)
         try:
             self.differences = launch(
                 self.conversation, programs, token=token, allow_versions=allow_versions, same_bits=same_bits,
-                profile=profile, env_timeout_s=env_timeout_s,
+                profile=profile, env_timeout_s=env_timeout_s, silence=silence,
             )  # fmt: skip
         except BaseException:
             self.pool.kill()

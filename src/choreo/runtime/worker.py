@@ -26,12 +26,13 @@ With channels over TCP, or with collectives, `set_up` has more steps, so that no
 
     set_up ─▶   ◀─ listening: address, key   contacts: of all workers ─▶   ◀─ admitted   connect ─▶   ◀─ ready
 
-The main thread executes commands. A second thread receives commands, and ends the process at once when the coordinator is
-gone. A third thread watches for an environment that hangs.
+The main thread executes commands. A second thread receives commands, answers heartbeats (`heartbeat.py`), and ends the
+process at once when the coordinator is gone. A third thread watches for an environment that hangs.
 """
 
 import faulthandler
 import json
+import math
 import os
 import queue
 import signal
@@ -46,7 +47,8 @@ import numpy as np
 
 from choreo.errors import ChoreoError, EnvError, RunError
 from choreo.runtime.channels.links import Links
-from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, receive_frame, send_frame
+from choreo.runtime.coordinator.control_frames import BEAT, PROGRESS, Frame, receive_frame, send_frame
+from choreo.runtime.heartbeat import activity, stack_text
 
 POLL_S = 0.5
 """The time between two checks whether an environment hangs."""
@@ -87,10 +89,10 @@ def _await_coordinator(host: str, coordinator: bytes, agent: int) -> tuple[socke
     Returns the control socket, the thread that relays bytes between this socket and the tunnel, and the worker's new key pair.
     """
     from choreo.runtime.channels.keys import KeyPair
-    from choreo.runtime.coordinator.tunnel import Tunnel, start_relay
+    from choreo.runtime.coordinator.tunnel import SILENCE_VARIABLE, Tunnel, start_relay
 
     keys = KeyPair.new()
-    tunnel, port = Tunnel.listen(host, keys, coordinator)
+    tunnel, port = Tunnel.listen(host, keys, coordinator, float(os.environ[SILENCE_VARIABLE]))
     os.write(agent, json.dumps({"port": port, "key": keys.public.decode()}).encode())
     os.set_inheritable(agent, False)
     if not tunnel.await_peer(time.monotonic() + CONNECT_S):
@@ -113,11 +115,14 @@ class Worker:
         self.in_collective = False
         self.ending = False
         self.progress_sent_at = 0.0
+        self.steps_done = 0
+        """How many commands and iterations this worker has begun."""
         threading.Thread(target=self._listen, name="choreo-control", daemon=True).start()
 
     def serve(self) -> None:
         while True:
             header, arrays = self.commands.get()
+            self.steps_done += 1
             kind = header["kind"]
             if kind == "stop":
                 return self._stop()
@@ -143,7 +148,8 @@ class Worker:
     def _set_up(self, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         began = time.perf_counter()
         self.name, self.env_timeout_s = header["name"], header["env_timeout_s"]
-        self.links = Links(self.name, header["links"], host=header["host"], keys=self.keys)
+        silence_s = header["silence_s"]
+        self.links = Links(self.name, header["links"], host=header["host"], keys=self.keys, silence_s=silence_s)
         rendezvous, collective = {}, header["collective"]
         if header["introduction"]:
             here = {
@@ -164,14 +170,19 @@ class Worker:
 
         programs = _load(arrays[0].tobytes())
         process_of_site = {(group, r): process for group, r, process in header["process_of_site"]}
-        topology = Topology(me=self.name, process_of_site=process_of_site, links=self.links.by_peer)
+        topology = Topology(
+            me=self.name,
+            process_of_site=process_of_site,
+            links=self.links.by_peer,
+            wait_for_any=self.links.wait_for_any,
+        )
         if header["profile"]:
             from choreo.runtime.engine.profile import Recorder
 
             self.recorder = Recorder()
         timed = self.recorder and self.recorder.timed
         if collective:
-            _join_collective(collective, rendezvous[collective["group"]])
+            _join_collective(collective, rendezvous[collective["group"]], silence_s)
             self.in_collective = True
         backend = _jax_backend(header, timed) if header["platforms"] else PythonOnly()
         self.execution = (Arrivals if programs.num_workers > 1 else Execution)(programs, topology, backend, timed)
@@ -196,6 +207,7 @@ class Worker:
 
     def _begins(self, iteration: int) -> None:
         """Tell the coordinator that this worker begins an iteration, but at most once in PROGRESS_S seconds."""
+        self.steps_done += 1
         if time.monotonic() - self.progress_sent_at > PROGRESS_S:
             self.progress_sent_at = time.monotonic()
             self._send({"kind": PROGRESS, "iteration": iteration})
@@ -283,10 +295,23 @@ class Worker:
             self.control.settimeout(None)
             threading.Thread(target=self._watch, name="choreo-watch", daemon=True).start()
             while (frame := receive_frame(self.control)) is not None:
-                self.commands.put(frame)
+                if frame[0]["kind"] == BEAT:
+                    self._answer(with_stack=frame[0]["stack"])
+                else:
+                    self.commands.put(frame)
         finally:
             if not self.ending:
                 _end_now()
+
+    def _answer(self, *, with_stack: bool) -> None:
+        """Tell the coordinator that this process is alive, and whether its main thread moves."""
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        messages = 0 if self.links is None else self.links.messages
+        calls = 0 if self.execution is None else self.execution.host_calls()
+        stack = stack_text(frame) if with_stack else ""
+        self._send(
+            {"kind": BEAT, "moves": self.steps_done + messages + calls, "doing": activity(frame), "stack": stack}
+        )
 
     def _watch(self) -> None:
         """Poll until an environment hangs. Then report the environment, and end the process.
@@ -345,9 +370,10 @@ def _free_address(host: str) -> str:
         return f"{host}:{free.getsockname()[1]}"
 
 
-def _join_collective(collective: dict[str, Any], rendezvous: str) -> None:
+def _join_collective(collective: dict[str, Any], rendezvous: str, silence_s: float) -> None:
     """Connect JAX in all workers of this group, so that compiled programs can combine values of these workers.
 
+    JAX aborts the workers if one of them is silent for `silence_s` seconds.
     These connections are neither encrypted nor authenticated. So their ports are opened only at the address in `collective`.
     """
     import jax
@@ -361,6 +387,7 @@ def _join_collective(collective: dict[str, Any], rendezvous: str) -> None:
         rendezvous,
         num_processes=collective["size"],
         process_id=collective["rank"],
+        heartbeat_timeout_seconds=math.ceil(silence_s),
         coordinator_bind_address=rendezvous,  # by default, JAX would listen at all network interfaces
     )
     use_gloo_at(collective["address"])

@@ -27,6 +27,7 @@ from choreo.runtime.channels.base import (
     Sender,
     message_bytes,
 )
+from choreo.runtime.channels.waiting import wait_for_any
 
 PATIENCE_S = 20.0
 """After this time, a call that should have returned counts as hanging."""
@@ -52,6 +53,7 @@ def check_channel(make: MakeChannel) -> None:
     check_failure(make)
     check_mismatch(make)
     check_statistics(make)
+    check_wait_for_any(make)
 
 
 def check_parts(make: MakeChannel) -> None:
@@ -203,6 +205,36 @@ def check_mismatch(make: MakeChannel) -> None:
             _require(error.peer == receiver.peer, "MessageMismatch does not name the peer.")
 
 
+def check_wait_for_any(make: MakeChannel) -> None:
+    """Check that `wait_for_any` returns when one of several senders sends, and when one has finished; no message is missed."""
+    count, pairs = 100, [_pair(make, slots=1, timeout_s=PATIENCE_S) for _ in range(2)]
+    receivers = [receiver for _, receiver in pairs]
+    arrived: list[list[int]] = [[], []]
+
+    def send_all(sender: Sender) -> None:
+        for i in range(count):
+            sender.send([_number(i)])
+        sender.close()
+
+    def receive_all() -> None:
+        open_ends = {0, 1}
+        while open_ends:
+            wait_for_any([receivers[i] for i in sorted(open_ends)])
+            for i in [i for i in sorted(open_ends) if receivers[i].ready()]:
+                try:
+                    arrived[i].append(_receive(receivers[i]))
+                except EndOfChannel:
+                    open_ends.remove(i)
+
+    with receivers[0], receivers[1]:
+        _together(receive_all, *(partial(send_all, sender) for sender, _ in pairs))
+    _require(arrived == [list(range(count))] * 2, "while a process waits for any of two channels, messages are missed.")
+    (sender, receiver), (silent, quiet) = (_pair(make, timeout_s=PATIENCE_S) for _ in range(2))
+    with receiver, quiet, silent:  # the sender fails while the receiver waits
+        _together(partial(wait_for_any, [quiet, receiver]), partial(_fail, sender))
+        _expect(PeerLost, "`receive` after the sender failed", _drain, receiver, [])
+
+
 def check_statistics(make: MakeChannel) -> None:
     """Check that both ends count messages and bytes, and that the receiver counts its waiting time."""
     arrays = [np.zeros((3, 4), np.float32), np.zeros(5, bool)]  # 53 bytes
@@ -314,8 +346,8 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def _together(first: Callable[[], Any], second: Callable[[], Any]) -> None:
-    """Run both calls at the same time, each in a thread; raise an error if one call raises or does not return."""
+def _together(*calls: Callable[[], Any]) -> None:
+    """Run all calls at the same time, each in a thread; raise an error if one call raises or does not return."""
     errors: list[BaseException] = []
 
     def run(call: Callable[[], Any]) -> None:
@@ -324,7 +356,7 @@ def _together(first: Callable[[], Any], second: Callable[[], Any]) -> None:
         except Exception as error:  # noqa: BLE001 (raised again below)
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in (first, second)]
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -128,8 +128,21 @@ class Receiver(Protocol):
     def ready(self) -> bool:
         """Return True if a message has arrived or the sender has finished, so that `receive` does not wait.
 
-        In shared memory, this method does not notice a lost sender.
+        In shared memory, this method notices a lost sender only after a wait.
         """
+        ...
+
+    @property
+    def pollable(self) -> list[Any]:
+        """Sockets or descriptors to poll between `begin_wait` and `end_wait`. One of them is ready when `ready` may return True."""
+        ...
+
+    def begin_wait(self) -> bool:
+        """Ask the sender to wake this process. Returns True if `ready` is True already; then there is no need to wait."""
+        ...
+
+    def end_wait(self) -> None:
+        """End what `begin_wait` has begun; see `waiting.wait_for_any`."""
         ...
 
     def close(self) -> None:

@@ -34,10 +34,18 @@ class ChannelPair:
 class Links:
     """All channels of one worker."""
 
-    def __init__(self, me: str, descriptions: list[list[Any]], *, host: str = "127.0.0.1", keys: Any = None):
-        """`me` is the worker's name. `host` and `keys` are for channels over TCP: the address to listen at, and the
-        worker's key pair. With `keys=None`, a new key pair is made."""
-        self.me = me
+    def __init__(
+        self,
+        me: str,
+        descriptions: list[list[Any]],
+        *,
+        host: str = "127.0.0.1",
+        keys: Any = None,
+        silence_s: float | None = None,
+    ):
+        """`me` is the worker's name. The other arguments are for channels over TCP: the address to listen at, the worker's key
+        pair, and the seconds after which a silent peer counts as lost. With `keys=None`, a new key pair is made."""
+        self.me, self.tcp_options = me, {} if silence_s is None else {"silence_s": silence_s}
         self.by_peer: dict[str, ChannelPair] = {}
         """The channels, by the name of the peer followed by the kind."""
         self.over_tcp = sorted(d for d in descriptions if d[3] == "tcp")
@@ -56,6 +64,18 @@ class Links:
         """The address and public key that the other workers need to connect; None if this worker has no channels over TCP."""
         return self.listener and [self.listener.address, self.listener.keys.public.decode()]
 
+    @property
+    def messages(self) -> int:
+        """How many messages were sent and received so far. Another thread than that of the channels may call this."""
+        ends = [end for pair in list(self.by_peer.values()) for end in (pair.sender, pair.receiver) if end is not None]
+        return sum(end.statistics().messages for end in ends)
+
+    def wait_for_any(self, peers: Sequence[str]) -> None:
+        """Wait until the channel from one of these peers may be ready; see `waiting.wait_for_any`."""
+        from choreo.runtime.channels.waiting import wait_for_any
+
+        wait_for_any([self.by_peer[peer].receiver for peer in peers])
+
     def admit(self, contacts: dict[str, list[str]]) -> None:
         """Let the other workers connect. Every worker must call this before any worker calls `connect`."""
         if self.listener is not None:
@@ -71,14 +91,19 @@ class Links:
         from choreo.runtime.channels.tcp import connect
 
         for sender, receiver, kind, _, slot_bytes, slots in self.over_tcp:
-            name, sizes = f"{sender} -> {receiver}{kind}", {"slot_bytes": slot_bytes, "slots": slots}
+            name, options = (
+                f"{sender} -> {receiver}{kind}",
+                {"slot_bytes": slot_bytes, "slots": slots, **self.tcp_options},
+            )
             if sender == self.me:
                 address, key = contacts[receiver]
                 keys = self.listener.keys
-                channel = connect(address, name, keys=keys, peer=receiver, peer_key=key.encode(), end="sender", **sizes)
+                channel = connect(
+                    address, name, keys=keys, peer=receiver, peer_key=key.encode(), end="sender", **options
+                )
                 self._pair(receiver + kind).sender = channel
             else:
-                self._pair(sender + kind).receiver = self.listener.accept_channel(name, peer=sender, **sizes)
+                self._pair(sender + kind).receiver = self.listener.accept_channel(name, peer=sender, **options)
         self.listener.close()
 
     def _open_shm(self, sender: str, receiver: str, kind: str, *how: int) -> None:

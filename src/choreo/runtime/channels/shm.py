@@ -311,10 +311,28 @@ class ShmReceiver(_Ring):
     """The receiving end; see `choreo.runtime.channels.base.Receiver`."""
 
     _closed_word, _idle = RECEIVER_CLOSED, "sent nothing"
+    _sender_gone = False
 
     def ready(self) -> bool:
-        """Return True if there is an unread message, or if the sender has finished. A lost sender is not noticed."""
-        return self._words[WRITTEN] > self._number or bool(self._words[SENDER_CLOSED])
+        """Return True if there is an unread message, or if the sender has finished. A lost sender is noticed by `end_wait`."""
+        return self._words[WRITTEN] > self._number or bool(self._words[SENDER_CLOSED]) or self._sender_gone
+
+    @property
+    def pollable(self) -> list[int]:
+        return [self._bell.fileno()]
+
+    def begin_wait(self) -> bool:
+        self._words[RECEIVER_SLEEPS] = 1
+        self._fence()  # between writing my flag and reading the peer's counter
+        return self.ready()
+
+    def end_wait(self) -> None:
+        self._words[RECEIVER_SLEEPS] = 0
+        with suppress(BlockingIOError):  # nobody has rung
+            try:
+                self._sender_gone = not self._bell.recv(4096, socket.MSG_DONTWAIT)
+            except ConnectionResetError:
+                self._sender_gone = True
 
     def receive(self, into: Sequence[np.ndarray]) -> None:
         """Copy the next message into these arrays. Blocks until a message arrives."""

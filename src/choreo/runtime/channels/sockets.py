@@ -11,8 +11,10 @@ import zmq
 LINGER_S = 3.0
 """How long the last messages may take to be transmitted when the process exits."""
 
-CONTROL_SILENCE_S = 6
-"""A control connection counts as lost after this many seconds without any sign of the peer."""
+DEFAULT_SILENCE_S = 300.0
+"""A peer counts as lost after this many seconds without any sign of it, unless `silence_s` says otherwise."""
+_MOST_PROBES = 100
+"""The largest number of keep-alive probes; Linux accepts up to 127."""
 
 _OPENED = (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED)
 # The events of failed handshakes are left out because of an error in ZeroMQ 4.3.5. When it reports such an event for a forged
@@ -93,18 +95,20 @@ class Connections:
         self.monitor.close(0)
 
 
-def keep_alive(sock: zmq.Socket) -> None:
-    """Turn on TCP keep-alive for a socket, so that it notices a cut cable within CONTROL_SILENCE_S seconds.
+def keep_alive(sock: zmq.Socket, silence_s: float = DEFAULT_SILENCE_S) -> None:
+    """Turn on TCP keep-alive for a socket, so that it notices a cut cable within about `silence_s` seconds.
 
     ZeroMQ's heartbeats would also notice a stopped process. But ZeroMQ 4.3.5 aborts the process if a connection with
     heartbeats breaks while messages wait because of the limit RCVHWM. So only sockets without this limit (0) can use heartbeats.
     """
+    probing_s = max(1, round(silence_s) - 2)
+    interval_s = -(-probing_s // _MOST_PROBES)
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1),
         (zmq.TCP_KEEPALIVE_IDLE, 2),
-        (zmq.TCP_KEEPALIVE_INTVL, 1),
-        (zmq.TCP_KEEPALIVE_CNT, CONTROL_SILENCE_S - 2),
-        (zmq.TCP_MAXRT, 1000 * CONTROL_SILENCE_S),
+        (zmq.TCP_KEEPALIVE_INTVL, interval_s),
+        (zmq.TCP_KEEPALIVE_CNT, max(1, probing_s // interval_s)),
+        (zmq.TCP_MAXRT, int(1000 * silence_s)),
     ):
         sock.set(option, value)
 

@@ -40,13 +40,11 @@ from choreo.runtime.channels.base import (
     timed_out,
 )
 from choreo.runtime.channels.cipher import TAG_BYTES, FrameCipher
-from choreo.runtime.channels.sockets import LINGER_S, Connections, context_of_process, fd_of
+from choreo.runtime.channels.sockets import DEFAULT_SILENCE_S, LINGER_S, Connections, context_of_process, fd_of
 
 Side: TypeAlias = Literal["sender", "receiver"]
 """One of the two ends of a channel."""
 
-CHANNEL_SILENCE_S = 5.0
-"""A peer counts as lost after this many seconds without a heartbeat, unless `silence_s` says otherwise."""
 LARGE_BYTES = 64 * 1024
 """Arrays of this size or larger are sent in separate frames, which saves one copy at each end."""
 
@@ -63,7 +61,7 @@ class TcpOptions(TypedDict, total=False):
     hello_timeout_s: float
     """How long to wait for the peer to connect. Default: 30 s."""
     silence_s: float
-    """The peer counts as lost after this time without a heartbeat. Default: 5 s."""
+    """The peer counts as lost after this time without a heartbeat. Default: 300 s."""
 
 
 _HEADER, _COUNT = struct.Struct("<QQ"), struct.Struct("<Q")
@@ -75,7 +73,7 @@ class TcpConnection:
 
     def __init__(self, peer: str, options: TcpOptions, *, send_key: bytes, receive_key: bytes):
         """`send_key` seals the frames to the peer; `receive_key` opens the frames from the peer."""
-        silence_s, slot_bytes = options.get("silence_s", CHANNEL_SILENCE_S), options.get("slot_bytes")
+        silence_s, slot_bytes = options.get("silence_s", DEFAULT_SILENCE_S), options.get("slot_bytes")
         self.peer, self._outgoing, self._incoming = peer, FrameCipher(send_key), FrameCipher(receive_key)
         self.lost = False
         _finish_at_exit()
@@ -96,6 +94,11 @@ class TcpConnection:
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._connections.monitor, zmq.POLLIN)
+
+    @property
+    def pollable(self) -> list[zmq.Socket]:
+        """Sockets to poll for a message, or for a connection that begins or ends."""
+        return [self.socket] if self.lost else [self.socket, self._connections.monitor]
 
     def wait(self, milliseconds: int) -> bool:
         """Wait for a message, or for a connection that begins or ends. Returns False if neither comes in time.
@@ -277,6 +280,16 @@ class TcpReceiver(_TcpEnd):
     def ready(self) -> bool:
         """Return True if a message has arrived, or if the sender has finished or is gone."""
         return self._ended or self._connection.lost or bool(self._connection.socket.poll(0, zmq.POLLIN))
+
+    @property
+    def pollable(self) -> list[zmq.Socket]:
+        return self._connection.pollable
+
+    def begin_wait(self) -> bool:
+        return self.ready()
+
+    def end_wait(self) -> None:
+        self._connection.wait(0)  # reads whether the connection has ended
 
     def receive(self, into: Sequence[np.ndarray]) -> None:
         """Copy the next message into these arrays. Blocks until a message arrives."""

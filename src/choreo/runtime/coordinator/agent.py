@@ -14,7 +14,6 @@ logged.
 import contextlib
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ import zmq
 from choreo.errors import RunError
 from choreo.runtime.channels.keys import KeyPair, authenticator
 from choreo.runtime.channels.sockets import Connections, bind, context_of_process, fd_of, keep_alive
+from choreo.runtime.coordinator.open_files import raise_limit
 
 AGENT, COORDINATOR = "agent", "coordinator"
 """The labels of the two key pairs that are derived from the token."""
@@ -41,7 +41,7 @@ CHECK_S = 0.5
 
 def serve(address: str, port: int, token: bytes) -> int:
     """Start workers for coordinators that have the token, until Ctrl-C or SIGTERM. Returns the exit code."""
-    _allow_many_connections()
+    raise_limit()  # so that connections of many unknown clients cannot block a coordinator
     agent = Agent(address, port, token)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -286,9 +286,3 @@ class SpawnedWorker:
 def log(text: str) -> None:
     """Print a line with the time."""
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}", flush=True)
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files to the maximum, so that connections of many unknown clients cannot block a coordinator."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -48,7 +48,14 @@ def environment_variables(deployment: Deployment, worker: str) -> dict[str, str]
 
 
 def briefing(
-    deployment: Deployment, worker: str, links: list[list[Any]], *, profile: bool, env_timeout_s: float
+    deployment: Deployment,
+    worker: str,
+    links: list[list[Any]],
+    *,
+    introduction: bool,
+    profile: bool,
+    env_timeout_s: float,
+    silence_s: float,
 ) -> dict[str, Any]:
     """The header of the command `set_up`. The only array of this command holds the worker's pickled programs."""
     plan, groups = deployment.plan, deployment.groups(worker)
@@ -59,11 +66,12 @@ def briefing(
         "links": links,
         "host": deployment.hosts[worker].address,
         "platforms": {g: plan.platform(g) for g in groups} if deployment.compiles(worker) else None,
-        "introduction": deployment.needs_introduction,
+        "introduction": introduction,
         "collective": deployment.collective(worker),
         "num_devices": {g.name: g.devices for g in plan.layout.groups if g.name in groups and g.devices > 1},
         "x64": jnp.result_type(float) == np.float64,
         "prng": str(jax.random.key_impl(jax.random.key(0))),
         "profile": profile,
         "env_timeout_s": env_timeout_s,
+        "silence_s": silence_s,
     }

@@ -21,7 +21,9 @@ MAX_HEADER_BYTES = 2**26
 """The size of the largest header that is accepted. A larger header is refused before memory is allocated for it."""
 PROGRESS = "progress"
 """The kind of the frame with which a worker reports that it begins an iteration. All other frames of a worker are replies to
-commands, or its error report."""
+commands, heartbeats, or its error report."""
+BEAT = "beat"
+"""The kind of the frame with which the coordinator asks whether a worker is alive, and of the answer."""
 
 
 class WireError(RunError):
@@ -32,34 +34,49 @@ class WireError(RunError):
 class Stream(Protocol):
     """A stream of bytes: a socket, or a tunnel."""
 
-    def sendall(self, data: Any, /) -> None: ...
+    def send(self, data: Any, /) -> int: ...
     def recv_into(self, buffer: memoryview, /) -> int: ...
 
 
-def send_frame(sock: Stream, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+@runtime_checkable
+class Watch(Protocol):
+    """Is told whether a frame moves on. Without a watch, a stream with a time limit raises TimeoutError when it is reached."""
+
+    def moved(self) -> None:
+        """Some bytes were sent or received."""
+        ...
+
+    def stalled(self) -> None:
+        """No bytes could be sent or received within the time limit of the stream."""
+        ...
+
+
+def send_frame(
+    sock: Stream, header: dict[str, Any], arrays: Sequence[np.ndarray] = (), watch: Watch | None = None
+) -> None:
     """Send one frame."""
     arrays = [np.asarray(a, a.dtype.newbyteorder("="), order="C") for a in arrays]
     text = json.dumps(header | {"arrays": [[list(a.shape), name_of(a.dtype)] for a in arrays]}).encode()
-    sock.sendall(struct.pack("!Q", len(text)) + text)
+    _send(sock, memoryview(struct.pack("!Q", len(text)) + text), watch)
     for array in arrays:
         if array.nbytes:
-            sock.sendall(array.reshape(-1).view(np.uint8).data)
+            _send(sock, array.reshape(-1).view(np.uint8).data, watch)
 
 
-def receive_frame(sock: Stream) -> Frame | None:
+def receive_frame(sock: Stream, watch: Watch | None = None) -> Frame | None:
     """Return the next frame, or None if the other end is gone. Raises WireError if the bytes are not a frame."""
-    size = _receive(sock, 8)
+    size = _receive(sock, 8, watch)
     if size is None:
         return None
     (header_bytes,) = struct.unpack("!Q", size)
     if header_bytes > MAX_HEADER_BYTES:
         raise WireError(f"A frame announces a header of {header_bytes:,} bytes.")
-    text = _receive(sock, header_bytes)
+    text = _receive(sock, header_bytes, watch)
     if text is None:
         return None
     header, arrays = _parse(text)
     for array in arrays:
-        if array.nbytes and not _receive_into(sock, array.reshape(-1).view(np.uint8).data):
+        if array.nbytes and not _receive_into(sock, array.reshape(-1).view(np.uint8).data, watch):
             return None
     return header, arrays
 
@@ -76,19 +93,40 @@ def _parse(text: bytearray) -> Frame:
     return header, arrays
 
 
-def _receive(sock: Stream, size: int) -> bytearray | None:
+def _send(sock: Stream, view: memoryview, watch: Watch | None) -> None:
+    while view:
+        try:
+            size = sock.send(view)
+        except TimeoutError:
+            if watch is None:
+                raise
+            watch.stalled()
+            continue
+        view = view[size:]
+        if watch is not None:
+            watch.moved()
+
+
+def _receive(sock: Stream, size: int, watch: Watch | None) -> bytearray | None:
     data = bytearray(size)
-    return data if _receive_into(sock, memoryview(data)) else None
+    return data if _receive_into(sock, memoryview(data), watch) else None
 
 
-def _receive_into(sock: Stream, view: memoryview) -> bool:
+def _receive_into(sock: Stream, view: memoryview, watch: Watch | None) -> bool:
     done = 0
     while done < len(view):
         try:
             got = sock.recv_into(view[done:])
+        except TimeoutError:
+            if watch is None:
+                raise
+            watch.stalled()
+            continue
         except ConnectionResetError:
             return False
         if got == 0:
             return False
         done += got
+        if watch is not None:
+            watch.moved()
     return True

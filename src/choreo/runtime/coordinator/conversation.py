@@ -1,19 +1,13 @@
-"""Commands to workers and their replies. A worker answers every command except `stop` with one reply.
+"""Commands to workers and their replies. A worker answers every command except `stop` with one reply."""
 
-Before its reply, a worker may send progress frames, which this module ignores.
-"""
-
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, send_frame
+from choreo.runtime.coordinator.control_frames import Frame
 from choreo.runtime.coordinator.deployment import Deployment
-from choreo.runtime.coordinator.handle import WorkerHandle
 from choreo.runtime.coordinator.pool import WorkerPool
-from choreo.runtime.coordinator.supervision import WorkerError, end_run
 
 
 class Conversation:
@@ -35,12 +29,7 @@ class Conversation:
 
     def tell(self, worker: str, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
         """Send a command to one worker."""
-        handle = self.pool.handles[worker]
-        try:
-            send_frame(handle.control, header, arrays)
-        except OSError:
-            raise self._ended(handle) from None
-        handle.state = header["kind"]
+        self.pool.tell(worker, header, arrays)
 
     def await_replies(self, kind: str, *, doing: str, timeout_s: float | None = None) -> dict[str, Frame]:
         """Wait for the reply of every worker, and return the replies by worker. Until then, print what the workers print.
@@ -48,29 +37,13 @@ class Conversation:
         All replies must be of this `kind`. `doing` describes the command in an error message.
         """
         replies: dict[str, Frame] = {}
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         workers = self.deployment.workers
+        self.pool.expect_replies(doing=doing, timeout_s=timeout_s)
         while len(replies) < len(workers):
-            if deadline is not None and time.monotonic() > deadline:
-                late = ", ".join(f"`{name}`" for name in workers if name not in replies)
-                self.pool.kill()
-                raise WorkerError(f"{late} did not answer within {timeout_s:g} s while {doing}.",
-                                  fix="The machine may be overloaded: use fewer workers.")  # fmt: skip
-            for handle in self.pool.select(timeout_s=1.0):
-                frame = self.pool.receive(handle)
-                if frame is None:
-                    raise self._ended(handle)
+            for worker, frame in self.pool.replies():
                 header, _ = frame
-                if header["kind"] == PROGRESS:
-                    continue
                 assert header["kind"] == kind, (header, kind)
-                replies[handle.name] = frame
-                handle.state = "idle"
+                replies[worker] = frame
                 if "compile_seconds" in header:
-                    self.compile_seconds[handle.name] = header["compile_seconds"]
-            for handle in self.pool.ended():
-                raise self._ended(handle)
+                    self.compile_seconds[worker] = header["compile_seconds"]
         return {name: replies[name] for name in workers}
-
-    def _ended(self, handle: WorkerHandle) -> Exception:
-        return end_run(self.pool, handle, self.deployment)

@@ -33,24 +33,17 @@ class Deployment:
     hosts: Mapping[str, Host]
     """The host of each worker."""
     over_tcp: bool
-    """True if the channels between workers use TCP, False if they use shared memory."""
+    """True if all channels between workers must use TCP. Otherwise, those between two workers on one host may share memory."""
 
     @classmethod
     def of(cls, plan: Plan, cluster: Cluster, *, over_tcp: bool) -> "Deployment":
-        """The deployment of a plan on a cluster. If a worker is on another host, all channels use TCP."""
-        hosts = hosts_of(plan, cluster)
-        over_tcp = over_tcp or any(host.port for host in hosts.values())
-        return cls(plan=plan, process_of_site=assign_processes(plan), hosts=hosts, over_tcp=over_tcp)
+        """The deployment of a plan on a cluster."""
+        return cls(plan=plan, process_of_site=assign_processes(plan), hosts=hosts_of(plan, cluster), over_tcp=over_tcp)
 
     @functools.cached_property
     def workers(self) -> list[str]:
         """The names of all workers."""
         return list(dict.fromkeys(self.process_of_site.values()))
-
-    @property
-    def needs_introduction(self) -> bool:
-        """Whether workers must learn each other's addresses before they can start."""
-        return (self.over_tcp and len(self.workers) > 1) or any(map(self.collective, self.workers))
 
     def groups(self, worker: str) -> list[str]:
         """The groups that have a site in a worker."""

@@ -10,23 +10,25 @@ ready              every worker has opened its channels and loaded its programs
 """
 
 import contextlib
-import secrets
 import sys
 import time
 from collections.abc import Mapping
 
 import numpy as np
 
-from choreo.runtime.channels.keys import KeyPair
 from choreo.runtime.coordinator.briefing import briefing, environment_variables
-from choreo.runtime.coordinator.cluster import ClusterError
+from choreo.runtime.coordinator.cluster import ClusterError, Host
 from choreo.runtime.coordinator.conversation import Conversation
 from choreo.runtime.coordinator.deployment import Deployment, packages_of_plan
 from choreo.runtime.coordinator.handle import WorkerHandle
+from choreo.runtime.coordinator.launcher import Launcher, WorkerProcess
+from choreo.runtime.coordinator.local_launcher import LocalLauncher
+from choreo.runtime.coordinator.open_files import check_limit
 from choreo.runtime.coordinator.pool import WorkerPool
-from choreo.runtime.coordinator.remote import RemoteProcess
+from choreo.runtime.coordinator.remote import AgentLauncher
+from choreo.runtime.coordinator.silence import Silence
 from choreo.runtime.coordinator.versions import Versions, compare, this_machine
-from choreo.runtime.coordinator.wiring import make_channels
+from choreo.runtime.coordinator.wiring import choose_carriers, make_channels
 
 START_S = 120.0
 """How long a worker may take for each step of the start."""
@@ -41,50 +43,70 @@ def launch(
     same_bits: bool,
     profile: bool,
     env_timeout_s: float,
+    silence: Silence,
 ) -> dict[str, dict[str, str]]:
     """Start all workers with their programs, and wait until they are ready. Returns the result of `compare_versions`.
 
     If this fails, the workers that were started stay in the conversation's pool, and the caller must kill the pool.
     """
     deployment = conversation.deployment
-    links, ends = make_channels(deployment)
+    launchers = launchers_of(deployment, token, silence)
+    carriers = choose_carriers(deployment, launchers)
+    check_limit(carriers, deployment.hosts)
+    links, ends = make_channels(deployment, carriers)
     with contextlib.ExitStack() as stack:
         for end in (end for each in ends.values() for end in each):
             # After the start, only the worker holds its ends of channels, so that they are closed when the worker dies.
             stack.callback(end.close)
         fds = {worker: [fd for end in ends[worker] for fd in end.fds] for worker in deployment.workers}
-        start_workers(conversation.pool, deployment, fds, token)
+        start_workers(conversation.pool, deployment, launchers, fds)
     differences = compare_versions(conversation, allow_versions=allow_versions, same_bits=same_bits)
+    introduction = "tcp" in carriers.values() or any(map(deployment.collective, deployment.workers))
     for worker in deployment.workers:
-        header = briefing(deployment, worker, links[worker], profile=profile, env_timeout_s=env_timeout_s)
+        header = briefing(
+            deployment,
+            worker,
+            links[worker],
+            introduction=introduction,
+            profile=profile,
+            env_timeout_s=env_timeout_s,
+            silence_s=silence.connection_s,
+        )
         conversation.tell(worker, header, [np.frombuffer(programs[worker], np.uint8)])
-    if deployment.needs_introduction:
+    if introduction:
         introduce(conversation)
     conversation.await_replies("ready", doing="starting", timeout_s=START_S)
     return differences
 
 
-def start_workers(pool: WorkerPool, deployment: Deployment, fds: Mapping[str, list[int]], token: bytes | None) -> None:
-    """Start all workers, then connect to the workers on other hosts. Each worker on this machine inherits its `fds`."""
-    keys, run, deadline = KeyPair.new(), secrets.token_hex(4), time.monotonic() + START_S
-    requested: dict[str, RemoteProcess] = {}
+def launchers_of(deployment: Deployment, token: bytes | None, silence: Silence) -> dict[str, Launcher]:
+    """The launcher of each worker. Workers on one host have the same launcher."""
+    here = LocalLauncher()
+    by_host: dict[Host, Launcher] = {
+        host: AgentLauncher(host, _checked(token), silence_s=silence.connection_s) if host.port else here
+        for host in dict.fromkeys(deployment.hosts.values())
+    }
+    return {worker: by_host[host] for worker, host in deployment.hosts.items()}
+
+
+def start_workers(
+    pool: WorkerPool, deployment: Deployment, launchers: Mapping[str, Launcher], fds: Mapping[str, list[int]]
+) -> None:
+    """Start all workers, then wait until each has a control connection. A worker inherits its `fds`."""
+    deadline = time.monotonic() + START_S
+    started: dict[str, WorkerProcess] = {}
+    # Workers on other hosts come first: while they start, this machine starts its own.
+    slow_first = sorted(deployment.workers, key=lambda worker: launchers[worker].shares_memory)
     try:
-        for worker, host in deployment.hosts.items():
-            if host.port:
-                requested[worker] = RemoteProcess(host, _checked(token))
-                requested[worker].spawn(worker, environment_variables(deployment, worker), run=run, key=keys.public)
+        for worker in slow_first:
+            started[worker] = launchers[worker].start(worker, environment_variables(deployment, worker), fds[worker])
         for worker in deployment.workers:
-            if worker not in requested:
-                pool.add(WorkerHandle.start_here(worker, environment_variables(deployment, worker), fds[worker]))
-        for worker in list(requested):
-            pool.add(WorkerHandle(worker, requested[worker], requested[worker].reach_worker(worker, keys, deadline)))
-            del requested[worker]
+            handle = WorkerHandle(worker, started[worker], started[worker].connect(deadline))
+            del started[worker]
+            pool.add(handle, uses_collectives=deployment.collective(worker) is not None)
     finally:
-        for process in requested.values():  # these are not in the pool yet
+        for process in started.values():  # these are not in the pool yet
             process.close()
-    pool.handles = {worker: pool.handles[worker] for worker in deployment.workers}
-    for worker, handle in pool.handles.items():
-        handle.uses_collectives = deployment.collective(worker) is not None
 
 
 def _checked(token: bytes | None) -> bytes:

@@ -1,25 +1,56 @@
-"""All workers of a run. The pool waits for them, reads their frames, passes on their output, and ends them.
+"""All workers of a run: the I/O of the coordinator.
 
-The pool has no threads: it reads output and frames while the coordinator waits for workers. The pool usually notices the end of
-a worker at once, because the worker's control connection closes; see `ended` for the exception.
+The pool polls the workers, tells the state machine what happened, and executes the commands of the machine. It has no threads:
+it reads output and frames while the coordinator waits for workers, or sends to a worker.
 """
 
 import contextlib
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import zmq
 
-from choreo.runtime.coordinator.control_frames import PROGRESS, Frame, WireError, receive_frame, send_frame
+from choreo.runtime.coordinator.control_frames import BEAT, PROGRESS, Frame, WireError, receive_frame, send_frame
 from choreo.runtime.coordinator.handle import WorkerHandle
+from choreo.runtime.coordinator.machine_events import (
+    Announce,
+    AskForHeartBeat,
+    CommandSent,
+    ConnectionClosed,
+    EndedEarly,
+    Event,
+    Failure,
+    HeartBeat,
+    KillAll,
+    MachineCommand,
+    OutOfReach,
+    ProcessEnded,
+    RaiseError,
+    RepliesAwaited,
+    SendStop,
+    ShowState,
+    TimePassed,
+    ToldToStop,
+    WorkerHeard,
+    WorkerReplied,
+    WorkerReported,
+    WorkerStarted,
+)
+from choreo.runtime.coordinator.silence import Silence
+from choreo.runtime.coordinator.state_machine import Phase, StateMachine
+from choreo.runtime.coordinator.supervision import describe
 
-GRACE_S = 2.0
-"""How long workers may take to end after the command `stop`. Also, after a failure, how long the coordinator searches for the
-worker that failed first."""
+STALL_S = 0.5
+"""If no byte can be sent to or received from a worker for this time, the pool looks after the other workers in between."""
+LAST_OUTPUT_S = 1.0
+"""How long a killed process may take to end."""
 NOISE = "[Gloo] Rank "
 """Output lines that begin with this text are not passed on. Gloo prints such a line at each connection."""
+Replies = list[tuple[str, Frame]]
+"""Names of workers and their replies."""
 
 
 class WorkerPool:
@@ -29,87 +60,92 @@ class WorkerPool:
         self,
         on_output: Callable[[str, str], None],
         on_states: Callable[[dict[str, str]], None] | None = None,
+        *,
+        silence: Silence | None = None,
+        environments: Mapping[str, list[range]] | None = None,
     ):
-        """`on_output(worker, line)` is called for every line that a worker prints. `on_states` is called with `states()`
-        when a worker reports progress."""
-        self.on_output, self.on_states = on_output, on_states
+        """`on_output(worker, line)` is called for every line that a worker prints, and for every line about a silent worker.
+        `on_states` is called with `states()` when a worker reports progress. `environments` are the numbers of the Python
+        environments of each worker, for error messages."""
+        self.on_output, self.on_states, self.environments = on_output, on_states, environments or {}
+        self.machine = StateMachine(silence)
         self.handles: dict[str, WorkerHandle] = {}
         self._poller = zmq.Poller()
+        self._early: Replies = []
+        """Replies that arrived while the pool was sending or receiving something else."""
 
-    def add(self, handle: WorkerHandle) -> None:
-        """Add a worker. From now on `select` listens to this worker, and `kill` ends it."""
+    def add(self, handle: WorkerHandle, *, uses_collectives: bool = False) -> None:
+        """Add a worker. From now on the pool listens to this worker, and `kill` ends it."""
         self.handles[handle.name] = handle
         self.listen(handle)
-        for source in handle.output_sources:
+        for source in handle.process.pollable:
             self._poller.register(source, zmq.POLLIN)
+        self._do(WorkerStarted(worker=handle.name, uses_collectives=uses_collectives))
 
     def listen(self, handle: WorkerHandle) -> None:
-        for source in handle.control_sources:
+        handle.control.settimeout(STALL_S)
+        for source in handle.control.pollable:
             self._poller.register(source, zmq.POLLIN)
 
     def stop_listening(self, handle: WorkerHandle) -> None:
         handle.control_open = False
-        for source in handle.control_sources:
+        for source in handle.control.pollable:
             self._unregister(source)
 
     def states(self) -> dict[str, str]:
         """What each worker is doing, for people to read."""
         return {name: handle.state for name, handle in self.handles.items()}
 
-    def select(self, *, timeout_s: float) -> list[WorkerHandle]:
-        """Wait up to `timeout_s` seconds until a worker prints or sends something. Pass on the output of all workers.
-
-        Returns the workers from which `receive` can read a frame, or the end of the connection, without waiting.
-        """
-        talking = [handle for handle in self.handles.values() if handle.control_open]
-        frame_waits = any(handle.has_frame(()) for handle in talking)
-        ready = {source for source, _ in self._poller.poll(0 if frame_waits else int(1000 * timeout_s))}
-        for handle in self.handles.values():
-            if not ready.isdisjoint(handle.output_sources):
-                self._pass_on_output(handle)
-        return [handle for handle in talking if handle.has_frame(ready.intersection(handle.control_sources))]
-
-    def receive(self, handle: WorkerHandle) -> Frame | None:
-        """Receive a worker's next frame. Returns None if the worker ended or reported an error; the report is in `handle.error`."""
-        # If Ctrl-C interrupts `receive_frame`, `control_open` stays False, because the rest of the frame cannot be read any more.
-        handle.control_open = False
+    def tell(self, worker: str, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        """Send a command to a worker. Raises the error of the worker that failed first if a worker fails meanwhile."""
+        handle = self.handles[worker]
+        self._do(CommandSent(worker=worker, kind=header["kind"]))
         try:
-            frame = receive_frame(handle.control)
-        except WireError as error:
-            frame = _report_of(error, handle.name), []
-        if frame is None or frame[0]["kind"] == "error":
-            handle.error = frame and frame[0]
-            self.stop_listening(handle)
-            return None
-        handle.control_open = True
-        if frame[0]["kind"] == PROGRESS:
-            handle.state = f"iteration {frame[0]['iteration']}"
-            if self.on_states is not None:
-                self.on_states(self.states())
-        return frame
+            self._send(handle, header, arrays)
+        except OSError:
+            # The worker has ended. Its report, or the end of its connection, can still be read.
+            while True:
+                self._early += self.take_turn()
 
-    def ended(self) -> list[WorkerHandle]:
-        """Workers whose process has ended.
+    def expect_replies(self, *, doing: str, timeout_s: float | None) -> None:
+        """Begin to wait for the replies to the commands that were sent; see `RepliesAwaited` for the arguments."""
+        self._do(RepliesAwaited(doing=doing, timeout_s=timeout_s))
 
-        The end of a process usually closes its control connection. But a process that the worker started can keep it open.
+    def replies(self) -> Replies:
+        """Wait until at least one worker has replied.
+
+        Raises the error of the worker that failed first if a worker fails meanwhile.
         """
-        return [handle for handle in self.handles.values() if handle.process.poll() is not None]
+        while not self._early:
+            self._early += self.take_turn()
+        found, self._early = self._early, []
+        return found
+
+    def take_turn(self, *, timeout_s: float | None = None) -> Replies:
+        """Wait until something happens, for `timeout_s` at most, and handle it. Returns the replies that have arrived."""
+        wait_s = self.machine.next_check_s if timeout_s is None else timeout_s
+        frame_waits = any(handle.has_frame(()) for handle in self.handles.values() if not handle.reading)
+        ready = {source for source, _ in self._poller.poll(0 if frame_waits else int(1000 * wait_s))}
+        replies: Replies = []
+        for handle in list(self.handles.values()):
+            if not ready.isdisjoint(handle.process.pollable):
+                self._pass_on_output(handle)
+        for handle in list(self.handles.values()):
+            if not handle.reading and handle.has_frame(ready):
+                frame = self._receive(handle)
+                if frame is not None:
+                    replies.append((handle.name, frame))
+        for handle in list(self.handles.values()):
+            self._note_end(handle)
+        self._do(TimePassed())
+        return replies
 
     def close(self) -> None:
         """Tell all workers to stop, so that they close their environments. After GRACE_S, kill the workers that still run."""
-        deadline = time.monotonic() + GRACE_S
         try:
-            for handle in self.handles.values():
-                handle.control.settimeout(GRACE_S)
-                with contextlib.suppress(OSError):  # the worker may have ended already
-                    send_frame(handle.control, {"kind": "stop"})
-                if not handle.control_open:
-                    self.stop_listening(handle)
-            while any(handle.is_alive for handle in self.handles.values()) and time.monotonic() < deadline:
-                for handle in self.select(timeout_s=0.02):
-                    self.receive(handle)
-        except TimeoutError:
-            return  # a worker stopped in the middle of a frame
+            self._do(ToldToStop())
+            while self.machine.phase is Phase.STOPPING:
+                self.take_turn()
         finally:
             self.kill()
 
@@ -118,23 +154,119 @@ class WorkerPool:
         handles = list(self.handles.values())
         self.handles.clear()
         for handle in handles:
-            handle.kill()
+            handle.process.kill()
         try:
             for handle in handles:
-                handle.process.wait()
+                handle.process.wait(LAST_OUTPUT_S if handle.process.address is None else 0.0)
             for handle in handles:  # after all waits: `on_output` may raise the error of a subscriber
                 while self._pass_on_output(handle):
                     pass
         finally:
             for handle in handles:
-                handle.close()
+                handle.control.close()
+                handle.process.close()
+
+    # -- Events ------------------------------------------------------------------------------------------------------------
+
+    def _receive(self, handle: WorkerHandle) -> Frame | None:
+        """Receive a worker's next frame, and tell the machine. Returns the frame if it is a reply."""
+        handle.reading = True  # stays True if Ctrl-C interrupts `receive_frame`
+        try:
+            frame = receive_frame(handle.control, _Watch(self, handle.name))
+        except WireError as error:
+            frame = _report_of(error, handle.name), []
+        handle.reading = False
+        if frame is None:
+            self.stop_listening(handle)
+            self._do(ConnectionClosed(worker=handle.name))
+            return None
+        header = frame[0]
+        match header["kind"]:
+            case "error":
+                self.stop_listening(handle)
+                self._do(WorkerReported(worker=handle.name, report=header))
+            case _ if header["kind"] == PROGRESS:
+                self._do(WorkerHeard(worker=handle.name))
+                self._show(handle.name, f"iteration {header['iteration']}")
+            case _ if header["kind"] == BEAT:
+                self._do(
+                    HeartBeat(worker=handle.name, moves=header["moves"], doing=header["doing"], stack=header["stack"])
+                )
+            case kind:
+                self._do(WorkerReplied(worker=handle.name, kind=kind))
+                return frame
+        return None
+
+    def _note_end(self, handle: WorkerHandle) -> None:
+        """Tell the machine if the process of a worker has ended.
+
+        The end of a process usually closes its control connection. But a process that the worker started can keep it open.
+        """
+        if handle.end_noted:
+            return
+        if (lost := handle.process.lost_sight()) is not None:
+            handle.end_noted = True
+            self._do(OutOfReach(worker=handle.name, why=lost.why, fix=lost.fix))
+        elif (code := handle.process.poll()) is not None:
+            handle.end_noted = True
+            self._do(ProcessEnded(worker=handle.name, code=code))
+
+    # -- Commands ----------------------------------------------------------------------------------------------------------
+
+    def _do(self, event: Event) -> None:
+        """Tell the machine about an event, and execute the commands that it answers."""
+        everybody = dict(self.handles)  # `KillAll` forgets the workers, but the error describes them
+        for command in self.machine.handle(event, now=time.monotonic()):
+            self._execute(command, everybody)
+
+    def _execute(self, command: MachineCommand, everybody: Mapping[str, WorkerHandle]) -> None:
+        match command:
+            case AskForHeartBeat(worker=name):
+                handle = self.handles[name]
+                if handle.control_open and not handle.sending:
+                    self._send_if_possible(handle, {"kind": BEAT, "stack": command.stack})
+            case Announce(worker=name):
+                self.on_output(name, command.line)
+            case ShowState(worker=name):
+                self.handles[name].state = command.state
+                if command.state == "silent" and self.on_states is not None:
+                    self.on_states(self.states())
+            case SendStop():
+                for handle in list(self.handles.values()):
+                    if handle.control_open and not handle.sending and handle.name in self.handles:
+                        self._send_if_possible(handle, {"kind": "stop"})
+            case KillAll():
+                self.kill()
+            case RaiseError():
+                raise self._error(command.failure, everybody)
+
+    def _error(self, failure: Failure, everybody: Mapping[str, WorkerHandle]) -> Exception:
+        error = describe(failure, everybody, self.environments)
+        if not (isinstance(failure, EndedEarly) and failure.report is not None):  # the worker's traceback says more
+            error.add_note(f"What the coordinator saw, and when:\n{self.machine.story()}")
+        return error
+
+    def _send_if_possible(self, handle: WorkerHandle, header: dict[str, Any]) -> None:
+        """Send a small frame, unless the worker has ended. The end of a worker is noticed by other means."""
+        with contextlib.suppress(OSError):
+            self._send(handle, header, ())
+
+    def _send(self, handle: WorkerHandle, header: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+        handle.sending = True
+        send_frame(handle.control, header, arrays, _Watch(self, handle.name))
+        handle.sending = False
+
+    def _show(self, worker: str, state: str) -> None:
+        self.handles[worker].state = state
+        if self.on_states is not None:
+            self.on_states(self.states())
 
     def _pass_on_output(self, handle: WorkerHandle) -> bool:
         """Pass on the new output of a worker. Returns False if there was no new output."""
-        before = handle.output_sources
+        before = handle.process.pollable
         lines, more = handle.read_output()
         for source in before:
-            if source not in handle.output_sources:  # a closed pipe would be ready in every poll
+            if source not in handle.process.pollable:  # a closed pipe would be ready in every poll
                 self._unregister(source)
         for line in lines:
             if not line.startswith(NOISE):
@@ -145,6 +277,24 @@ class WorkerPool:
     def _unregister(self, source: Any) -> None:
         if source in self._poller:
             self._poller.unregister(source)
+
+
+class _Watch:
+    """Looks after the other workers while a frame is on its way from or to one worker."""
+
+    def __init__(self, pool: WorkerPool, worker: str):
+        self._pool, self._worker, self._moved = pool, worker, False
+
+    def moved(self) -> None:
+        self._moved = True
+
+    def stalled(self) -> None:
+        if self._moved:
+            self._moved = False
+            self._pool._do(WorkerHeard(worker=self._worker))
+        self._pool._early += self._pool.take_turn(timeout_s=0.0)
+        if self._worker not in self._pool.handles:
+            raise ConnectionAbortedError(f"`{self._worker}` was killed")
 
 
 def _report_of(error: WireError, worker: str) -> dict[str, Any]:

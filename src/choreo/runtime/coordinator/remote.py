@@ -1,38 +1,61 @@
-"""A worker on another host, as the coordinator sees it. The agent of the host starts the worker, and then the coordinator
-connects to the worker.
+"""`AgentLauncher`: starts workers on another host. The agent of the host starts a worker, and then the coordinator connects to it.
 
-    coordinator ══ agent        the request, and "started", "output", "ended"; closing this connection ends the worker
-                ══ worker       commands and replies, through a tunnel
-
-`RemoteProcess` has the methods of `subprocess.Popen` that the coordinator needs.
+coordinator ══ agent        the request, and "started", "output", "ended"; closing this connection ends the worker
+            ══ worker       commands and replies, through a tunnel
 """
 
 import json
+import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import zmq
 
 from choreo.errors import RunError
 from choreo.runtime.channels.keys import KeyPair, show_key
-from choreo.runtime.channels.sockets import Connections, connect, context_of_process, keep_alive, milliseconds_to
+from choreo.runtime.channels.sockets import (
+    DEFAULT_SILENCE_S,
+    Connections,
+    connect,
+    context_of_process,
+    keep_alive,
+    milliseconds_to,
+)
 from choreo.runtime.coordinator.agent import AGENT, COORDINATOR
 from choreo.runtime.coordinator.cluster import Host
-from choreo.runtime.coordinator.tunnel import Tunnel
+from choreo.runtime.coordinator.launcher import LostSight
+from choreo.runtime.coordinator.tunnel import SILENCE_VARIABLE, Tunnel
 
 HELLO_S = 10.0
 """How long an agent may take to answer."""
 
 
+class AgentLauncher:
+    """Starts workers through the agent of one host."""
+
+    shares_memory = False
+
+    def __init__(self, host: Host, token: bytes, *, silence_s: float = DEFAULT_SILENCE_S):
+        """A connection counts as lost after `silence_s` seconds without a sign of life."""
+        self._host, self._token, self._silence_s = host, token, silence_s
+        self._keys, self._run = KeyPair.new(), secrets.token_hex(4)
+
+    def start(self, name: str, variables: Mapping[str, str], fds: Collection[int] = ()) -> "RemoteProcess":
+        """Ask the agent to start a worker. Raises RunError if the host has no agent, or if its agent has a different token."""
+        assert not fds, "file descriptors cannot be inherited by a process on another host"
+        process = RemoteProcess(self._host, self._token, silence_s=self._silence_s)
+        process.spawn(name, variables, run=self._run, keys=self._keys)
+        return process
+
+
 class RemoteProcess:
     """The process of a worker on another host, and the connection to the agent that starts it."""
 
-    stdout = None
-
-    def __init__(self, host: Host, token: bytes):
+    def __init__(self, host: Host, token: bytes, *, silence_s: float = DEFAULT_SILENCE_S):
         """Connect to the agent of a host. Raises RunError if the host has no agent, or if its agent has a different token."""
         self.host, self.pid, self.returncode, self.agent_stopped = host, -1, None, False
+        self._silence_s, self._name, self._keys = silence_s, "", KeyPair.new()
         self._started: tuple[int, bytes] | None = None
         self._output = b""
         self.agent = context_of_process().socket(zmq.DEALER)
@@ -42,7 +65,7 @@ class RemoteProcess:
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # never reconnect: an agent that was lost stays lost
         ):
             self.agent.set(option, value)
-        keep_alive(self.agent)
+        keep_alive(self.agent, silence_s)
         show_key(self.agent, KeyPair.from_token(token, COORDINATOR), KeyPair.from_token(token, AGENT).public)
         self._connections = Connections(self.agent)
         try:
@@ -71,31 +94,32 @@ class RemoteProcess:
             )
         raise RunError(f"The process at {where} does not answer like an agent.", fix=fix)
 
-    def spawn(self, name: str, variables: Mapping[str, str], *, run: str, key: bytes) -> None:
-        """Ask the agent to start a worker. The worker accepts only the owner of the public key `key` as its coordinator.
+    def spawn(self, name: str, variables: Mapping[str, str], *, run: str, keys: KeyPair) -> None:
+        """Ask the agent to start a worker. The worker accepts only the owner of the key pair `keys` as its coordinator.
 
-        `agent.SpawnRequest` describes the arguments.
+        `agent.SpawnRequest` describes the other arguments.
         """
+        self._name, self._keys = name, keys
         request = {
             "run": run,
             "name": name,
             "host": self.host.address,
-            "key": key.decode(),
-            "environment": dict(variables),
+            "key": keys.public.decode(),
+            "environment": {**variables, SILENCE_VARIABLE: f"{self._silence_s:g}"},
         }
         self.agent.send(json.dumps(request).encode())
 
-    def reach_worker(self, name: str, keys: KeyPair, deadline: float) -> Tunnel:
-        """Wait until the worker has started, and return the control connection.
+    @property
+    def address(self) -> str:
+        return self.host.address
 
-        Raises RunError, with the worker's last output, if the worker does not start.
-        """
+    def connect(self, deadline: float) -> Tunnel:
         while self._started is None and self.returncode is None and self.is_connected:
             if not self._wait(deadline):
                 break
-            self.read_messages()
+            self._read_messages()
         printed = "".join(f"\n  {line}" for line in self._output.decode(errors="replace").splitlines()[-60:])
-        where = f"`{name}` on {self.host.address}"
+        where = f"`{self._name}` on {self.host.address}"
         if self._started is None:
             late = "it did not answer in time" if self.is_connected else "its agent is gone"
             ended = late if self.returncode is None else f"it ended with exit code {self.returncode}"
@@ -103,14 +127,13 @@ class RemoteProcess:
                            fix="Check that the same version of Choreo is installed on this host.")  # fmt: skip
         port, key = self._started
         try:
-            return Tunnel.connect(self.host.address, port, keys, key, deadline)
+            return Tunnel.connect(self.host.address, port, self._keys, key, deadline, self._silence_s)
         except OSError as error:
             raise RunError(f"{where} has started, but {error}.",
                            fix=f"Check that this machine can reach all ports of {self.host.address}.") from error  # fmt: skip
 
     @property
     def pollable(self) -> list[zmq.Socket]:
-        """Sockets to poll. When one of them is ready, call `read_messages`."""
         return [self.agent, self._connections.monitor]
 
     @property
@@ -118,8 +141,46 @@ class RemoteProcess:
         """Whether the connection to the agent is open."""
         return bool(self._connections.open)
 
-    def read_messages(self) -> bytes:
-        """Read all messages of the agent. Returns the new output of the worker, or nothing before the worker has started."""
+    def read_output(self) -> tuple[bytes, bool]:
+        self._read_messages()
+        if self._started is None:
+            return b"", False  # `connect` shows the output if the worker does not start
+        output, self._output = self._output, b""
+        return output, self.returncode is not None  # the agent sends the exit code after all output
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def lost_sight(self) -> LostSight | None:
+        agent = f"he agent at {self.host.address}:{self.host.port}"
+        if self.agent_stopped:
+            return LostSight(
+                why=f"T{agent} was stopped, and so its worker `{self._name}` ended.",
+                fix="Start the agent again, then train again.",
+            )
+        if self.returncode is None and not self.is_connected:
+            return LostSight(
+                why=f"Worker `{self._name}` (process {self.pid} on {self.host.address}) and t{agent} were lost.",
+                fix="The agent or its machine has ended, or the network between the machines is cut.",
+            )
+        return None
+
+    def wait(self, timeout_s: float) -> int | None:
+        deadline = time.monotonic() + timeout_s
+        while self.returncode is None and self.is_connected and self._wait(deadline):
+            self._read_messages()
+        return self.returncode
+
+    def kill(self) -> None:
+        """Do nothing: the agent kills the worker when `close` closes the connection."""
+
+    def close(self) -> None:
+        """Close the connection to the agent. The agent then kills the worker."""
+        self._connections.close()
+        self.agent.close()
+
+    def _read_messages(self) -> None:
+        """Read all messages that the agent has sent."""
         self._connections.read_events()
         while self.agent.poll(0):
             text, data = self.agent.recv_multipart()
@@ -136,29 +197,6 @@ class RemoteProcess:
                     self.agent_stopped = True
                 case "refused":
                     raise RunError(f"The agent at {self.host.address}:{self.host.port} refused: {header['why']}.")
-        if self._started is None:
-            return b""  # `reach_worker` shows the output if the worker does not start
-        output, self._output = self._output, b""
-        return output
-
-    def poll(self) -> int | None:
-        """The exit code, or None before the agent has sent it."""
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the exit code while the agent is connected. Returns None if the exit code does not come in time.
-
-        With `timeout=None`, this method does not wait, unlike `subprocess.Popen.wait`.
-        """
-        deadline = time.monotonic() + (timeout or 0.0)
-        while self.returncode is None and self.is_connected and self._wait(deadline):
-            self._output += self.read_messages()
-        return self.returncode
-
-    def close(self) -> None:
-        """Close the connection to the agent. The agent then kills the worker."""
-        self._connections.close()
-        self.agent.close()
 
     def _wait(self, deadline: float) -> bool:
         poller = zmq.Poller()

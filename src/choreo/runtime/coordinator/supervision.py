@@ -1,28 +1,21 @@
-"""Handles the end of a worker: finds the worker that failed first, and makes the one error that the user gets.
+"""Makes the one error that the user gets when a run fails, from a `Failure` of the state machine."""
 
-When a worker dies, its peers lose a channel and fail, too. `end_run` waits a moment and collects the workers that have ended.
-It then looks for the culprit: the first worker that ended for another reason than a lost peer. It kills all workers, and
-describes how the culprit ended. Only `end_run` and `_gather` do I/O.
-"""
-
-import contextlib
 import signal
-import subprocess
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from choreo import errors
 from choreo.errors import ChoreoError, RunError
-from choreo.runtime.channels.sockets import CONTROL_SILENCE_S
-from choreo.runtime.channels.tcp_ends import CHANNEL_SILENCE_S
-from choreo.runtime.coordinator.deployment import Deployment
 from choreo.runtime.coordinator.handle import WorkerHandle
-from choreo.runtime.coordinator.pool import GRACE_S, WorkerPool
-from choreo.runtime.coordinator.remote import RemoteProcess
+from choreo.runtime.coordinator.machine_events import (
+    CutOff,
+    EndedEarly,
+    Failure,
+    FellSilent,
+    TooLate,
+    UnexpectedReply,
+)
 
-COLLECTIVES = ("Gloo", "NCCL", "coordination service")
-"""Words of error messages. An error with one of these words says that a collective has lost a worker."""
 HANGS = "Timeout ("
 """`faulthandler` prints a line that begins like this when an environment blocks the Python interpreter for too long."""
 
@@ -31,79 +24,45 @@ class WorkerError(RunError):
     """A worker failed or was lost."""
 
 
-def end_run(pool: WorkerPool, first: WorkerHandle, deployment: Deployment) -> ChoreoError:
-    """End all workers, because the worker `first` has ended. Returns the error for the user."""
-    ended = _gather(pool, first)
-    culprit = find_culprit(ended)
-    if culprit is None and deployment.over_tcp and (silent := find_silent(ended, pool.handles)) is not None:
-        lost, heard_by = silent
-        pool.kill()
-        return describe_silence(lost, CHANNEL_SILENCE_S, heard_by=f"`{heard_by.name}`")
-    culprit = culprit or first
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a worker may still run after it has reported its error
-        culprit.process.wait(timeout=1.0)
-    code = culprit.process.poll()
-    pool.kill()  # this also reads the last output, which `describe_end` needs
-    return describe_end(culprit, code, deployment.environments(culprit.name))
+def describe(
+    failure: Failure, handles: Mapping[str, WorkerHandle], environments: Mapping[str, list[range]]
+) -> ChoreoError:
+    """The error for the user. `handles` must have the workers' last output; `environments` are the numbers of the Python
+    environments of each worker."""
+    match failure:
+        case EndedEarly(worker=name):
+            return _describe_end(failure, handles[name], environments.get(name, []))
+        case FellSilent(worker=name):
+            return WorkerError(
+                f"Nothing heard from `{name}` ({handles[name].whereabouts}) for {failure.seconds:g} s.",
+                fix=f"`{name}` is stopped, its machine is overloaded or asleep, or its network connection is cut. To wait longer "
+                "for a silent worker, give --silence SECONDS (silence=).",
+            )
+        case CutOff(worker=name, peer=peer):
+            return WorkerError(
+                f"`{name}` ({handles[name].whereabouts}) and `{peer}` ({handles[peer].whereabouts}) have lost the connection to "
+                "each other, although both still run.",
+                fix="Look for the reason in the network between the two hosts.",
+            )
+        case TooLate(workers=names):
+            late = ", ".join(f"`{name}`" for name in names)
+            return WorkerError(f"{late} did not answer within {failure.timeout_s:g} s while {failure.doing}.",
+                               fix="The machine may be overloaded: use fewer workers.")  # fmt: skip
+        case UnexpectedReply(worker=name):
+            return WorkerError(f"Worker `{name}` sent the reply `{failure.kind}`, but was not asked.",
+                               fix="This is an error in Choreo; please report it.")  # fmt: skip
 
 
-def _gather(pool: WorkerPool, first: WorkerHandle) -> list[WorkerHandle]:
-    """Wait up to GRACE_S for the end of the culprit. Returns all workers that have ended, including `first`."""
-    ended, deadline = [first], time.monotonic() + GRACE_S
-    while first.control_open and first in pool.select(timeout_s=0.0):
-        pool.receive(first)
-    while find_culprit(ended) is None and time.monotonic() < deadline:
-        closed = [other for other in pool.select(timeout_s=0.05) if pool.receive(other) is None]
-        ended += [other for other in dict.fromkeys([*closed, *pool.ended()]) if other not in ended]
-    return ended
-
-
-def find_culprit(ended: Sequence[WorkerHandle]) -> WorkerHandle | None:
-    """Return the first worker that did not end because of a lost peer, or None if all of them lost a peer."""
-    return next((handle for handle in ended if not lost_a_peer(handle)), None)
-
-
-def lost_a_peer(handle: WorkerHandle) -> bool:
-    """Return True if this worker ended because another worker ended."""
-    if handle.error is None:  # JAX aborts a process if its collective has lost another process
-        return handle.uses_collectives and handle.process.poll() == -signal.SIGABRT
-    lost = handle.error["type"] in ("PeerLost", "ReceiverClosed", "EndOfChannel")
-    return lost or (handle.uses_collectives and any(word in handle.error["what"] for word in COLLECTIVES))
-
-
-def find_silent(
-    ended: Collection[WorkerHandle], handles: Mapping[str, WorkerHandle]
-) -> tuple[WorkerHandle, WorkerHandle] | None:
-    """Find a worker to which a peer has lost the connection. Returns this worker and the peer.
-
-    Call this only if no worker has ended for another reason. Then the process of the worker is stopped, or its network
-    connection is cut.
-    """
-    for handle in ended:
-        if handle.error is not None and handle.error["type"] == "PeerLost":
-            peer = handle.error["places"].get("peer")
-            if peer in handles:
-                return handles[peer], handle
-    return None
-
-
-def describe_silence(handle: WorkerHandle, silence_s: float, *, heard_by: str) -> ChoreoError:
-    """The error for a worker that still runs but sends nothing, not even heartbeats."""
-    return WorkerError(
-        f"Nothing heard from `{handle.name}` ({handle.whereabouts}) for {silence_s:g} s; {heard_by} waited for it.",
-        fix=f"`{handle.name}` is stopped, its machine is overloaded or asleep, or its network connection is cut.",
-    )
-
-
-def describe_end(handle: WorkerHandle, code: int | None, environments: list[range]) -> ChoreoError:
+def _describe_end(failure: EndedEarly, handle: WorkerHandle, environments: list[range]) -> ChoreoError:
     """The error for a worker that ended.
 
     The error shows the worker's own report. Without a report, it shows the exit code, the environments and the last output.
     """
-    if handle.error is not None:
-        return _describe_report(handle, handle.error)
-    if isinstance(handle.process, RemoteProcess) and (code is None or handle.process.agent_stopped):
-        return _describe_remote(handle, handle.process)
+    if failure.report is not None:
+        return _describe_report(handle, failure.report)
+    if failure.out_of_reach is not None:
+        return WorkerError(failure.out_of_reach.why, fix=failure.out_of_reach.fix)
+    code = failure.code
     if code is None:
         ended = "closed its connection"
     else:
@@ -123,24 +82,10 @@ def describe_end(handle: WorkerHandle, code: int | None, environments: list[rang
     )
 
 
-def _describe_remote(handle: WorkerHandle, process: RemoteProcess) -> ChoreoError:
-    """The error for a worker on another host whose exit code is unknown, or whose agent was stopped."""
-    agent = f"the agent at {process.host.address}:{process.host.port}"
-    if process.agent_stopped:
-        return WorkerError(f"{agent.capitalize()} was stopped, and so its worker `{handle.name}` ended.",
-                           fix="Start the agent again, then train again.")  # fmt: skip
-    if process.is_connected:
-        return describe_silence(handle, CONTROL_SILENCE_S, heard_by="the coordinator")
-    return WorkerError(
-        f"Worker `{handle.name}` ({handle.whereabouts}) and {agent} were lost.",
-        fix="The agent or its machine has ended, or the network between the machines is cut.",
-    )
-
-
 def _describe_report(handle: WorkerHandle, report: dict[str, Any]) -> ChoreoError:
     """The error that a worker reported, with the worker's traceback. An error of `choreo.errors` keeps its class."""
-    name, process = handle.name, handle.process
-    host = {"host": process.host.address} if isinstance(process, RemoteProcess) else {}
+    name, address = handle.name, handle.process.address
+    host = {} if address is None else {"host": address}
     cls = getattr(errors, report["type"], None) if report["known"] else None
     if isinstance(cls, type) and issubclass(cls, ChoreoError):
         found = cls(report["what"], fix=report["fix"], **{**report["places"], "worker": name, **host})

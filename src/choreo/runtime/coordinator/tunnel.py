@@ -6,19 +6,21 @@
 A `Tunnel` has the methods of a stream socket that `control_frames.py` needs. Every worker, local or remote, has one end of a
 socket pair as its control socket. For a remote worker, a thread relays bytes between the other end of the socket pair and
 the tunnel. If the peer's process ends, the tunnel notices at once. If the peer becomes silent, the tunnel notices after
-CONTROL_SILENCE_S seconds.
+`silence_s` seconds.
 """
 
 import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Collection
+from typing import Any
 
 import zmq
 
 from choreo.runtime.channels.keys import KeyPair, authenticator, show_key
 from choreo.runtime.channels.sockets import (
-    CONTROL_SILENCE_S,
+    DEFAULT_SILENCE_S,
     Connections,
     bind,
     context_of_process,
@@ -29,7 +31,13 @@ from choreo.runtime.channels.sockets import connect as connect_socket
 
 CHUNK_BYTES = 256 * 1024
 """The size of the largest message. Longer data is divided. A connection that announces a larger message is closed."""
+CURVE_BYTES = 64
+"""Room for what CURVE adds to each message (33 bytes): the limit of ZeroMQ applies to the encrypted message."""
 _NUMBER = struct.Struct("<Q")
+SILENCE_VARIABLE = "CHOREO_SILENCE_S"
+"""The environment variable that tells a worker on another host the `silence_s` of its tunnel."""
+LAST_MESSAGES_MS = 50
+"""How long to wait for the next of the last messages after the connection has ended."""
 MAX_QUEUED = 64
 """How many messages may wait to be transmitted."""
 
@@ -37,15 +45,16 @@ MAX_QUEUED = 64
 class Tunnel:
     """One end of a tunnel. Only one thread may use it."""
 
-    def __init__(self):
+    def __init__(self, silence_s: float):
+        """The peer counts as lost after `silence_s` seconds without a heartbeat of ZeroMQ."""
         self.socket = context_of_process().socket(zmq.PAIR)
         for option, value in (
-            (zmq.MAXMSGSIZE, _NUMBER.size + CHUNK_BYTES),
+            (zmq.MAXMSGSIZE, _NUMBER.size + CHUNK_BYTES + CURVE_BYTES),
             (zmq.SNDHWM, MAX_QUEUED),
             (zmq.RCVHWM, 0),  # no limit: heartbeats need this, see `keep_alive`
             (zmq.RECONNECT_IVL, 24 * 3600 * 1000),  # never reconnect: a tunnel that was cut is lost
             (zmq.HEARTBEAT_IVL, 1000),
-            (zmq.HEARTBEAT_TIMEOUT, 1000 * CONTROL_SILENCE_S),
+            (zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s)),
             (zmq.LINGER, 1000),
         ):
             self.socket.set(option, value)
@@ -59,9 +68,11 @@ class Tunnel:
         """True when the connection to the peer is gone."""
 
     @classmethod
-    def listen(cls, host: str, keys: KeyPair, coordinator: bytes) -> "tuple[Tunnel, int]":
+    def listen(
+        cls, host: str, keys: KeyPair, coordinator: bytes, silence_s: float = DEFAULT_SILENCE_S
+    ) -> "tuple[Tunnel, int]":
         """Return the worker's end and its port. Only the owner of the public key `coordinator` can connect."""
-        tunnel = cls()
+        tunnel = cls(silence_s)
         authenticator().admit_keys(tunnel.socket, keys, {coordinator: "coordinator"})
         return tunnel, bind(tunnel.socket, host)
 
@@ -77,10 +88,18 @@ class Tunnel:
         return came
 
     @classmethod
-    def connect(cls, host: str, port: int, keys: KeyPair, worker: bytes, deadline: float) -> "Tunnel":
+    def connect(
+        cls,
+        host: str,
+        port: int,
+        keys: KeyPair,
+        worker: bytes,
+        deadline: float,
+        silence_s: float = DEFAULT_SILENCE_S,
+    ) -> "Tunnel":
         """Return the coordinator's end. Raises ConnectionRefusedError if the owner of the public key `worker` does not answer
         in time."""
-        tunnel = cls()
+        tunnel = cls(silence_s)
         show_key(tunnel.socket, keys, worker)
         connect_socket(tunnel.socket, host, port)
         if not tunnel._connections.await_handshake(deadline):
@@ -112,14 +131,26 @@ class Tunnel:
         """Set how long `sendall` and `recv_into` may wait. None means no limit."""
         self._timeout_s = seconds
 
+    def has_bytes(self, ready: Collection[Any]) -> bool:
+        """Return True if `recv_into` can return bytes, or 0, without waiting. `ready` holds those of `pollable` that are ready."""
+        if self.monitor in ready:
+            self.check_connection()
+        return self.pending or self.lost or self.socket in ready
+
+    def send(self, data: "bytes | memoryview", /) -> int:
+        """Send the first bytes. Returns how many; raises ConnectionResetError if the peer is gone, TimeoutError after the limit."""
+        part = memoryview(data).cast("B")[:CHUNK_BYTES]
+        while not self._try_to_send(part):
+            self._wait(zmq.POLLOUT)
+            if self.lost:
+                raise ConnectionResetError("the connection to it ended")
+        return len(part)
+
     def sendall(self, data: "bytes | memoryview") -> None:
         """Send all bytes. Raises ConnectionResetError if the peer is gone."""
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), CHUNK_BYTES):
-            while not self._try_to_send(view[start : start + CHUNK_BYTES]):
-                self._wait(zmq.POLLOUT)
-                if self.lost:
-                    raise ConnectionResetError("the connection to it ended")
+        while view:
+            view = view[self.send(view) :]
 
     def recv_into(self, view: memoryview) -> int:
         """Read at least one byte into `view`. Returns the number of bytes, or 0 if the peer is gone and all bytes were read.
@@ -130,9 +161,11 @@ class Tunnel:
             try:
                 self._unread = self._receive()
             except zmq.Again:
-                if self.lost:
+                # ZeroMQ may report the end of the connection a moment before it delivers the last messages.
+                if not self.lost:
+                    self._wait(zmq.POLLIN)
+                elif not self.socket.poll(LAST_MESSAGES_MS):
                     return 0
-                self._wait(zmq.POLLIN)
         size = min(len(view), len(self._unread))
         view[:size], self._unread = self._unread[:size], self._unread[size:]
         return size

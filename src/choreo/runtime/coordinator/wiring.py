@@ -1,6 +1,7 @@
 """The channels between workers: which pairs of workers need a channel, how large its messages are, and its two ends."""
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from choreo.plans.export import array_type
 from choreo.runtime.channels.base import message_bytes
 from choreo.runtime.channels.shm import ReceiverEnd, SenderEnd, make_shm_channel
 from choreo.runtime.coordinator.deployment import Deployment
+from choreo.runtime.coordinator.launcher import Launcher
 from choreo.runtime.engine.backend import host_type
 from choreo.runtime.engine.bundles import BUNDLE
 from choreo.runtime.engine.messages import Overlap, Topology, messages
@@ -18,19 +20,30 @@ from choreo.runtime.engine.messages import Overlap, Topology, messages
 SLOTS = 2
 """How many unread messages a channel can hold, at least."""
 
+ChannelKey = tuple[str, str, str]
+"""Sender, receiver and kind (`BUNDLE` or "") of a channel."""
 ChannelDescriptions = dict[str, list[list[Any]]]
 """For each worker, the descriptions of its channels; see `channels/links.py`."""
 Ends = dict[str, list[SenderEnd | ReceiverEnd]]
 """For each worker, the ends of shared-memory channels that it inherits."""
 
 
-def make_channels(deployment: Deployment) -> tuple[ChannelDescriptions, Ends]:
+def choose_carriers(deployment: Deployment, launchers: Mapping[str, Launcher]) -> dict[ChannelKey, str]:
+    """The carrier of each channel: "shm" if one launcher starts both workers and lets them share memory, otherwise "tcp"."""
+
+    def share_memory(src: str, dst: str) -> bool:
+        return not deployment.over_tcp and launchers[src] is launchers[dst] and launchers[src].shares_memory
+
+    return {key: "shm" if share_memory(*key[:2]) else "tcp" for key in _channel_bytes(deployment)}
+
+
+def make_channels(deployment: Deployment, carriers: Mapping[ChannelKey, str]) -> tuple[ChannelDescriptions, Ends]:
     """Describe all channels, and make the channels in shared memory. The workers themselves open the channels over TCP."""
     slots = max(SLOTS, deployment.plan.layout.max_lag + 2)
     links: ChannelDescriptions = {name: [] for name in deployment.workers}
     ends: Ends = {name: [] for name in deployment.workers}
     for (src, dst, kind), size in _channel_bytes(deployment).items():
-        if deployment.over_tcp:
+        if carriers[src, dst, kind] == "tcp":
             for name in (src, dst):
                 links[name].append([src, dst, kind, "tcp", size, slots])
             continue
@@ -40,10 +53,10 @@ def make_channels(deployment: Deployment) -> tuple[ChannelDescriptions, Ends]:
     return links, ends
 
 
-def _channel_bytes(deployment: Deployment) -> dict[tuple[str, str, str], int]:
-    """The size of the largest message of each channel, by sender, receiver and kind (`BUNDLE` or "")."""
+def _channel_bytes(deployment: Deployment) -> dict[ChannelKey, int]:
+    """The size of the largest message of each channel."""
     plan, everybody = deployment.plan, Topology(me="coordinator", process_of_site=deployment.process_of_site)
-    sizes: dict[tuple[str, str, str], int] = {}
+    sizes: dict[ChannelKey, int] = {}
     for program, participants in ((plan.init, [everybody]), (plan.iterate, _participants(deployment, everybody))):
         for (step, _), topology in itertools.product(walk(program.steps), participants):
             if not isinstance(step, Transfer):

@@ -10,7 +10,6 @@ the run. If all sites are in one process, the order of the workers is drawn at r
 is replayed. With several processes, the order of arrival decides.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,11 +23,6 @@ from choreo.runtime.engine.execution import Execution, Programs
 from choreo.runtime.engine.machine import Machine
 from choreo.runtime.engine.messages import Topology
 from choreo.runtime.engine.schedule import LagSchedule, SeededVersions, VersionRead
-
-FIRST_POLL_S = 50e-6
-"""The first pause between two polls for arrivals. Each pause is twice as long as the pause before, up to `LONGEST_POLL_S`."""
-LONGEST_POLL_S = 1e-3
-"""The longest pause between two polls for arrivals."""
 
 Rows = dict[Site, list[dict[str, Any]]]
 """For each site in this process, the metrics of each round."""
@@ -46,7 +40,9 @@ class Arrivals(Execution):
         self.rounds = dict.fromkeys(self.workers, 0)
         """The number of rounds that each worker has run."""
         timed = timed or untimed
-        self.sleeps = {worker: timed("wait", self._processes_of(worker)[0], time.sleep) for worker in self.workers}
+        wait = topology.wait_for_any
+        self.waits = {worker: timed("wait", self._processes_of(worker)[0], wait) for worker in self.workers if wait}
+        """For each worker, the function that waits for some workers; the profile shows this as a wait for this worker."""
         self.schedule = LagSchedule(programs.num_workers, programs.max_lag)
         self.replayed: list[VersionRead] | None = None
         self.reads_at: dict[int, list[int]] = {}
@@ -145,14 +141,12 @@ class Arrivals(Execution):
 
     def _arrived(self, eligible: list[int]) -> int:
         """Wait until the data of one of these workers has arrived. Returns this worker."""
-        pause = FIRST_POLL_S
-        ready = {worker: self.topology.links[name].ready for worker in eligible for name in self._processes_of(worker)}
+        names = {worker: self._processes_of(worker)[-1] for worker in eligible}
         while True:
-            for worker in eligible:
-                if ready[worker]():
+            for worker, name in names.items():
+                if self.topology.links[name].ready():
                     return worker
-            self.sleeps[eligible[0]](pause)
-            pause = min(2 * pause, LONGEST_POLL_S)
+            self.waits[eligible[0]](list(names.values()))
 
     def _processes_of(self, worker: int) -> list[str]:
         """The processes of a worker's program, without the process of the learner."""

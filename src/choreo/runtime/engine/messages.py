@@ -5,7 +5,7 @@ receiver compute the same list from the plan, so a message carries no descriptio
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -35,6 +35,8 @@ class Topology:
     """The name of the process that runs each site."""
     links: Mapping[str, TwoWayChannel] = field(default_factory=dict)
     """The channels to and from each other process, by the name of that process. Bundles have their own: see `bundles.BUNDLE`."""
+    wait_for_any: Callable[[Sequence[str]], None] | None = None
+    """Waits until the channel from one of these processes may be ready. None if this process has no channels."""
 
     def replicas(self, group: GroupName) -> int:
         """How many replicas a group has, counted over all processes."""
