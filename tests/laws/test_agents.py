@@ -272,8 +272,8 @@ def test_a_python_environment_cannot_be_divided_along_agents():
     with pytest.raises(PartitionError) as refusal:
         plan(BanditsInPython(), envs.from_factory(MeetingInPython, 4), layout)
     assert str(refusal.value).splitlines()[0] == (
-        "The host fragment `step` cannot run on `env+actor`, which is divided along the axis 'agent'. An object in Python has "
-        "some of the environments, and each of them whole."
+        "The host fragment `step` cannot run on `env+actor`, which is divided along the axis 'agent'. Each object in Python "
+        "holds whole environments, so this axis cannot be divided."
     )
     assert str(refusal.value).splitlines()[-1] == "Put the role `env` into a group without this axis."
 

@@ -269,8 +269,9 @@ class TestRefused:
         text = refusal(lambda: 0, lambda w, n, grad: (w, n + 0.5, jnp.sum(w)))
         assert text == (
             "`Functions.iterate` must return a carry of the same form: `carry.train.more` goes in as the int 0 (int32[]) and "
-            "comes back as float32[].\nMake `init` and `iterate` agree on shape and dtype. A number that changes is an array "
-            "of one type: write jnp.zeros((), jnp.float32) in `init`, or convert it in `iterate`."
+            "comes back as float32[].\nMake `init` and `iterate` agree on shape and dtype. A number that changes becomes "
+            "an array, and its type must stay the same: write jnp.zeros((), jnp.float32) in `init`, or convert the number in "
+            "`iterate`."
         )
 
     @pytest.mark.parametrize(("value", "back"), [(1, True), (1, 1.0), (True, 1), (1.0, 1)])
@@ -342,7 +343,7 @@ class TestWeakTypes:
         with jax.numpy_dtype_promotion("standard"):
             text = refusal(lambda: value, learn)
         assert "computes in different types from its second iteration on: `carry.train.more` (" in text
-        assert "Give it a dtype in `init`" in text
+        assert "Give this leaf a dtype in `init`" in text
 
     def test_refused_if_strict_promotion_refuses_the_second_iteration(self):
         def learn(w, x, grad):

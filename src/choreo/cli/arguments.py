@@ -30,7 +30,7 @@ def make_parser(command: str, usage: str) -> argparse.ArgumentParser:
 
 def add_layout(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     add = parser.add_argument
-    words = "where the algorithm runs: a name of `choreo list layouts`, or your own layout, my_layouts.py:two_stage"
+    words = "where the algorithm runs: a name that `choreo list layouts` prints, or your own: my_layouts.py:two_stage"
     add("--layout", default=default, help=f"{words} ({default or 'none'})")
     add("--workers", type=count, help="replicas of the layout's first replicated group")
     add("--learners", type=count, help="replicas of the learner, in a layout that may have several")
@@ -53,7 +53,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", action="store_true", help="write one JSON object as the last line of stdout; all else goes to stderr"
+        "--json",
+        action="store_true",
+        help="write one JSON object as the last line of stdout; everything else goes to stderr",
     )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
@@ -178,7 +180,7 @@ def layout_given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def layout_of(options: argparse.Namespace) -> Any:
-    """The layout that the user named. If the layout comes from a run.toml, the given layout options replace its options."""
+    """The layout that the user named. If a run.toml names the layout, the given layout options replace those in the file."""
     from choreo.runs import resolve
 
     layout, given = options.layout, layout_given(options)
@@ -187,7 +189,7 @@ def layout_of(options: argparse.Namespace) -> Any:
     before = resolve.made_with(layout)
     if before is None:
         raise UsageError(
-            f"{as_flag(next(iter(given)))} cannot change the layout of this run, which is not a preset of Choreo.",
+            f"{as_flag(next(iter(given)))} cannot change the layout of this run, because the layout is not a preset of Choreo.",
             fix="Also name a layout: --layout coarse --workers 2",
         )
     return resolve.layout(layout.name, **before | given)

@@ -2,8 +2,8 @@
 
 check_algorithm       checks that every part of the algorithm exists and has the right form
 check_independent     searches for counterexamples to the independent=True that the user promised
-deviations            compares every leaf of the carry and every metric with a reference: in lockstep, `jax.jit(iterate)` without
-                      marks
+deviations            compares every leaf of the carry and every metric with a reference. For most layouts in lockstep, the
+                      reference is `jax.jit(iterate)`; `testing/layouts.py` lists all references
 """
 
 import dataclasses
@@ -101,11 +101,11 @@ class Verdict:
         """The result as a sentence, for a check that found no error."""
         words = "The layout changes nothing but time, as far as these iterations show."
         if self.layout.merge == "any":
-            words = "Replaying the log gives the same bits. The result in this layout depends on its number of workers."
+            words = "Replaying the log of a run gives the same bits. The result depends on the number of workers."
         elif self.layout.is_relaxed:
             words = (
                 "In lockstep, the layout changes nothing but time, as far as these iterations show. "
-                "Replaying its log gives the same bits."
+                "Replaying the log of a run gives the same bits."
             )
         names = ", ".join(f"`{name}`" for name in self.trusted)
         return words + (f" It is trusted, not proved, that environments do not mix in {names}." if names else "")
@@ -189,7 +189,7 @@ def small(algo: Any, env: Any, layout: Layout, iterations: int) -> Any:
 
 
 def _with_horizon(algo: Any, env: Any, iterations: int) -> Any:
-    """`algo` with `total_steps` set to the length of the check if it was None. `train` does the same for a run."""
+    """`algo`; if its `total_steps` is None, with the length of the check in place of None. `train` does the same for a run."""
     if getattr(algo, "total_steps", 0) is not None:
         return algo
     return dataclasses.replace(algo, total_steps=iterations * (env_steps_per_iteration(algo, env) or 1))

@@ -2,7 +2,7 @@
 
 argparse parses the options of a run. All other options are hyper-parameters: fields of the algorithm's dataclass, which tyro
 parses. Heavy modules are imported inside the functions. So `choreo --help` and the error for a wrong value of an option do not
-wait for JAX. The error for an unknown option does, if the command takes hyper-parameters.
+wait for JAX. The error for an unknown option waits for JAX if the command takes hyper-parameters.
 """
 
 import argparse
@@ -39,10 +39,14 @@ def train(args: list[str]) -> int:
         "--steps",
         type=count,
         default=300_000,
-        help="environment steps (iterations if there are none), rounded up (300000)",
+        help="environment steps, rounded up; iterations, if an iteration takes no environment steps (300000)",
     )
     add("--seed", type=count, default=0, help="the run's only source of randomness (0)")
-    add("--out", type=Path, help="the run folder (runs/ALGORITHM-ENVIRONMENT-SEED, numbered)")
+    add(
+        "--out",
+        type=Path,
+        help="the run folder (runs/ALGORITHM-ENVIRONMENT-SEED; if it exists, with a number appended)",
+    )
     add("--overwrite", action="store_true", help="replace an earlier run in --out")
     add("--runtime", help="inprocess, or local for worker processes (local if the layout has several sites)")
     add("--cluster", type=Path, help="a cluster.toml, which names the hosts of worker processes (this machine)")
@@ -53,7 +57,11 @@ def train(args: list[str]) -> int:
     add("--profile", action="store_true", help="show how each site spends its time; writes trace.json for Perfetto")
     add("--allow-versions", action="store_true", help="accept hosts whose versions differ from those of this machine")
     add("--same-bits", action="store_true", help="refuse hosts whose CPU or XLA_FLAGS may round differently")
-    add("--trust-network", action="store_true", help="let learners on different hosts combine gradients, unencrypted")
+    add(
+        "--trust-network",
+        action="store_true",
+        help="let learners on different hosts combine gradients without encryption",
+    )
     add("--eval-every", type=count, help="iterations between evaluations (none)")
     add("--eval-episodes", type=count, default=20, help="episodes per evaluation during training (20)")
     add(
@@ -109,7 +117,7 @@ def train(args: list[str]) -> int:
 
 
 def _remove_run(folder: Path, *, keep: Any) -> None:
-    """Remove an earlier run in `folder`. A folder that is not a run is kept: `train` refuses it.
+    """Remove an earlier run in `folder`. A folder without a run is kept: `train` refuses such a folder.
 
     `keep`: the run of --init-from, which must not be removed.
     """
@@ -206,7 +214,7 @@ def replay(args: list[str]) -> int:
     hashes = [run.training_summary["params_hash"] for run in (before, again)]
     if hashes[0] != hashes[1]:
         raise RunError(
-            f"The parameters are not those of {options.run}: {hashes[1]} instead of {hashes[0]}.",
+            f"The parameters are not those of {options.run}: their hash is {hashes[1]}, not {hashes[0]}.",
             fix="Was the run resumed with a different --steps? Do the installed versions differ from those in its run.toml?",
         )
     print(f"The same parameters, bit for bit: {hashes[0]}")
@@ -294,7 +302,7 @@ def check(args: list[str]) -> int:
         raise UsageError(f"--iterations {options.iterations} compares nothing.", fix="Give 1 or more.")
     if options.tolerance is not None and not options.tolerance >= 0:
         raise UsageError(
-            f"--tolerance {options.tolerance} is negative.",
+            f"--tolerance {options.tolerance} is neither 0 nor positive.",
             fix="Give 0 to require the same bits, or a positive number.",
         )
 
@@ -368,7 +376,7 @@ def agent(args: list[str]) -> int:
     from choreo.runtime.coordinator.cluster import LOOPBACK, Cluster, Host
 
     parser = make_parser("agent", "choreo agent --token-file FILE [options]")
-    parser.add_argument("--address", default=LOOPBACK, help=f"the address to listen at, one of this host ({LOOPBACK})")
+    parser.add_argument("--address", default=LOOPBACK, help=f"the address of this host at which to listen ({LOOPBACK})")
     parser.add_argument("--port", type=count, default=7000, help="the port to listen on, as in `cluster.toml` (7000)")
     parser.add_argument("--token-file", type=Path, required=True, help="a file with the secret that all hosts share")
     options = parse(parser, args)

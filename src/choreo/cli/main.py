@@ -78,7 +78,7 @@ def _traceback_of_the_user(error: ChoreoError) -> list[str]:
     cause = error.__cause__
     if cause is None or isinstance(cause, ChoreoError) or not isinstance(error, EnvError):
         notes = getattr(error, "__notes__", [])
-        # This note of JAX explains a traceback, and no traceback is printed.
+        # JAX adds this note to explain a traceback. No traceback is printed here, so leave out the note.
         return [note for note in notes if "JAX has removed its internal frames" not in note]
     import traceback
 

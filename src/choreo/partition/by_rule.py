@@ -25,7 +25,7 @@ def by_rule(eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size) -> "ByRule":
 
 
 class ByRule:
-    """A primitive with the parameters that its rule gives for a block."""
+    """The way of a primitive: the same primitive on blocks, with the parameters that its rule gives for a block."""
 
     def __init__(self, eqn: jec.JaxprEqn, rule: Split, forms: Sequence[Form]):
         for form, axis in zip(forms, rule.ins, strict=True):

@@ -4,7 +4,7 @@
           float32[3]   int32[]            0.5          False                its form, if `iterate` changes `updates`
 
 The *form of a carry* is the carry with a `jax.ShapeDtypeStruct` in place of each array. Only the form decides which leaves
-count as arrays: a Python number in a carry is an array if its place in the form has a type.
+count as arrays: a Python number in a carry counts as an array if the form has a type at the same place.
 
 A Python leaf is static at first. If `iterate` returns it with the same type and bits, it stays static: by induction over
 iterations, it never changes. A number that comes back with a different type or value becomes an array of the type that JAX
@@ -92,7 +92,7 @@ def is_type(leaf: Any) -> bool:
 
 
 def typed_as(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The same array, weakly typed if and only if `like` is. Needed because sites and checkpoints do not keep weak types."""
+    """The same array, weakly typed if and only if `like` is. Sites and checkpoints do not keep weak types."""
     if jax.typeof(leaf).weak_type == like.weak_type:
         return leaf
     return lax.convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=like.weak_type, sharding=None)
@@ -100,7 +100,7 @@ def typed_as(leaf: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 @dataclass(frozen=True)
 class TracedOnce:
-    """`iterate`, traced for a carry of some form."""
+    """`iterate`, traced for a carry of one form."""
 
     jaxpr: jec.ClosedJaxpr
     after: PyTree
@@ -196,7 +196,10 @@ def _check_type(name: str, path: str, initial: Any, old: jax.ShapeDtypeStruct, n
     comes_back = leaf_text(new)
     fix = "Make `init` and `iterate` agree on shape and dtype."
     if not is_type(initial):
-        fix += f" A number that changes is an array of one type: write {_example(given)} in `init`, or convert it in `iterate`."
+        fix += (
+            f" A number that changes becomes an array, and its type must stay the same: write {_example(given)} in `init`, or "
+            "convert the number in `iterate`."
+        )
     raise AlgorithmError(
         f"`{name}.iterate` must return a carry of the same form: `carry{path}` goes in as {goes_in} and comes back as "
         f"{comes_back}.",
@@ -210,7 +213,7 @@ def _example(given: Any) -> str:
 
 def _settle_weak(name: str, first: PyTree, form: PyTree, program: TracedT,
                  trace: Callable[[PyTree], TracedT]) -> tuple[PyTree, TracedT]:  # fmt: skip
-    """The form in which a leaf has a weak type only if it is weak in every iteration, and the program traced for this form.
+    """The form in which a leaf has a weak type only if the leaf is weak in every iteration, and the program traced for it.
 
     Weak types decide how JAX promotes dtypes. In `jax.jit(iterate)` a leaf can go in weak and come back strong, so that JAX
     traces the second iteration again, with different types. We trace `iterate` for every combination of weak and strong leaves
@@ -237,12 +240,12 @@ def _settle_weak(name: str, first: PyTree, form: PyTree, program: TracedT,
 
 
 def _depends_on_weak(name: str, path: str, initial: Any, after: Any) -> AlgorithmError:
-    what = f"{leaf_text(initial)}, " if not is_type(initial) else ""
     return AlgorithmError(
-        f"`{name}.iterate` computes in different types from its second iteration on: `carry{path}` ({what}"
-        "a weak type, as Python numbers have) is weakly typed only when it goes in, or only when it comes back.",
-        fix=f"Give it a dtype in `init`, as in jnp.asarray({initial if not is_type(initial) else '...'}, jnp.float32), and let "
-        "`iterate` return that dtype.",
+        f"`{name}.iterate` computes in different types from its second iteration on: `carry{path}` ({leaf_text(initial)}) "
+        "goes in with a weak type, as Python numbers have, and comes back without it; or it goes in without a weak type and comes "
+        "back with one.",
+        fix="Give this leaf a dtype in `init`, as in "
+        f"jnp.asarray({initial if not is_type(initial) else '...'}, jnp.float32), and let `iterate` return that dtype.",
     )
 
 
@@ -279,7 +282,8 @@ def same_leaf(a: Any, b: Any) -> bool:
 
 
 def block_type(leaf: jax.ShapeDtypeStruct, axis: int | None, blocks: int) -> jax.ShapeDtypeStruct:
-    """The type of one block of a leaf that is divided into `blocks` equal blocks along `axis`; of the whole, if `axis` is None."""
+    """The type of one block of a leaf that is divided into `blocks` equal blocks along `axis`; if `axis` is None, the
+    type of the whole leaf."""
     shape = tuple(n // blocks if d == axis else n for d, n in enumerate(leaf.shape))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 

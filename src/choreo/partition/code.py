@@ -208,7 +208,7 @@ class RestCode(SegmentCode):
     undrawn: Pruned
     """(replica index, step) -> the values that `rest` needs and that depend on no key; None for each value that was drawn."""
     rest: jec.ClosedJaxpr
-    """(drawn numbers and results of `undrawn`, in their common order, *other inputs) -> results"""
+    """(drawn numbers and results of `undrawn`, merged in the order in which `rest` takes them, *other inputs) -> results"""
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -224,7 +224,8 @@ class RestCode(SegmentCode):
 
 
 def as_segment(code: SegmentCode, group: GroupName, ins: Sequence[Input], outs: Sequence[Slot]) -> Segment:
-    """The step of a program that evaluates the code. It repeats facts about the code, because workers get no `SegmentCode`."""
+    """The step of a program that evaluates the code. The step repeats facts about the code, because
+    workers get no `SegmentCode`."""
     return Segment(
         group, code.name, tuple(ins), tuple(outs), code.out_avals, code,
         roles=code.roles, out_axes=code.out_axes, combines=code.combines,

@@ -1,7 +1,7 @@
 """Calls, loops and branches on blocks. Each class is the `Way` of one kind of equation that contains programs.
 
     Called         jit, remat, a custom derivative: the program inside, evaluated in place
-    Scan           a loop over time: the same loop over a body on blocks
+    Scan           a loop over time: the same loop, with its body on blocks
     ScanOverEnvs   `lax.map` over the environments: the same loop over the replica's environments
     While          a loop whose predicate is the same at every replica, or has one value per environment
     Cond           a branch that is the same at every replica

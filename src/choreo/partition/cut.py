@@ -224,8 +224,8 @@ class _Cutter:
 
     def _ends(self, exits: Iterable[PieceAt], group: GroupName, made: set[PieceAt],
               ready: dict[GroupName, set[Value]], producers) -> list[tuple[Value, Axis]]:  # fmt: skip
-        """The pieces of outputs that no segment returns yet, and that the last segment of a group can return as well. If it did
-        not return them, a counter in the carry would need a segment of its own."""
+        """The pieces of outputs that no segment returns yet, and that the last segment of a group can return as well. If this
+        segment did not return them, a counter in the carry, for example, would need a separate segment."""
         here = [piece for piece in exits if piece[1] == group and self._reads_only(piece[0], ready[group], producers)]
         return self._unmade(here, made, producers).get(group, [])
 
@@ -337,12 +337,12 @@ class _Cutter:
         return value in body.outs or any(value in op.ins and self._runs_at(op, group) for op in body.ops)
 
     def _sees(self, inner: Operand, outer: Value, group: GroupName) -> bool:
-        """Does the group hold, in each step of the loop, the slices of those pieces of the stack `outer` that it needs?"""
+        """In each step of the loop, does the group hold the slices of all pieces that it needs of the stack `outer`?"""
         shifted = {axis if axis is None else axis - 1 for axis in self.needs.at(outer, group)}
         return 0 not in self.needs.at(outer, group) and shifted <= self.needs.at(inner, group)
 
     def _loop(self, op: Op, around: Body) -> tuple[Loop, list[PieceAt]]:
-        """The loop of a split scan, and the pieces that must exist before it. `around`: the body that the scan is in."""
+        """The loop of a split scan, and the pieces that must exist before it. `around`: the body that contains the scan."""
         body = op.body
         assert body is not None
         c, k = body.num_consts, body.num_carry
@@ -397,7 +397,8 @@ def _stuck(op: Op, sites: Sites) -> PartitionError:
     return PartitionError(
         f"`{op.name}` needs a value that no site ({groups}) can compute before `{op.name}` runs.",
         at=op.at,
-        fix="Put its role and the roles that it reads from into one group. This is a bug in Choreo: please report it.",
+        fix="This is a bug in Choreo: please report it. To avoid the bug, put the role of this op and the roles that it "
+        "reads from into one group.",
     )
 
 

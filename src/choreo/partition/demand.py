@@ -88,7 +88,7 @@ class Needs:
         return self._inferred[op, group]
 
     def pruned(self, op: Op, wanted: Demand) -> Pruned:
-        """The op as a group that sees all environments runs it: only the inner equations that the wanted results need."""
+        """The op for a group that sees all environments, with only those inner equations that the wanted results need."""
         key = (op, tuple(bool(axes) for axes in wanted))
         if key not in self._pruned:
             self._pruned[key] = Pruned.of_eqn(op.eqn, key[1])

@@ -29,7 +29,7 @@ DRAWS = {"random_bits", "threefry2x32"}
 
 
 def draw_ahead(program: Program) -> Program:
-    """The program in which the draws of each loop that calls Python have moved to a place before the loop.
+    """The program after this pass: if a loop calls Python, its random numbers are drawn before the loop.
 
     Loops inside of other loops stay unchanged.
     """

@@ -93,10 +93,11 @@ def infer_eqn(
 
 
 def _declared_axes(eqn: jec.JaxprEqn, call: Call | None, size: Size) -> list[Axis] | None:
-    """For a fragment that is called under the `jax.vmap` of the divided axis: the mapped axis of each operand. None for all others.
+    """For a fragment that is called under the `jax.vmap` of the divided axis: the mapped axis of each operand. None
+    for every other equation.
 
-    Such a call declares which axis is divided, as the outputs of an environment do for the env axis. So its results are
-    blocks, even if all operands are whole.
+    A call under this `vmap` declares which axis is divided, as the outputs of an environment do for the env axis. So its
+    results are blocks, even if all operands are whole.
     """
     if call is None or not size.is_mapped or len(eqn.invars) != len(call.in_avals):
         return None
@@ -120,7 +121,7 @@ def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:
         return form
     if form.whole:
         return Form(True)
-    why = f"{var.aval.shape[form.axis]} groups of environments cannot be divided into {size.blocks} blocks"
+    why = f"an axis of length {var.aval.shape[form.axis]} cannot be divided into {size.blocks} blocks"
     return Form(False, None, Mixed(why, at))
 
 

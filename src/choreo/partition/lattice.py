@@ -17,8 +17,8 @@ branch, some results can be top while the others are not.
 
 The axis that a group divides has a name: `env`, the axis of the shards, or the `axis_name` of a `jax.vmap`. Two groups may divide
 different axes: `env` and `agent`, for example. The analysis then runs once for each name, and a value has one form for each
-name (`Forms`). The forms of different names say nothing about each other. A group reads only the form for the name that the
-group divides, because it holds all of every other axis.
+name (`Forms`). The forms of different names say nothing about each other. A group reads only the form for the axis that the
+group divides, because the group holds all of every other axis.
 
 A *piece* of a value is the part of it that a replica holds. A piece is named by an axis: None for the whole value, k for the
 replica's block along axis k.
@@ -62,8 +62,8 @@ class Form(NamedTuple):
     whole: bool
     """Can every replica compute the whole value?"""
     axis: Axis = None
-    """The axis along which a replica can compute its block. For a whole value it is only a proposal: a reader may
-    work with blocks along this axis in place of the whole."""
+    """The axis along which a replica can compute its block. For a whole value the axis is only a proposal: a reader
+    may work with blocks along this axis in place of the whole."""
     mixed: Mixed | None = None
     """Why the value is neither whole nor a block; None if it is one of the two."""
 

@@ -35,7 +35,7 @@ class Mapped:
 
     @staticmethod
     def of(eqn: jec.JaxprEqn, call: Call, size: Size) -> "Mapped | None":
-        """The way of a call. None if it does not apply: the call is not mapped over environments, the record does not fit the
+        """The way of a call. None if this way does not apply: the call is not mapped over environments, the record does not fit the
         equation, or environments may mix and the user does not vouch for the fragment."""
         if len(call.vmaps) != 1 or call.vmaps[0].size % size.blocks or call.host or call.jaxpr is None:
             return None

@@ -17,7 +17,7 @@ class OnHost:
     def __init__(self, eqn: jec.JaxprEqn, forms: Sequence[Form], size: Size):
         if size.is_mapped:
             raise Mixes(
-                f"a host method has its own object for some environments, not for some of the axis `{size.name}`"
+                f"each object of a host method holds whole environments, so the axis `{size.name}` cannot be divided"
             )
         for var, form in zip(eqn.invars, forms, strict=True):
             if not var.aval.shape or var.aval.shape[0] != size.full or not (form.whole or form.axis == 0):  # pyright: ignore[reportAttributeAccessIssue]

@@ -50,8 +50,8 @@ def partition(
         outputs[position] = {home: placement.natural(body.outs[position], home)}
     iterate = cut(graph, needs_of(placement, body, outputs), outputs)
 
-    # `init` is placed without shards. This fits: block r of the environments and block r of the shards hold the same
-    # environments.
+    # `init` is placed without shards. The results of `init` fit, because block r of the environments and block r of the shards
+    # hold the same environments.
     init_sites = init_sites or replace(sites, shards=1)
     held = {
         i: {group: traced.carry_axes[i] if init_sites.size(group) and not sites.size(group) else axis

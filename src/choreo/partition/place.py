@@ -27,8 +27,8 @@ from choreo.roles import SHARD_AXIS
 from choreo.types import AxisName, GroupName, Role
 
 MOST_SWAPS = 8
-"""Glue can change its home in every round, forever. Once the forms have reached their fixed point, `_settle` therefore
-ends at the latest when it has made this many rounds more than there are carried values."""
+"""Glue can change its home in every round, without end. So `_settle` may also end while homes still change: when the forms
+have reached their fixed point, and `_settle` has made this many rounds more than there are carried values."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Sites:
 
     @functools.cached_property
     def sizes(self) -> Mapping[AxisName, Size]:
-        """For every axis that a replicated group divides, the size of one such group; used for ops of all other groups."""
+        """For every axis that a replicated group divides, the block size of one such group; used for ops of all other groups."""
         sizes = [size for group in self.replicas if (size := self.size(group))]
         return {size.name: size for size in reversed(sizes)}
 
@@ -178,8 +178,8 @@ class _Placer:
                 self._place_op(op)
             for position, (value, out) in enumerate(zip(body.carry_ins, body.carry_outs, strict=True)):
                 self._place_carry(value, out, init[position] if init else None)
-            # Forms only rise from whole to block, so they reach a fixed point. Homes need not: at equal cost, glue could
-            # move between two groups forever.
+            # Forms only rise from whole to block, so they reach a fixed point. Homes may never reach one: at equal cost,
+            # glue could move between two groups forever.
             settled = forms == [self.result.forms[v] for v in body.carry_ins]
             if settled and (homes == self._homes(body) or rounds > len(body.carry_ins) + MOST_SWAPS):
                 return
@@ -244,8 +244,8 @@ class _Placer:
                     fix=f"Use one site for `{home}`, or make it a method of an object: choreo.host_method.")  # fmt: skip
             if op.call and op.call.host and (size := self.sites.size(home)) and size.is_mapped:
                 raise PartitionError(
-                    f"The host fragment `{op.name}` cannot run on `{home}`, which is divided along the axis {size.name!r}. An "
-                    "object in Python has some of the environments, and each of them whole.", at=op.at,
+                    f"The host fragment `{op.name}` cannot run on `{home}`, which is divided along the axis {size.name!r}. Each "
+                    "object in Python holds whole environments, so this axis cannot be divided.", at=op.at,
                     fix=f"Put the role `{next(iter(op.roles))}` into a group without this axis.")  # fmt: skip
             if mixed and op.body:
                 return self._place_split(op, groups)

@@ -1,9 +1,10 @@
-"""Which transfers of a program may bring values that are out of date: values that one group carries, and another only reads.
+"""Which transfers of a program may bring values that are out of date: values that one group carries, and
+another group only reads.
 
 Lag belongs to a pair (sender, receiver) of groups. A pair can have lag only if everything that the sender sends to the receiver
 is carried from iteration to iteration: parameters for workers, for example. These values travel as one bundle, so that a reader
-never gets half of an update. If data of the same iteration goes the same way, as actions do in the layout `fine`, the pair
-cannot have lag.
+never gets half of an update. If the sender also sends data of the same iteration, such as actions in the layout `fine`,
+the pair cannot have lag.
 
 Often glue stands between a carried value and its reader: a cast, a broadcast, a product with a constant. A copy of the glue
 is then computed at the reader, so that only the carried value crosses:

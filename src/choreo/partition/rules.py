@@ -46,7 +46,9 @@ def split(eqn: jec.JaxprEqn, axes: Sequence[Axis], size: Size) -> Split:
         raise Mixes(f"no rule tells how `{eqn.primitive.name}` treats environments")
     lengths = {_shape(var)[axis] for var, axis in zip(eqn.invars, axes, strict=True) if axis is not None}
     if any(length % size.blocks for length in lengths):
-        raise Mixes(f"{min(lengths)} groups of environments cannot be divided into {size.blocks} blocks")
+        raise Mixes(
+            f"an axis of length {min(n for n in lengths if n % size.blocks)} cannot be divided into {size.blocks} blocks"
+        )
     ins, outs, params = rule(eqn, axes, size)
     # Dimension numbers made by `vmap` are sometimes numpy integers.
     result = Split(_plain(ins), _plain(outs), params)

@@ -96,7 +96,7 @@ def trace(algo: Any, env: Any, shards: int = 1) -> Traced:
 
 @dataclass(frozen=True)
 class Iteration(carry.TracedOnce):
-    """`iterate`, traced for a carry of some form."""
+    """`iterate`, traced for a carry of one form."""
 
     metrics: dict[str, jax.ShapeDtypeStruct]
     """The types of the metrics; with several shards, those of one shard."""
@@ -357,8 +357,8 @@ class _Builder:
             operands = tuple(read(v) for v in eqn.invars)
             line = _compat.where(eqn) or at
             roles, call, inner = roles_in(eqn), find_call(_compat.call_name(eqn)), _compat.inner_jaxpr(eqn)
-            # The call that declares a metric returns its operand. The graph leaves it out: `_reductions` reads the declaration
-            # from the jaxpr.
+            # The call that declares a metric returns its operand. The graph leaves out this call: `_reductions` reads the
+            # declaration from the jaxpr.
             if find_declaration(_compat.call_name(eqn)):
                 known[eqn.outvars[0]] = operands[0]
                 continue

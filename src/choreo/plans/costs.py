@@ -23,14 +23,14 @@ from choreo.types import GroupName, Role
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast a machine is: the user's numbers, from which seconds are estimated. All processes are equally fast."""
+    """How fast a machine is, as the user states it. Seconds are estimated from these rates, which count for every process."""
 
     flops_per_s: float
     """Floating-point operations per second of one process."""
     bytes_per_s: float
     """Bytes per second between two processes."""
     seconds_per_message: float
-    """What every message takes, however small it is."""
+    """The seconds that every message takes, in addition to the time for its bytes."""
 
     def __post_init__(self):
         for field in fields(self):
@@ -45,7 +45,10 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one segment or host call computes, at each replica of its group."""
+    """What one segment or host call computes, at each replica of its group.
+
+    "Each time" means: each time that a replica runs the step.
+    """
 
     group: GroupName
     name: str
@@ -59,7 +62,8 @@ class StepCost:
     replicas: int
     """How many replicas run the step, as the printed plan counts them: one process each, with all its blocks and devices."""
     blocks: int
-    """How many blocks, or shards, each of these replicas computes one after the other, each time; more than 1 with `exact`."""
+    """How many blocks of environments (or of shards) each of these processes computes each time; more than 1 with `exact`, or on
+    several devices."""
     times: int
     """How often each replica runs the step while the program runs once."""
     flops: int | None
@@ -73,7 +77,7 @@ class StepCost:
     output_nbytes: int | None
     """Bytes of the arrays that the step returns each time, at each replica; None for a host call."""
     seconds: float | None = None
-    """Mean measured or estimated seconds each time, at each replica; None: neither."""
+    """Mean measured or estimated seconds each time, at each replica; None: neither measured nor estimated."""
 
     @property
     def total_flops(self) -> int | None:
@@ -92,7 +96,7 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """One transfer of a program, with its size."""
+    """One transfer of a program, with its size. "Each time" means: each time that the transfer happens."""
 
     src: GroupName
     dst: GroupName
@@ -109,7 +113,8 @@ class Crossing:
     nbytes: int
     """Bytes each time, over all messages."""
     seconds: float | None = None
-    """Measured or estimated seconds each time, for all messages one after the other; None: neither."""
+    """Measured or estimated seconds each time, for all messages one after the other; None: neither measured nor
+    estimated."""
     wait_seconds: float | None = None
     """Measured seconds that a receiver waits for one message, on average; None: not measured, or nobody has to wait."""
 
@@ -162,7 +167,7 @@ class ProgramCosts:
 
     @property
     def flops(self) -> int | None:
-        """FLOPs of all replicas of all groups; None if those of any segment are unknown. Host calls are left out."""
+        """FLOPs of all replicas of all groups; None if the FLOPs of a segment are unknown. Host calls are left out."""
         totals = [step.total_flops for step in self.steps if not step.on_host]
         known = [total for total in totals if total is not None]
         return sum(known) if len(known) == len(totals) else None
@@ -187,7 +192,7 @@ class ProgramCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of a plan: all but the seconds are known before it runs."""
+    """The costs of a plan: everything except the seconds is known before the plan runs."""
 
     init: ProgramCosts
     iterate: ProgramCosts
@@ -219,7 +224,8 @@ class Costs:
         return self._with_seconds("measured", step_seconds, crossing_seconds)
 
     def estimated(self, rates: Rates) -> "Costs":
-        """These costs, with seconds that follow from the user's rates. A step has none if its FLOPs are unknown, or not exact."""
+        """These costs, with seconds that follow from the user's rates. A step has no seconds if its FLOPs are
+        unknown or only a lower bound."""
 
         def step_seconds(program: str, step: StepCost) -> float | None:
             return None if step.flops is None or step.flops_at_least else step.flops / rates.flops_per_s

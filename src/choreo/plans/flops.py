@@ -8,8 +8,8 @@ An equation that is not known here makes the count unknown, never 0.
 """
 
 # Why not a library: JAX's `Lowered.cost_analysis()` and `jax.experimental.roofline` (0.10.2 and 0.12) count the body of a
-# scan once, so 9 rounds of a product of 4 x 4 matrices are 130 and 128 FLOPs in place of 1,152. Lowering the segments of PPO and
-# DQN takes 0.1 to 0.3 s each. Tracing them takes 1 to 40 ms, so that a plan still prints in a tenth of a second.
+# scan once, so 9 rounds of a product of 4 x 4 matrices count as 130 and 128 FLOPs in place of 1,152. Lowering the segments of PPO
+# and DQN takes 0.1 to 0.3 s each. Tracing them takes 1 to 40 ms, so that a plan still prints in a tenth of a second.
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Flops(NamedTuple):
     number: int | None
     """None: unknown."""
     at_least: bool = False
-    """True if the number is a lower bound: the body of a `while` loop is counted once, because its rounds are not known."""
+    """True if the number is a lower bound: the body of a `while` loop counts once, because its number of rounds is not known."""
 
     def times(self, rounds: int) -> "Flops":
         return Flops(None if self.number is None else rounds * self.number, self.at_least)
@@ -70,7 +70,7 @@ def _products(jaxpr: jec.Jaxpr) -> Iterator[int]:
 
 
 class _Counter:
-    """Counts programs, each program once: the same function is often called many times."""
+    """Counts the operations of programs. It remembers the count of each program, because a program is often called many times."""
 
     def __init__(self):
         self.known: dict[jec.Jaxpr, Flops] = {}

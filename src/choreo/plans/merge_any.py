@@ -56,8 +56,8 @@ def iterate_of_one_worker(iterate: Program, traced: Traced, sites: Sites) -> Pro
             )
         if axis is None and all(sites.size(group) for group in held) and _is_written(iterate, port, num_carry):
             raise PartitionError(
-                f'With merge="any" every worker would compute a different `{named(port.name)}`. These cannot be combined, '
-                "because they have no env axis.",
+                f'With merge="any" every worker would compute a different `{named(port.name)}`. The workers\' values cannot be '
+                "combined, because this leaf has no env axis.",
                 fix='Let the learner compute it (a fragment of the role `learner` or `update`), or use merge="all".',
             )
         return replace(port, held=held)

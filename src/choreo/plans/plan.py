@@ -172,7 +172,7 @@ class Plan:
         """
         if profile is not None and rates is not None:
             raise ChoreoError(
-                "plan.costs was given both a profile and rates, so its seconds would be measured and estimated.",
+                "plan.costs was given both a profile and rates, so its seconds would be both measured and estimated.",
                 fix="Give one of the two; call plan.costs twice to compare them.",
             )
         if profile is not None:

@@ -153,7 +153,8 @@ def _user_label(move: Move) -> str:
 
 
 def _slot_names(program: Program) -> dict[Slot, str]:
-    """The user's names for values in slots. Leaves of the carry and metrics have names, also where loops pass them on."""
+    """The user's names for values in slots. Leaves of the carry and metrics have names, and so have the slots in which a loop
+    holds them."""
     names: dict[Slot, str] = {}
 
     def name(ref: Ref | None, label: str | None) -> None:

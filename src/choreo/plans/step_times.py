@@ -37,7 +37,7 @@ class StepTimes(Protocol):
         ...
 
     def mean_seconds(self, phase: StepPhase) -> float | None:
-        """The mean over all times; None if it was never measured."""
+        """The mean over all measurements of this phase; None if the phase was never measured."""
         ...
 
 

@@ -1,8 +1,8 @@
 """The environment steps of an iteration, and what a step of a run is.
 
 A step is an environment step. In a run whose iterations take no environment steps, such as offline training, a step is an
-iteration. The steps that the user asks for, `total_steps` and steps per second count steps in this sense. The column `env_steps`
-of the metrics always counts environment steps, so in such a run it is 0.
+iteration. The argument `steps` of `train`, `total_steps` and steps per second all use this meaning of the word. The column
+`env_steps` of the metrics always counts environment steps, so this column is 0 in a run without environment steps.
 """
 
 import operator
@@ -18,7 +18,8 @@ FORM = "`steps_per_iteration(env) -> int`"
 def env_steps_per_iteration(algo: Any, env: Any) -> int:
     """The environment steps that one iteration takes in all environments together.
 
-    This is `algo.steps_per_iteration(env)` if the algorithm has this method, else unroll x environments.
+    If the algorithm has a method `steps_per_iteration`, the result is `algo.steps_per_iteration(env)`. If not, it is `unroll` times
+    the number of environments.
     """
     name = type(algo).__name__
     method: Any = getattr(algo, "steps_per_iteration", None)
@@ -40,10 +41,10 @@ def env_steps_per_iteration(algo: Any, env: Any) -> int:
 
 
 def steps_of(row: Mapping[str, float | int]) -> int:
-    """The steps of a run up to a row of its metrics."""
+    """The steps of a run from its beginning to the end of one iteration. `row`: the metrics of this iteration."""
     return int(row["env_steps"]) or int(row["iteration"]) + 1
 
 
 def has_steps(algo: Any) -> bool:
-    """Whether an algorithm says how many environment steps an iteration takes."""
+    """Whether an algorithm says how many environment steps an iteration takes: by a method, or by `unroll`."""
     return hasattr(algo, "unroll") or hasattr(algo, "steps_per_iteration")
