@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 import choreo
+from choreo.runtime.local import Local
 from choreo.runtime.make import make_runtime
 
 
@@ -20,7 +21,8 @@ def main() -> None:
     runtime = make_runtime(None, plan, profile=False)
     runtime.start(jax.random.key(0))
     runtime.run(0, iterations)
-    workers = {name: member.process.pid for name, member in getattr(runtime, "members", {}).items()}
+    handles = runtime.pool.handles if isinstance(runtime, Local) else {}
+    workers = {name: handle.process.pid for name, handle in handles.items()}
     print(json.dumps({name: megabytes(pid) for name, pid in {"coordinator": os.getpid(), **workers}.items()}))
     runtime.close()
 

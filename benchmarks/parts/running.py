@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from choreo.plans.plan import Plan
+from choreo.runtime.local import Local
 from choreo.runtime.make import make_runtime
 
 
@@ -23,7 +24,8 @@ class Running:
     @property
     def pids(self) -> list[int]:
         """The process ids of the workers; empty if there are none."""
-        return [member.process.pid for member in getattr(self.runtime, "members", {}).values()]
+        handles = self.runtime.pool.handles if isinstance(self.runtime, Local) else {}
+        return [handle.process.pid for handle in handles.values()]
 
     def seconds(self, iterations: int) -> float:
         """Run the next `iterations` iterations; returns their wall time."""

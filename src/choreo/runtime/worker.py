@@ -26,6 +26,8 @@ With channels over TCP, or with collectives, `set_up` has more steps, so that no
 
     set_up ─▶   ◀─ listening: address, key   contacts: of all workers ─▶   ◀─ admitted   connect ─▶   ◀─ ready
 
+Between `contacts` and `admitted`, workers on one machine pass each other channels in shared memory, and `connect` says which.
+
 The main thread executes commands. A second thread receives commands, answers heartbeats (`heartbeat.py`), and ends the
 process at once when the coordinator is gone. A third thread watches for an environment that hangs.
 """
@@ -149,7 +151,14 @@ class Worker:
         began = time.perf_counter()
         self.name, self.env_timeout_s = header["name"], header["env_timeout_s"]
         silence_s = header["silence_s"]
-        self.links = Links(self.name, header["links"], host=header["host"], keys=self.keys, silence_s=silence_s)
+        self.links = Links(
+            self.name,
+            header["links"],
+            host=header["host"],
+            keys=self.keys,
+            silence_s=silence_s,
+            secret=header["secret"],
+        )
         rendezvous, collective = {}, header["collective"]
         if header["introduction"]:
             here = {
@@ -160,9 +169,8 @@ class Worker:
             introduction = self._next("contacts")
             rendezvous = introduction["rendezvous"]
             self.links.admit(introduction["contacts"])
-            self._send({"kind": "admitted"})
-            self._next("connect")
-            self.links.connect(introduction["contacts"])
+            self._send({"kind": "admitted", "passed": self.links.pass_on(introduction["contacts"])})
+            self.links.connect(introduction["contacts"], self._next("connect")["passed"])
         from choreo.runtime.engine.arrivals import Arrivals
         from choreo.runtime.engine.backend import PythonOnly
         from choreo.runtime.engine.execution import Execution

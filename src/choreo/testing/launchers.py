@@ -68,7 +68,7 @@ def check_launcher(launcher: Launcher) -> None:
     check_several(launcher)
     check_kill(launcher)
     check_close(launcher)
-    if launcher.shares_memory:
+    if launcher.shared_memory == "inherited":
         check_descriptors(launcher)
     _await(lambda: _open_files() <= open_before, END_S)
     left = _open_files() - open_before
@@ -236,7 +236,7 @@ def _order(control: ControlConnection, code: str) -> Frame:
 def _tell(control: ControlConnection, code: str) -> None:
     """Send the command `set_up` with Python in place of programs; the worker runs it when it unpickles the programs."""
     header = {
-        "kind": "set_up", "name": "check", "env_timeout_s": 0.0, "silence_s": 300.0, "links": [], "host": "127.0.0.1",
+        "kind": "set_up", "name": "check", "env_timeout_s": 0.0, "silence_s": 300.0, "secret": "", "links": [], "host": "127.0.0.1",
         "introduction": False, "collective": None, "platforms": None, "profile": False, "process_of_site": [],
     }  # fmt: skip
     send_frame(control, header, [np.frombuffer(pickle.dumps(_RunsWhenUnpickled(code)), np.uint8)])

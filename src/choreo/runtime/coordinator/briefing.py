@@ -56,6 +56,7 @@ def briefing(
     profile: bool,
     env_timeout_s: float,
     silence_s: float,
+    secret: str,
 ) -> dict[str, Any]:
     """The header of the command `set_up`. The only array of this command holds the worker's pickled programs."""
     plan, groups = deployment.plan, deployment.groups(worker)
@@ -74,4 +75,5 @@ def briefing(
         "profile": profile,
         "env_timeout_s": env_timeout_s,
         "silence_s": silence_s,
+        "secret": secret,
     }

@@ -9,7 +9,7 @@ in the coordinator knows where a worker runs. `choreo.testing.check_launcher` te
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from choreo.errors import RunError
 
@@ -115,15 +115,19 @@ class Launcher(Protocol):
     """Starts workers in one place."""
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether two workers of this launcher can exchange messages through shared memory: they inherit file descriptors."""
+    def shared_memory(self) -> Literal["inherited", "passed"]:
+        """How two workers of this launcher, which are on one machine, get a channel in shared memory.
+
+        "inherited": they inherit its file descriptors. "passed": one worker passes them to the other. If that fails, for example
+        because the workers are in different containers, the two workers use TCP.
+        """
         ...
 
     def start(self, name: str, variables: Mapping[str, str], fds: Collection[int] = ()) -> WorkerProcess:
         """Start a worker. Does not wait until it runs.
 
         `variables` are environment variables, in addition to those of the process that starts the worker. The worker inherits
-        the file descriptors `fds`, which must be empty if `shares_memory` is False. The worker must end when the coordinator
-        ends.
+        the file descriptors `fds`, which must be empty unless `shared_memory` is "inherited". The worker must end when the
+        coordinator ends.
         """
         ...

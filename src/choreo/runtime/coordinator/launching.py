@@ -10,6 +10,7 @@ ready              every worker has opened its channels and loaded its programs
 """
 
 import contextlib
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -61,7 +62,10 @@ def launch(
         fds = {worker: [fd for end in ends[worker] for fd in end.fds] for worker in deployment.workers}
         start_workers(conversation.pool, deployment, launchers, fds)
     differences = compare_versions(conversation, allow_versions=allow_versions, same_bits=same_bits)
-    introduction = "tcp" in carriers.values() or any(map(deployment.collective, deployment.workers))
+    introduction = not {"tcp", "passed"}.isdisjoint(carriers.values()) or any(
+        map(deployment.collective, deployment.workers)
+    )
+    secret = secrets.token_hex(32)
     for worker in deployment.workers:
         header = briefing(
             deployment,
@@ -71,6 +75,7 @@ def launch(
             profile=profile,
             env_timeout_s=env_timeout_s,
             silence_s=silence.connection_s,
+            secret=secret,
         )
         conversation.tell(worker, header, [np.frombuffer(programs[worker], np.uint8)])
     if introduction:
@@ -96,7 +101,7 @@ def start_workers(
     deadline = time.monotonic() + START_S
     started: dict[str, WorkerProcess] = {}
     # Workers on other hosts come first: while they start, this machine starts its own.
-    slow_first = sorted(deployment.workers, key=lambda worker: launchers[worker].shares_memory)
+    slow_first = sorted(deployment.workers, key=lambda worker: launchers[worker].shared_memory == "inherited")
     try:
         for worker in slow_first:
             started[worker] = launchers[worker].start(worker, environment_variables(deployment, worker), fds[worker])
@@ -150,5 +155,6 @@ def introduce(conversation: Conversation) -> None:
     contacts = {worker: header["contact"] for worker, header in headers.items() if header["contact"]}
     rendezvous = {header["group"]: header["rendezvous"] for header in headers.values() if header["rendezvous"]}
     conversation.tell_all({"kind": "contacts", "contacts": contacts, "rendezvous": rendezvous})
-    conversation.await_replies("admitted", doing="starting", timeout_s=START_S)
-    conversation.tell_all({"kind": "connect"})
+    replies = conversation.await_replies("admitted", doing="starting", timeout_s=START_S)
+    passed = [channel for header, _ in replies.values() for channel in header["passed"]]
+    conversation.tell_all({"kind": "connect", "passed": passed})

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from choreo.runtime.coordinator.launcher import LostSight
 
@@ -18,7 +18,7 @@ from choreo.runtime.coordinator.launcher import LostSight
 class LocalLauncher:
     """Starts workers on this machine."""
 
-    shares_memory = True
+    shared_memory: Literal["inherited"] = "inherited"
 
     def start(self, name: str, variables: Mapping[str, str], fds: Collection[int] = ()) -> "LocalProcess":
         """Start a worker as a child process."""

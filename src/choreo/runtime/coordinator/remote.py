@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 import zmq
 
@@ -34,7 +35,7 @@ HELLO_S = 10.0
 class AgentLauncher:
     """Starts workers through the agent of one host."""
 
-    shares_memory = False
+    shared_memory: Literal["passed"] = "passed"
 
     def __init__(self, host: Host, token: bytes, *, silence_s: float = DEFAULT_SILENCE_S):
         """A connection counts as lost after `silence_s` seconds without a sign of life."""

@@ -10,6 +10,7 @@ import numpy as np
 from choreo.partition.program import Transfer, walk
 from choreo.plans.export import array_type
 from choreo.runtime.channels.base import message_bytes
+from choreo.runtime.channels.passing import ChannelKey
 from choreo.runtime.channels.shm import ReceiverEnd, SenderEnd, make_shm_channel
 from choreo.runtime.coordinator.deployment import Deployment
 from choreo.runtime.coordinator.launcher import Launcher
@@ -20,8 +21,6 @@ from choreo.runtime.engine.messages import Overlap, Topology, messages
 SLOTS = 2
 """How many unread messages a channel can hold, at least."""
 
-ChannelKey = tuple[str, str, str]
-"""Sender, receiver and kind (`BUNDLE` or "") of a channel."""
 ChannelDescriptions = dict[str, list[list[Any]]]
 """For each worker, the descriptions of its channels; see `channels/links.py`."""
 Ends = dict[str, list[SenderEnd | ReceiverEnd]]
@@ -29,12 +28,19 @@ Ends = dict[str, list[SenderEnd | ReceiverEnd]]
 
 
 def choose_carriers(deployment: Deployment, launchers: Mapping[str, Launcher]) -> dict[ChannelKey, str]:
-    """The carrier of each channel: "shm" if one launcher starts both workers and lets them share memory, otherwise "tcp"."""
+    """The carrier of each channel, which depends on the launchers of its two workers.
 
-    def share_memory(src: str, dst: str) -> bool:
-        return not deployment.over_tcp and launchers[src] is launchers[dst] and launchers[src].shares_memory
+    One launcher can let its workers share memory: they inherit file descriptors ("shm"), or one passes them to the other
+    ("passed"). Workers of two launchers use TCP ("tcp").
+    """
+    how = {"inherited": "shm", "passed": "passed"}
 
-    return {key: "shm" if share_memory(*key[:2]) else "tcp" for key in _channel_bytes(deployment)}
+    def carrier(src: str, dst: str) -> str:
+        return (
+            "tcp" if deployment.over_tcp or launchers[src] is not launchers[dst] else how[launchers[src].shared_memory]
+        )
+
+    return {key: carrier(*key[:2]) for key in _channel_bytes(deployment)}
 
 
 def make_channels(deployment: Deployment, carriers: Mapping[ChannelKey, str]) -> tuple[ChannelDescriptions, Ends]:
@@ -43,9 +49,9 @@ def make_channels(deployment: Deployment, carriers: Mapping[ChannelKey, str]) ->
     links: ChannelDescriptions = {name: [] for name in deployment.workers}
     ends: Ends = {name: [] for name in deployment.workers}
     for (src, dst, kind), size in _channel_bytes(deployment).items():
-        if carriers[src, dst, kind] == "tcp":
+        if (carrier := carriers[src, dst, kind]) != "shm":
             for name in (src, dst):
-                links[name].append([src, dst, kind, "tcp", size, slots])
+                links[name].append([src, dst, kind, carrier, size, slots])
             continue
         for name, end in zip((src, dst), make_shm_channel(size, slots), strict=True):
             links[name].append([src, dst, kind, "shm", *end.fds, end.slot_bytes, end.slots])
