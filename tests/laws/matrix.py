@@ -28,7 +28,7 @@ USUAL = {"workers": 2, "learners": 2, "buffers": 2}
 """Arguments for presets. Each preset gets only the arguments that it takes."""
 RELAXED = {"max_lag": {"max_lag": 2}, "merge": {"max_lag": 3, "merge": "any"}}
 """Arguments for relaxed layouts, by option. A preset that takes the option also runs with these arguments."""
-NO_AGENTS = "The layout divides an axis 'agent', but no fragment is called under a vmap of that axis_name."
+NO_AGENTS = "The layout divides an axis 'agent', but no fragment is called directly under a vmap of that axis_name."
 ONE_BY_ONE = 'With merge="any" the learner takes the results of one worker at a time, but `carry.replay.'
 """`NO_AGENTS` and `ONE_BY_ONE` are the beginnings of the only two messages that refuse a cell."""
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"

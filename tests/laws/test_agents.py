@@ -153,8 +153,9 @@ def test_an_axis_that_no_vmap_names_is_refused():
     with pytest.raises(LayoutError) as refusal:
         plan(Bandits(), Meeting(NUM_ENVS), layout)
     assert str(refusal.value) == (
-        "The layout divides an axis 'member', but no fragment is called under a vmap of that axis_name.\n"
-        'Call the fragments of one member under jax.vmap(..., axis_name="member").'
+        "The layout divides an axis 'member', but no fragment is called directly under a vmap of that axis_name.\n"
+        'Call the fragments of one member under jax.vmap(..., axis_name="member"). If scan, jit, grad or checkpoint stands '
+        "between the vmap and the fragment, make the function that you give to vmap a fragment."
     )
 
 
@@ -317,6 +318,61 @@ class ActsForOneEnvironment(Bandits):
 @pytest.mark.parametrize("layout", ["per_agent x2", "three groups"])
 def test_a_fragment_under_two_vmaps_is_refused_or_gives_the_reference_result(layout, inside):
     algo, env = ActsForOneEnvironment(environments_inside=inside), Meeting(4, agents=4, actions=4)
+    try:
+        run = run_of(InProcess(plan(algo, env, BOTH[layout])), KEY)
+    except PartitionError as refusal:
+        assert "test_agents.py" in str(refusal)
+    else:
+        assert_close(run, reference_run(algo, env, KEY), 1e-5)
+
+
+class MeanOverBoth(Bandits):
+    """The metric is one mean over environments and agents."""
+
+    def iterate(self, env, carry, key):
+        carry, metrics = super().iterate(env, carry, key)
+        return carry, metrics | {"mean": jnp.mean(carry.obs)}
+
+
+class MeanInTwoSteps(Bandits):
+    """The same mean, over environments first."""
+
+    def iterate(self, env, carry, key):
+        carry, metrics = super().iterate(env, carry, key)
+        return carry, metrics | {"mean": jnp.mean(jnp.mean(carry.obs, axis=0))}
+
+
+def test_a_mean_over_both_axes_at_once_is_refused_with_a_remedy_that_works():
+    layout = choreo.Layout(choreo.Group("env", "actor", replicas=2), choreo.Group("learner", axis="agent"))
+    env = Meeting(4, agents=4)
+    run = run_of(InProcess(plan(MeanInTwoSteps(), env, layout)), KEY)
+    assert_close(run, reference_run(MeanInTwoSteps(), env, KEY), 1e-5)
+    try:
+        run = run_of(InProcess(plan(MeanOverBoth(), env, layout)), KEY)
+    except PartitionError as refusal:
+        assert "needs all environments and the whole axis 'agent' together" in str(refusal)
+        assert "jnp.mean(jnp.mean(x, axis=0))" in str(refusal)
+    else:
+        assert_close(run, reference_run(MeanOverBoth(), env, KEY), 1e-5)
+
+
+@dataclass(frozen=True)
+class TransposedFragment(Bandits):
+    """The gradient of a fragment under the vmap of the agents: the transposed program has the fragment's name, but other operands."""
+
+    @choreo.fragment("learner")
+    def loss(self, obs, table):
+        return jnp.sum(jnp.sin(obs)) * jnp.sum(table)
+
+    def iterate(self, env, carry, key):
+        carry, metrics = super().iterate(env, carry, key)
+        total = lambda table: jnp.sum(jax.vmap(self.loss, (1, 0), axis_name="agent")(carry.obs, table))  # noqa: E731
+        return carry._replace(train=carry.train - 0.01 * jax.grad(total)(carry.train)), metrics
+
+
+@pytest.mark.parametrize("layout", BOTH)
+def test_a_transposed_fragment_is_refused_or_gives_the_reference_result(layout):
+    algo, env = TransposedFragment(), Meeting(4, agents=4, actions=4)
     try:
         run = run_of(InProcess(plan(algo, env, BOTH[layout])), KEY)
     except PartitionError as refusal:

@@ -138,6 +138,25 @@ def test_layouts_that_cannot_be_relaxed_are_refused(layout, message):
     assert str(refusal.value).startswith(message)
 
 
+def act_for_both(env, carry, key):
+    """The actor reads `s`, which the environments carry, and `w`, which the learner carries."""
+    s = env.step(carry["s"], jax.vmap(push, (None, 0))(carry["w"], carry["s"]))
+    w, slow, _ = learn(carry["w"], carry["slow"], s[None])
+    return {"w": w, "slow": slow, "s": s}, {"m": jnp.sum(carry["w"])}
+
+
+def test_a_group_cannot_read_old_values_from_two_groups():
+    """The log has one version for each reader and update, so a replay could not tell the two versions apart."""
+    layout = choreo.Layout(choreo.Group("env"), choreo.Group("actor"), choreo.Group("learner"), max_lag=2)
+    with pytest.raises(LayoutError) as refusal:
+        plan(Functions(still, act_for_both), Pond(), layout)
+    assert str(refusal.value) == (
+        "`actor` would read old values from `env` and `learner`, each at a version of its own. A group may read old values from "
+        "one group only, so that everything that it reads comes from the same update.\n"
+        "Put the roles of these groups into one group, or leave out max_lag=2."
+    )
+
+
 def act_twice(env, w, slow, s):
     """Take two steps. Glue computes the weights of the actor from two carried values."""
     half = 0.5 * w + 1.0

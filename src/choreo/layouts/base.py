@@ -58,6 +58,11 @@ class Group:
         if replicas is not None and (not isinstance(replicas, int) or replicas < 1):
             raise LayoutError(f"Group({self.name!r}, replicas={replicas!r}) needs at least one replica.",
                               fix="To run roles together at one site, name them in one Group.")  # fmt: skip
+        if axis is not None and (not isinstance(axis, str) or not axis):
+            raise LayoutError(
+                f"Group({self.name!r}, axis={axis!r}) needs the name of an axis.",
+                fix='Write axis="agent", as in jax.vmap(..., axis_name="agent").',
+            )
         if devices < 1:
             raise LayoutError(
                 f"Group({self.name!r}, devices={devices!r}) needs at least one device.", fix="Use devices=1."
@@ -209,12 +214,9 @@ class Layout:
             )
         if not count:
             raise LayoutError(
-                f"The layout divides an axis {axis!r}, but no fragment is called under a vmap of that axis_name.",
-                fix=f'Call the fragments of one {axis} under jax.vmap(..., axis_name="{axis}").',
-            )
-        if self.shards > 1:
-            raise LayoutError(
-                f"{self!r} divides the axis {axis!r}, and has {self.shards} learner shards.", fix="Use one shard."
+                f"The layout divides an axis {axis!r}, but no fragment is called directly under a vmap of that axis_name.",
+                fix=f'Call the fragments of one {axis} under jax.vmap(..., axis_name="{axis}"). If scan, jit, grad or checkpoint '
+                "stands between the vmap and the fragment, make the function that you give to vmap a fragment.",
             )
         for group in self.groups:
             if group.axis == axis and group.replicas and count % group.replicas:
@@ -228,6 +230,11 @@ class Layout:
         """Raise LayoutError if `merge` does not fit the groups, or if environments or shards cannot be divided evenly."""
         self._check_merge()
         self._check_shards(num_envs)
+        if self.axes and self.shards > 1:
+            raise LayoutError(
+                f"{self!r} divides the axis {self.axes[0]!r}, and has {self.shards} learner shards.",
+                fix="Use one shard.",
+            )
         for group in self.groups:
             self._check_divides(group, num_envs)
 

@@ -153,6 +153,14 @@ def _refusal(op: Op, group: GroupName, needs: Needs, mixes: Mixes) -> PartitionE
     what = f"the fragment `{fragment}`" if fragment else f"`{op.name}`"
     # The fragment that mixes, and the op that reads its result, may be in different groups.
     group = mixed.group or group
+    size = needs.sites.size(group)
+    if size is not None and size.is_mapped:
+        why = mixed.why.replace("environments", f"entries of the axis {size.name!r}")
+        return PartitionError(
+            f"{why}: {what} cannot run on `{group}`, which is divided into {size.blocks} blocks of the axis {size.name!r}.",
+            at=mixed.at or op.at,
+            fix=f"Use one site for `{group}`, or move this computation to a group that does not divide this axis.",
+        )
     return PartitionError(
         f"{mixed.why}: {what} cannot run on `{group}`, which is divided into {needs.sites.replicas[group]} blocks of environments.",
         at=mixed.at or op.at,

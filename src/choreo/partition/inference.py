@@ -101,6 +101,8 @@ def _declared_axes(eqn: jec.JaxprEqn, call: Call | None, size: Size) -> list[Axi
     """
     if call is None or not size.is_mapped or len(eqn.invars) != len(call.in_avals):
         return None
+    if any(not _is_operand(var, call, i) for i, var in enumerate(eqn.invars)):
+        return None  # under `grad`, an equation of the same name may be the transposed program, with other operands
     level = next((k for k, vmap in enumerate(call.vmaps) if vmap.axis_name == size.name), None)
     if level is None or not any(axis is not None for axis in call.vmaps[level].in_axes):
         return None
@@ -111,6 +113,16 @@ def _declared_axes(eqn: jec.JaxprEqn, call: Call | None, size: Size) -> list[Axi
             for axis, inserted in zip(axes, outer.in_axes, strict=True)
         ]
     return axes
+
+
+def _is_operand(var: Any, call: Call, position: int) -> bool:
+    """Does the operand have the shape that the recorded call has at this position, with the axes of all vmaps inserted?"""
+    shape = list(call.in_avals[position].shape)
+    for vmap in call.vmaps:
+        axis = vmap.in_axes[position]
+        if axis is not None:
+            shape.insert(axis, vmap.size)
+    return tuple(shape) == var.aval.shape
 
 
 def _in_blocks(var: Any, form: Form, size: Size, at: str) -> Form:

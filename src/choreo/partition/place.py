@@ -237,16 +237,16 @@ class _Placer:
                     at=op.at,
                     fix="Call it on the whole batch, without jax.vmap.",
                 )
-            if op.call and op.call.host and not isinstance(op.call.host, HostMethod) and self.sites.size(home):
-                raise PartitionError(
-                    f"The host fragment `{op.name}` cannot be replicated: Choreo does not know which of its rows belong to "
-                    "which environment.", at=op.at,
-                    fix=f"Use one site for `{home}`, or make it a method of an object: choreo.host_method.")  # fmt: skip
             if op.call and op.call.host and (size := self.sites.size(home)) and size.is_mapped:
                 raise PartitionError(
                     f"The host fragment `{op.name}` cannot run on `{home}`, which is divided along the axis {size.name!r}. Each "
                     "object in Python holds whole environments, so this axis cannot be divided.", at=op.at,
                     fix=f"Put the role `{next(iter(op.roles))}` into a group without this axis.")  # fmt: skip
+            if op.call and op.call.host and not isinstance(op.call.host, HostMethod) and self.sites.size(home):
+                raise PartitionError(
+                    f"The host fragment `{op.name}` cannot be replicated: Choreo does not know which of its rows belong to "
+                    "which environment.", at=op.at,
+                    fix=f"Use one site for `{home}`, or make it a method of an object: choreo.host_method.")  # fmt: skip
             if mixed and op.body:
                 return self._place_split(op, groups)
         elif self._can_run_anywhere(op):
@@ -332,6 +332,13 @@ class _Placer:
         groups = [group for group in self.sites.replicas if self.sites.size(group)]
         inferred = (form for group in groups for form in self._infer(op, group, self.sites.axis(group)))
         mixed = next(form.mixed for form in inferred if form.mixed)
+        mapped = [repr(name) for name, size in self.sites.sizes.items() if size.is_mapped]
+        if mapped:
+            raise PartitionError(
+                f"`{op.name}` needs all environments and the whole axis {' and '.join(mapped)} together, and no group of this "
+                "layout sees both.", at=mixed.at or op.at,
+                fix="Compute it in two steps: reduce over environments first, and then over the other axis, as in "
+                    "jnp.mean(jnp.mean(x, axis=0)). Or give one group a single site.")  # fmt: skip
         raise PartitionError(
             f"{mixed.why}, and every group of this layout is replicated.", at=mixed.at or op.at,
             fix="Give one group a single site, or move the computation into a learner that uses choreo.all_reduce.")  # fmt: skip
@@ -358,8 +365,9 @@ class _Placer:
             forms = self._forms(outer)
             if over := [name for name, form in forms.items() if form.axis == 0 and not form.whole]:
                 what = f"the axis {over[0]!r}" if over[0] not in (ENV_AXIS, SHARD_AXIS) else "environments"
-                raise PartitionError(f"A scan over {what} cannot be split over sites.", at=op.at,
-                                     fix="Put the roles inside it into one group.")  # fmt: skip
+                raise PartitionError(
+                    f"A scan over {what} cannot be split over sites, or run at a site that has only some of them.", at=op.at,
+                    fix="Put the roles inside it into one group, which is not divided along this axis.")  # fmt: skip
             shifted = {n: Form(form.whole, form.axis - 1 if form.axis else None) for n, form in forms.items()}
             self._set(inner, self.result.home(outer), shifted)
         self._settle(body, list(inits))

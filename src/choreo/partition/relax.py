@@ -126,6 +126,15 @@ def relax(program: Program, max_lag: int, *, merge: str, layout: str) -> Program
             "a group that sends it nothing but values that are carried from iteration to iteration.",
             fix=f"Leave out {options}, or use a layout whose workers act with parameters of a learner: {others}.",
         )
+    for reader in sorted({dst for _, dst in pairs}):
+        senders = sorted(src for src, dst in pairs if dst == reader)
+        if len(senders) > 1:
+            raise LayoutError(
+                f"`{reader}` would read old values from {' and '.join(f'`{src}`' for src in senders)}, each at a version of its "
+                "own. A group may read old values from one group only, so that everything that it reads comes from the same "
+                "update.",
+                fix=f"Put the roles of these groups into one group, or leave out max_lag={max_lag}.",
+            )
     steps = [
         replace(step, lag=max_lag) if isinstance(step, Transfer) and (step.src, step.dst) in pairs else step
         for step in program.steps
