@@ -201,10 +201,9 @@ class TestRefused:
             "To divide environments, leave out axis. For an axis of your own, use a different name."
         )
 
-    @pytest.mark.parametrize("axis", ["", 3])
-    def test_an_axis_without_a_name(self, axis):
-        assert refusal(Group, "actor", axis=axis) == (
-            f"Group('actor', axis={axis!r}) needs the name of an axis.\n"
+    def test_an_axis_without_a_name(self):
+        assert refusal(Group, "actor", axis="") == (
+            "Group('actor', axis='') needs the name of an axis.\n"
             'Write axis="agent", as in jax.vmap(..., axis_name="agent").'
         )
 
