@@ -48,7 +48,8 @@ class NotPassed(Exception):
 class DescriptorListener:
     """Receives the ends of channels from other workers of the run on this machine, in a thread of its own."""
 
-    def __init__(self, me: str, secret: str, wanted: Wanted):
+    def __init__(self, me: str, secret: str, wanted: Wanted, *, patience_s: float = PATIENCE_S):
+        self._patience_s = patience_s
         self._me, self._secret, self._wanted = me, secret.encode(), wanted
         self.name = f"choreo-{secrets.token_hex(16)}"
         """The name of the abstract socket, without its first byte, which is zero."""
@@ -74,7 +75,7 @@ class DescriptorListener:
             except OSError:
                 return  # `close` was called
             with peer, contextlib.suppress(NotPassed, OSError, ValueError, KeyError, TypeError):
-                _begin(peer)
+                _begin(peer, self._patience_s)
                 self._receive(peer)
 
     def _receive(self, peer: socket.socket) -> None:
@@ -131,7 +132,7 @@ def pass_channels(me: str, peer: str, name: str, secret: str, wanted: Wanted) ->
     ):
         sock.settimeout(PATIENCE_S)
         sock.connect(f"\0{name}")
-        _begin(sock)
+        _begin(sock, PATIENCE_S)
         our_nonce = secrets.token_bytes(NONCE_BYTES)
         sock.sendall(_SIZE.pack(len(hello)) + hello + our_nonce)
         their_nonce, proof = _read(sock, NONCE_BYTES), _read(sock, PROOF_BYTES)
@@ -168,9 +169,9 @@ def _open(me: str, key: ChannelKey, memory_fd: int, doorbell_fd: int, slot_bytes
     return ShmReceiver.open(memory_fd, doorbell_fd, slot_bytes, slots, peer=sender)
 
 
-def _begin(sock: socket.socket) -> None:
+def _begin(sock: socket.socket, patience_s: float) -> None:
     """Check that the process at the other end belongs to this account. Another account could only guess, but also waste time."""
-    sock.settimeout(PATIENCE_S)
+    sock.settimeout(patience_s)
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.getuid():
