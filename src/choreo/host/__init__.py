@@ -24,22 +24,22 @@ class Spec:
     """The type of an array."""
 
     shape: tuple[int, ...]
-    """Its shape."""
+    """The shape of the array."""
     dtype: str
-    """The name of its dtype."""
+    """The name of the dtype of the array."""
 
 
 @dataclass(frozen=True)
 class HostMethod:
     """One method of an object that each site makes for its own environments.
 
-    The method takes arrays and returns a tuple of new arrays, all with the env axis first. Environments must be independent: a
-    call for one block of environments must return the same values as that block has in a call for all environments.
+    The method takes arrays and returns a tuple of new arrays, all with the env axis first. Environments must be independent: for
+    one block of environments, a call must return the same values that a call for all environments returns for this block.
     """
 
     make: Callable[[range], Any]
     """Makes the object from the numbers of the site's environments, such as range(4, 8). Methods with an equal `make` share one
-    object, which is closed at the end (`close`). If `make.exact` is true, results are neither checked nor copied."""
+    object, which is closed at the end of the run. If `make.exact` is true, results are neither checked nor copied."""
     method: str
     """The name of the method."""
     outs: tuple[Spec, ...]
@@ -60,15 +60,15 @@ HostFn = HostMethod | Callable[..., tuple[np.ndarray, ...]]
 
 
 def key_of(fn: HostFn) -> Any:
-    """What identifies the Python object that a host call uses: the `make` of a method, or the function itself."""
+    """The key that identifies the Python object of a host call: the `make` of a method, or the function itself."""
     return fn.make if isinstance(fn, HostMethod) else fn
 
 
 class HostObjects:
     """The Python objects of one site, which has block `replica` of `replicas` equal blocks of environments.
 
-    With `each`, `outs` of the methods to bind are declared for one block, not for all environments. With `sharing`, this site
-    uses the objects of the site `sharing` instead of new objects.
+    If `each` is true, the `outs` of a method are declared for one block. Otherwise they are declared for all environments. If
+    `sharing` is given, both `HostObjects` use the same Python objects.
     """
 
     def __init__(
@@ -77,12 +77,15 @@ class HostObjects:
         self.replica, self.replicas, self.each = replica, replicas, each
         self.made: dict[Any, Any] = {} if sharing is None else sharing.made
         self.blocks: dict[Any, range] = {} if sharing is None else sharing.blocks
-        """The environments of each object, by its key. A function counts as one environment."""
+        """The environments of each object, by the key of the object (`key_of`). A function counts as one environment."""
         self.calls = 0
         """Incremented at the beginning and at the end of every call; odd while a call is running."""
 
     def bind(self, fn: HostFn, shards: int = 1) -> Callable[..., tuple[np.ndarray, ...]]:
-        """The function to call at this site. With several shards, `fn` is declared for one shard; arrays are [shard, env, ...]."""
+        """The function to call at this site.
+
+        With several shards, `fn` is declared for one shard. The function to call then takes and returns arrays [shard, env, ...].
+        """
         if not isinstance(fn, HostMethod):
             self.blocks[fn] = range(1)
             return self._counted(fn)

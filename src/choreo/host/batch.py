@@ -3,9 +3,10 @@
     reset(seeds)              -> token, *obs
     step(token, *action)      -> token, *obs, reward, discount, last, *next_obs, episode_return, episode_length, *info
 
-Every array has the env axis first. A batch never changes an array after returning it; if no episode ended, `obs` and `next_obs`
-are the same arrays. The step token counts steps. A Python environment cannot return to an earlier state, so `step`
-accepts only the latest token. Observations and actions are flat lists of arrays (choreo.host.spaces).
+Every array has the env axis first. `next_obs` are the observations after the step. The next actions are chosen from `obs`, which
+differs from `next_obs` where a new episode has begun. If no episode ended, `obs` and `next_obs` are the same arrays. A batch never
+changes an array after returning it. The step token counts steps. A Python environment cannot return to an earlier state, so
+`step` accepts only the latest token. Observations and actions are flat lists of arrays (choreo.host.spaces).
 """
 
 import math
@@ -21,7 +22,8 @@ from choreo.host.probe import EnvForm
 from choreo.host.states import NoState
 
 Prepare = Callable[[np.ndarray], np.ndarray]
-"""Clips and converts sampled actions to actions of the space; always returns a copy, because the environment may keep the array."""
+"""Converts sampled actions to the dtype of the action space, and clips them to the bounds of a Box. It always returns a copy,
+because the environment may keep the array."""
 
 
 class Batch:
@@ -75,7 +77,7 @@ class Batch:
         ]
 
     def load(self, states: list[Any]) -> None:
-        """Continue from such states; the next step accepts the token of these states."""
+        """Continue from states that the method `state` returned. The next step must get the token that these states hold."""
         token, began, returns = ([state[name] for state in states] for name in ("token", "began", "return"))
         self.load_members(
             [state["env"] for state in states], [now - then for now, then in zip(token, began, strict=True)]
@@ -87,11 +89,14 @@ class Batch:
         self.current = None
 
     def member_states(self) -> list[Any]:
-        """The state of each environment without what this class stores. Raises NoState if an environment does not offer it."""
+        """The state of each environment itself, without the token and the episode totals, which the method `state` adds.
+
+        Raises NoState if an environment does not offer its state.
+        """
         raise NotImplementedError
 
     def load_members(self, states: list[Any], steps: list[int]) -> None:
-        """Let each environment continue from its state. `steps`: the steps that its running episode has had."""
+        """Let each environment continue from its state. `steps`: the length of each running episode so far."""
         raise NotImplementedError
 
     def reset_results(self, obs: list[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -133,8 +138,9 @@ class Batch:
     ) -> tuple[np.ndarray, ...]:
         """Update the episode totals, begin new episodes and return the results of `step`.
 
-        `ended` are the indices of the environments whose episode ended, `terminal` those whose episode terminated. `restart` writes
-        the first observations of the new episodes into the arrays that it gets.
+        `ended` are the indices of the environments whose episode ended. `terminal` are the indices of the environments whose
+        episode ended by termination. `restart` is called with the arrays of observations, and writes the first observations of
+        the new episodes into these arrays.
         """
         self.refuse_nan(next_obs, "step")
         if math.isnan(reward.dot(reward)):

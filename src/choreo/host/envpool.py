@@ -1,7 +1,7 @@
 """EnvPool as a Gymnasium vector environment: `envpool:Pong-v5`. An optional extra: `pip install 'choreo[envpool]'`.
 
 EnvPool takes seeds only when a pool is made, so a reset with seeds makes a new pool. We do not use EnvPool's automatic reset.
-Instead, `reset` names the environments to reset, which is Gymnasium's autoreset mode DISABLED.
+Instead, the caller of `reset` names the environments to reset. This is Gymnasium's autoreset mode DISABLED.
 """
 
 import contextlib

@@ -88,13 +88,13 @@ class GymBatch(Batch):
     def load_members(self, states: list[Any], steps: list[int]) -> None:
         layers = [_layer_with_state(env, self.name) for env in self.members]
         for i, (layer, state, step) in enumerate(zip(layers, states, steps, strict=True)):
-            self._reset_one(
-                i, 0
-            )  # many environments make their attributes in `reset`, and Gymnasium's wrappers ask for it
+            # Reset first: many environments make their attributes in `reset`, and some of Gymnasium's wrappers raise an error in
+            # `step` if the environment was not reset.
+            self._reset_one(i, 0)
             self._call_member(i, "load", layer.load, state)
             self.due[i] -= step
             for wrapper in _wrappers_above(self.members[i], layer):
-                if isinstance(wrapper, TimeLimit):  # counts steps only if `_bare_step` did not go below it
+                if isinstance(wrapper, TimeLimit):  # it counts steps if `_bare_step` has not removed it
                     wrapper._elapsed_steps = step
         self.first_due = min(self.due)
 
@@ -141,7 +141,7 @@ class GymBatch(Batch):
         raise AssertionError("the results could not be unpacked, but none of them is malformed")
 
     def _stack(self, seen: Sequence[Any], part: str, which: Sequence[int] | None = None) -> list[np.ndarray]:
-        """The observations as new arrays, one for each leaf. `which` are the indices of their environments; None: all."""
+        """The observations as new arrays, one for each leaf. `which` holds the indices of the environments, or None for all."""
         try:
             if not self.is_tree:
                 return [self.leaves[0].stack(seen)]
@@ -171,9 +171,10 @@ class GymBatch(Batch):
 
 
 def _layer_with_state(env: gymnasium.Env, name: str) -> Any:
-    """The outermost layer of an environment that offers its state; its state includes that of all layers below it.
+    """The outermost layer (wrapper or bare environment) that offers its state, which includes the state of all layers below.
 
-    Above it may only be wrappers whose state a batch knows. Raises NoState if there is another wrapper, or no such layer.
+    Only wrappers whose state a batch knows may be above this layer. Raises NoState if another wrapper is above this layer, or
+    if no layer offers its state.
     """
     layer: Any = env
     while not has_state(layer):

@@ -1,4 +1,4 @@
-"""The installed packages that an environment uses. Other versions of these packages may change its behaviour.
+"""The installed packages that an environment uses. With other versions of these packages, the environment may behave differently.
 
     TimeLimit<Ant-v5>  ->  ("gymnasium", "mujoco", "numpy")
 

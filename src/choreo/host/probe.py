@@ -1,4 +1,4 @@
-"""Make one environment, inspect it and close it, to find the facts about it that a plan needs.
+"""Finds the facts about an environment that a plan needs: makes one environment, inspects it and closes it.
 
 probe(Source.of_id("CartPole-v1", {}))  ->  EnvForm(observation_space=Box(4), action_space=Discrete(2), ...)
 """
@@ -47,7 +47,7 @@ _forms: dict[Source, EnvForm] = {}
 
 
 def probe_anew(source: Source) -> Source:
-    """Probe again, because a function may now make a different class than before; returns the source to use from now on."""
+    """Probe a source again, because its function may now make a different class. Returns the source to use from now on."""
     form = _inspect(source)
     source = source.seen_as(repr(form))
     _forms[source] = form

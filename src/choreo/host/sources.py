@@ -36,7 +36,7 @@ class NotGymnasium(EnvError):
 
 
 class Source:
-    """How one environment is made, or one vector environment."""
+    """How one environment, or one vector environment, is made."""
 
     def __init__(self, name: str, identity: Hashable, load: Callable[[], "FactoryCall"]):
         self.name, self.identity, self._load = name, identity, load
@@ -45,12 +45,12 @@ class Source:
 
     @classmethod
     def of_id(cls, env_id: str, kwargs: dict[str, Any], *, vector: bool = False) -> "Source":
-        """The Gymnasium environment `env_id`; with `vector`, made by its `vector_entry_point`."""
+        """The source of the Gymnasium environment `env_id`. With `vector`, its `vector_entry_point` makes a vector environment."""
         return cls._of(env_id, FactoryCall(env_id, kwargs, vector))
 
     @classmethod
     def of_factory(cls, factory: Callable[..., Any], kwargs: dict[str, Any], *, name: str | None = None) -> "Source":
-        """The environment that `factory(**kwargs)` makes; a vector environment if the factory takes `num_envs`."""
+        """The source of the environment that `factory(**kwargs)` makes; a vector environment if the factory takes `num_envs`."""
         return cls._of(name or _name(factory), FactoryCall(factory, kwargs, _takes_num_envs(factory)))
 
     @classmethod
@@ -164,7 +164,7 @@ def _unpickle(name: str, identity: Hashable, payload: bytes, paths: list[str]) -
 
 
 def _paths(target: Any) -> list[str]:
-    """The folders in which this process finds modules; the process that unpickles adds them to its own."""
+    """The folders in which this process finds modules. The process that unpickles the source adds them to its `sys.path`."""
     code = getattr(target, "__code__", None)
     beside = [str(Path(code.co_filename).parent)] if code and Path(code.co_filename).is_file() else []
     return [str(Path(path).resolve()) for path in [*beside, *sys.path] if Path(path).is_dir()]

@@ -78,7 +78,7 @@ class Leaf:
     def __init__(self, space: Space, path: str, *, wide: bool):
         self.space, self.path, self.shape, self.dtype = space, path, space.shape or (), np.dtype(space.dtype)
         self.dtype_out = dtype_of(space, wide=wide)
-        # A Box has one exact type; the other spaces accept integers of any type.
+        # A Box has one exact type; the other spaces accept booleans and integers of any type.
         self.kinds = None if isinstance(space, spaces.Box) else "iub"
 
     def stack(self, values: Sequence[Any]) -> np.ndarray:

@@ -7,7 +7,7 @@ A Python object (a batch of environments, an object of a host method, the functi
 
 Plain data is None, bool, int, float, str, numpy arrays, and lists and dicts (with strings as keys) of plain data. States are
 kept by the number of the environment, not by the worker, so that another number of workers can load them. They are stored as
-JSON and arrays, never with pickle: a checkpoint is data.
+JSON and arrays. They are never stored with pickle, because loading a pickle can run code.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,10 @@ class HasState(Protocol):
     """A Python object whose state can be stored."""
 
     def state(self) -> Any:
-        """Plain data. An object for several environments returns a list with one entry for each of them, in order."""
+        """Plain data. A single Gymnasium environment may return any plain data.
+
+        Every other object returns a list with one entry for each of its environments, in order. For a function, this is one entry.
+        """
         ...
 
     def load(self, states: Any, /) -> None:
@@ -42,8 +45,10 @@ class HasState(Protocol):
 
 
 def has_state(obj: Any) -> bool:
-    """Does the class of an object have the methods `state` and `load`? An attribute of these names is not enough: the environments
-    of Gymnasium often have an array `state`."""
+    """Return True if the class of an object has the methods `state` and `load`.
+
+    It is not enough that the object has attributes with these names: the environments of Gymnasium often have an array `state`.
+    """
     return all(callable(getattr(type(obj), name, None)) for name in ("state", "load"))
 
 
@@ -64,13 +69,13 @@ class HostStates:
     """The states of all Python objects of a run, at one boundary."""
 
     objects: Mapping[int, Sequence[Any]]
-    """The states of all environments of an object, in order, by the number of the object in the plan."""
+    """For each object, by its number in the plan: the states of all its environments, in order."""
     lost: tuple[str, ...] = ()
-    """What cannot be stored: one sentence for each object without state."""
+    """For each object whose state cannot be stored, one sentence that says why."""
 
     @classmethod
     def gathered(cls, parts: Iterable[SiteStates], lost: Iterable[str]) -> "HostStates":
-        """Put the states of all sites in the order of the environments. An object that is lost at one site is left out."""
+        """Put the states of all sites in the order of the environments. An object is left out if its state is missing at a site."""
         lost, objects = tuple(dict.fromkeys(lost)), {}
         incomplete = set()
         for part in sorted(parts, key=lambda part: (part.number, part.first)):
@@ -82,7 +87,10 @@ class HostStates:
         return cls(objects={n: states for n, states in objects.items() if n not in incomplete}, lost=lost)
 
     def check(self, sizes: Mapping[int, int]) -> None:
-        """Raise RunError unless there is a state for every object. `sizes`: their numbers of environments."""
+        """Raise RunError unless there is a state for every environment of every object.
+
+        `sizes` holds the number of environments of each object, by the number of the object.
+        """
         if self.lost:
             raise RunError(
                 f"The state of the Python objects was not stored completely: {' '.join(self.lost)}",

@@ -1,11 +1,12 @@
 """A block of environments as one vector environment, in each of Gymnasium's autoreset modes.
 
-    SAME_STEP    the vector environment resets itself; the true successor is in info["final_obs"]
-    DISABLED     we reset it in the same step: reset(options={"reset_mask": ...})
-    NEXT_STEP    Gymnasium's SyncVectorEnv and AsyncVectorEnv also accept a `reset_mask`, so we treat them as DISABLED.
+    SAME_STEP    the vector environment begins the next episode in the step that ends an episode; the last observation of the
+                 episode that ended is in info["final_obs"]
+    DISABLED     we begin the next episode in the same step: reset(options={"reset_mask": ...})
+    NEXT_STEP    Gymnasium's SyncVectorEnv and AsyncVectorEnv also accept a `reset_mask`, so we treat both as DISABLED.
                  Other vector environments use one extra step, t + 1 below, to begin the next episode, and ignore the action
                  of this step. We cannot hide the extra step, so it appears as an episode of length 0. In the table, `obs` is
-                 the observation from which the next action is chosen, and `next_obs` is the true successor of the step:
+                 the observation from which the next action is chosen, and `next_obs` is the observation before any reset:
 
                  step     t                     t + 1                      t + 2
                  obs      o_T                   o0'                        o1'
@@ -52,7 +53,7 @@ class VectorBatch(Batch):
         self.idle_terminal = np.zeros(len(envs), np.bool_)
         """Which idle environments ended their episode by termination."""
         self.final: list[np.ndarray] = []
-        """`next_obs` of the latest step. Only those of idle environments are read: the last observations of their episodes."""
+        """`next_obs` of the latest step. Only the rows of idle environments are read, the last observations of their episodes."""
 
     def reset(self, seeds: np.ndarray) -> tuple[np.ndarray, ...]:
         self.idle[:] = False

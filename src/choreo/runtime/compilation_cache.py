@@ -1,6 +1,6 @@
 """Keeps compiled programs on disk, so that the second run of a plan does not compile them again.
 
-Programs that compile in less than 0.3 s are not kept. The programs are in the user's cache folder.
+Programs that compile in less than 0.3 s are not kept. The kept programs are in a folder of the user's cache.
 `CHOREO_CACHE=/some/folder` chooses a different folder, and `CHOREO_CACHE=off` turns the cache off. If the user has set a
 cache folder in JAX itself, JAX uses that folder, and Choreo changes no settings of JAX's cache.
 """

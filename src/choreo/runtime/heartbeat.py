@@ -1,12 +1,13 @@
 """What a worker tells about its main thread when the coordinator asks whether the worker is alive.
 
-A second thread of the worker looks at the stack of the main thread, so that the main thread pays nothing for it. The innermost
+A second thread of the worker looks at the stack of the main thread, so that this costs the main thread no time. The innermost
 function of Choreo on the stack says what the main thread does:
 
-    queue of commands         idle            it waits for the coordinator
-    channels                  waiting         it waits for another worker
+    function in ...           activity        meaning
+    queue of commands         idle            the main thread waits for the coordinator
+    channels                  waiting         the main thread waits for another worker
     backend, iteration loop   computing       XLA compiles or runs a program
-    all others                python          an environment, a host fragment, an import, or Choreo itself
+    all others                python          an environment, a host fragment, an import, or Choreo itself runs
 """
 
 import traceback
@@ -21,8 +22,8 @@ STACK_LINES = 8
 
 
 def activity(frame: FrameType | None) -> Activity:
-    """What the thread does whose innermost frame this is."""
-    # The worker's module has the name `__main__`, as every module that Python was told to run.
+    """What a thread does. `frame` is the innermost frame of the thread."""
+    # Compare names of functions: the worker's module has the name `__main__`, because `python -m` runs it as a script.
     if frame is not None and frame.f_code.co_qualname in ("Worker.serve", "Worker._next"):
         return "idle"
     while frame is not None:

@@ -39,8 +39,8 @@ class InProcess:
     """Executes a plan serially."""
 
     def __init__(self, plan: Plan, *, profile: bool = False, replay: list[VersionRead] | None = None):
-        """With `profile`, the steps are timed. `replay` is for relaxed layouts: the log of another run of this plan. This run
-        then reads the same versions as that run. If `replay` is None, versions are drawn at random from the key of the run."""
+        """With `profile`, the steps are timed. `replay` is for relaxed layouts: the log of another run of this plan, so that this
+        run reads the same versions. If `replay` is None, versions are drawn at random from the key of the run."""
         self.plan, self.recorder = plan, Recorder() if profile else None
         self.replayed, self.log = replay, []
         timed = self.recorder and self.recorder.timed

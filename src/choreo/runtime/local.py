@@ -1,11 +1,11 @@
 """The runtime with worker processes, on this machine or on a cluster. On this machine, it needs no set-up.
 
-The coordinator (this object, in the user's process) owns the workers:
+The coordinator (the user's process, with a `Local` object) owns the workers:
 
     coordinator ── control socket ── worker env+actor-0 ══ shared memory ══ worker learner
                 └─ control socket ── worker env+actor-1 ══ shared memory ══╝
 
-For a worker on another host, the control socket is an encrypted tunnel, and channels are encrypted TCP connections.
+For a worker on another host, the control socket is an encrypted tunnel. Channels between two hosts are encrypted TCP connections.
 
     deployment.py     the worker of each site, and the host of each worker
     briefing.py       the settings of each worker          wiring.py        the channels between workers
@@ -72,7 +72,7 @@ class Local:
     ):
         """Start the workers of a plan, and wait until they are ready.
 
-        carrier           "shm" or "tcp", for channels between workers on this machine
+        carrier           "shm": channels between workers on one host may use shared memory; "tcp": all channels use TCP
         cluster           the hosts to use; None for only this machine
         env_timeout_s     seconds after which an environment that does not return counts as hanging; 0 turns the check off
         silence           how long a worker may be silent until it is named, and until it counts as dead
@@ -80,8 +80,8 @@ class Local:
         allow_versions    accept hosts with different versions of Python or of packages
         same_bits         refuse hosts whose results may differ in some bit: different versions, CPU or XLA_FLAGS
         trust_network     let workers on different machines use collectives, which are neither encrypted nor authenticated
-        on_output         called as `on_output(worker, line)` for each line that a worker prints
-        on_states         called with the state of every worker (for example "iteration 7") when a worker reports progress
+        on_output         called as `on_output(worker, line)` for each line that a worker prints, and for each line about a worker
+        on_states         called with the states of all workers (such as "iteration 7") when a worker reports progress or is silent
         """
         cluster_of_run = cluster or Cluster.local()
         self.plan, self.deployment = plan, Deployment.of(plan, cluster_of_run, over_tcp=carrier == "tcp")
@@ -90,7 +90,7 @@ class Local:
         # Pickle the programs before any worker is started: pickling raises an error if an environment cannot be pickled.
         programs = {worker: pickled_programs(self.deployment, worker) for worker in self.deployment.workers}
         self.log: list[VersionRead] = []
-        """In a relaxed layout, the version that each worker read for each update."""
+        """In a relaxed layout, the version that each worker read for each update, since the caller last cleared this list."""
         silence = silence or Silence()
         environments = {worker: self.deployment.environments(worker) for worker in self.deployment.workers}
         self.pool = WorkerPool(on_output or _print_line, on_states, silence=silence, environments=environments)

@@ -7,7 +7,7 @@ from typing import Any
 def make_runtime(name: str | None, plan: Any, **options: Any) -> Any:
     """Make the runtime of this name for a plan.
 
-    If `name` is None, a cluster or a plan with several processes gets `local`. Any other plan gets `inprocess`.
+    If `name` is None, the runtime is `local` with a cluster or for a plan with several processes, and otherwise `inprocess`.
     """
     if name is None and options.get("cluster") is not None:
         name = "local"

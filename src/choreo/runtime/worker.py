@@ -21,12 +21,13 @@ main module.
     profile                                                                      profile: the times of its steps
     stop                                                                         none: closes its environments, and ends
 
-With channels over TCP, or with collectives, `set_up` has more steps, so that no worker connects before its peer admits it.
-`─▶` is a command, `◀─` a reply:
+With channels over TCP, with channels that one worker passes to another, or with collectives, `set_up` has more steps, so that no
+worker connects before its peer admits it. `─▶` is a command, `◀─` a reply:
 
     set_up ─▶   ◀─ listening: address, key   contacts: of all workers ─▶   ◀─ admitted   connect ─▶   ◀─ ready
 
-Between `contacts` and `admitted`, workers on one machine pass each other channels in shared memory, and `connect` says which.
+Between `contacts` and `admitted`, workers of the same agent pass each other channels in shared memory. The command `connect`
+lists the channels that were passed.
 
 The main thread executes commands. A second thread receives commands, answers heartbeats (`heartbeat.py`), and ends the
 process at once when the coordinator is gone. A third thread watches for an environment that hangs.
@@ -281,8 +282,8 @@ class Worker:
     def _blame(self, error: BaseException) -> BaseException:
         """If an environment was running when `error` was raised, return an EnvError with its number; otherwise return `error`.
 
-        Errors of Choreo are returned unchanged: an EnvError already names the environment. Most errors of environments were
-        converted to EnvErrors before. This function is for the other errors, such as KeyboardInterrupt.
+        Errors of Choreo are returned unchanged. Most errors of environments have already become EnvErrors, which name the
+        environment. This function is for the other errors, such as KeyboardInterrupt.
         """
         index = None if self.execution is None or isinstance(error, ChoreoError) else self.execution.current_env()
         if index is None:
@@ -379,10 +380,10 @@ def _free_address(host: str) -> str:
 
 
 def _join_collective(collective: dict[str, Any], rendezvous: str, silence_s: float) -> None:
-    """Connect JAX in all workers of this group, so that compiled programs can combine values of these workers.
+    """Connect JAX in this worker to JAX in the other workers of the group, so that compiled programs can combine their values.
 
-    JAX aborts the workers if one of them is silent for `silence_s` seconds.
-    These connections are neither encrypted nor authenticated. So their ports are opened only at the address in `collective`.
+    JAX aborts these workers if one of them is silent for `silence_s` seconds. The connections are neither encrypted nor
+    authenticated. So their ports are opened only at the address in `collective`.
     """
     import jax
 

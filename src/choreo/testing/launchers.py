@@ -4,7 +4,7 @@
     check_launcher(launcher)        # returns None, or raises a LauncherError that says how the launcher breaks the contract
 
 Each check starts real workers, and lets a worker run a piece of Python instead of the programs of a plan. The workers may be on
-another machine. Whether a process still exists there is asked of another worker.
+another machine. So another worker there checks whether a process still exists.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def check_parts(launcher: Launcher) -> None:
 
 
 def check_variables(launcher: Launcher) -> None:
-    """Check that environment variables arrive, also those with unusual texts."""
+    """Check that environment variables arrive, also if their values are empty or hold unusual characters."""
     variables = {"CHOREO_CHECK": "a b=c 'd' \"e\" $HOME ä", "CHOREO_EMPTY": ""}
     lines, _ = _run(launcher, f"print([os.environ[name] for name in {list(variables)}], flush=True)", variables)
     _require(lines == [repr(list(variables.values()))], f"environment variables arrive as {lines}.")
@@ -106,7 +106,7 @@ def check_output(launcher: Launcher) -> None:
 
 
 def check_exit_codes(launcher: Launcher) -> None:
-    """Check the exit codes of a worker that exits, and of one that a signal ends."""
+    """Check the exit codes of a worker that exits, and of a worker that a signal ends."""
     ends = {0: "os._exit(0)", 7: "os._exit(7)", -signal.SIGKILL: f"os.kill(os.getpid(), {int(signal.SIGKILL)})"}
     for code, end in ends.items():
         _, found = _run(launcher, end)
@@ -234,7 +234,7 @@ def _order(control: ControlConnection, code: str) -> Frame:
 
 
 def _tell(control: ControlConnection, code: str) -> None:
-    """Send the command `set_up` with Python in place of programs; the worker runs it when it unpickles the programs."""
+    """Send the command `set_up` with `code` in place of programs. The worker runs the code when it unpickles the programs."""
     header = {
         "kind": "set_up", "name": "check", "env_timeout_s": 0.0, "silence_s": 300.0, "secret": "", "links": [], "host": "127.0.0.1",
         "introduction": False, "collective": None, "platforms": None, "profile": False, "process_of_site": [],
@@ -243,7 +243,7 @@ def _tell(control: ControlConnection, code: str) -> None:
 
 
 class _RunsWhenUnpickled:
-    """A piece of Python. Whoever unpickles it, runs it."""
+    """Python code that runs when this object is unpickled."""
 
     def __init__(self, code: str):
         self.code = f"import os, subprocess, sys, time\n{code}"

@@ -1,4 +1,4 @@
-"""The coordinator's decisions, without a process and without a clock: every event in every phase, and the stories of failures."""
+"""The coordinator's decisions, without processes and without a real clock: every event in every stage, and whole failures."""
 
 import itertools
 import typing
@@ -12,10 +12,10 @@ from choreo.runtime.coordinator.machine_events import (
     ConnectionClosed,
     CutOff,
     EndedEarly,
-    Event,
     FellSilent,
     HeartBeat,
     KillAll,
+    MachineEvent,
     OutOfReach,
     ProcessEnded,
     RaiseError,
@@ -32,7 +32,7 @@ from choreo.runtime.coordinator.machine_events import (
     WorkerStarted,
 )
 from choreo.runtime.coordinator.silence import Silence
-from choreo.runtime.coordinator.state_machine import GRACE_S, LAST_WORDS_S, STORY_LENGTH, Phase, StateMachine
+from choreo.runtime.coordinator.state_machine import GRACE_S, LAST_WORDS_S, STORY_LENGTH, Stage, StateMachine
 
 LOST_A_PEER = {"type": "PeerLost", "what": "`b` was lost", "places": {"peer": "b"}}
 RAISED = {"type": "EnvError", "what": "Environment 3 raised", "places": {}}
@@ -41,14 +41,14 @@ LAST = SILENCE.dead_s
 
 
 class Scene:
-    """A machine with the workers `a` and `b`, and a time that the test moves."""
+    """A state machine with the workers `a` and `b`, and a time that only the test moves forward."""
 
     def __init__(self, *, collectives: bool = False):
         self.machine, self.now = StateMachine(SILENCE), 1000.0
         for name in "ab":
             self.give(WorkerStarted(worker=name, uses_collectives=collectives))
 
-    def give(self, event: Event, *, after_s: float = 0.0) -> list:
+    def give(self, event: MachineEvent, *, after_s: float = 0.0) -> list:
         self.now += after_s
         return self.machine.handle(event, now=self.now)
 
@@ -56,7 +56,7 @@ class Scene:
         """Let time pass in small steps, as the pool does; return all commands."""
         return [c for _ in range(round(seconds / step_s)) for c in self.give(TimePassed(), after_s=step_s)]
 
-    def run(self, *events: Event) -> list:
+    def run(self, *events: MachineEvent) -> list:
         return [command for event in events for command in self.give(event)]
 
 
@@ -67,24 +67,24 @@ def ask(scene: Scene) -> None:
     scene.run(*(CommandSent(worker=name, kind="run") for name in "ab"), RepliesAwaited(doing="iterations 0 to 9"))
 
 
-def in_phase(phase: Phase) -> Scene:
+def in_stage(stage: Stage) -> Scene:
     scene = Scene()
-    match phase:
-        case Phase.WAITING:
+    match stage:
+        case Stage.WAITING:
             ask(scene)
-        case Phase.SEARCHING:
+        case Stage.SEARCHING:
             ask(scene)
             scene.give(WorkerReported(worker="a", report=LOST_A_PEER))
-        case Phase.STOPPING:
+        case Stage.STOPPING:
             scene.give(ToldToStop())
-        case Phase.OVER:
+        case Stage.OVER:
             scene.run(ToldToStop(), ToldToStop())
             scene.wait(GRACE_S)
-    assert scene.machine.phase is phase
+    assert scene.machine.stage is stage
     return scene
 
 
-EVENTS: dict[str, Event] = {
+EVENTS: dict[str, MachineEvent] = {
     "started": WorkerStarted(worker="c"),
     "sent": CommandSent(worker="b", kind="carry"),
     "awaited": RepliesAwaited(doing="iterations", timeout_s=60.0),
@@ -98,10 +98,10 @@ EVENTS: dict[str, Event] = {
     "tick": TimePassed(),
     "stop": ToldToStop(),
 }
-IDLE, WAITING, SEARCHING, STOPPING, OVER = Phase
+IDLE, WAITING, SEARCHING, STOPPING, OVER = Stage
 BUSY, FREE = ShowState(worker="b", state="carry"), ShowState(worker="b", state="idle")
-TABLE: dict[tuple[Phase, str], tuple[Phase, list]] = {
-    # A machine that waits for nothing.
+TABLE: dict[tuple[Stage, str], tuple[Stage, list]] = {
+    # No worker executes a command.
     (IDLE, "started"): (IDLE, []),
     (IDLE, "sent"): (WAITING, [BUSY]),
     (IDLE, "awaited"): (IDLE, []),
@@ -135,8 +135,8 @@ TABLE: dict[tuple[Phase, str], tuple[Phase, list]] = {
     (SEARCHING, "heard"): (SEARCHING, []),
     (SEARCHING, "beat"): (SEARCHING, []),
     (SEARCHING, "reported"): (SEARCHING, []),  # the process still runs: its last output may follow
-    (SEARCHING, "closed"): (SEARCHING, []),  # its exit code is not known yet
-    (SEARCHING, "ended"): (SEARCHING, []),  # its report may follow
+    (SEARCHING, "closed"): (SEARCHING, []),  # the exit code of the process is not known yet
+    (SEARCHING, "ended"): (SEARCHING, []),  # the report of the worker may follow
     (SEARCHING, "lost"): (SEARCHING, []),
     (SEARCHING, "tick"): (SEARCHING, []),
     (SEARCHING, "stop"): (OVER, [KillAll()]),
@@ -153,34 +153,34 @@ TABLE: dict[tuple[Phase, str], tuple[Phase, list]] = {
     (STOPPING, "lost"): (STOPPING, []),
     (STOPPING, "tick"): (STOPPING, []),
     (STOPPING, "stop"): (STOPPING, []),
-    # Everything is over: nothing has an effect.
+    # The run is over: no event has an effect.
     **{(OVER, event): (OVER, []) for event in EVENTS},
 }
 
 
-def test_the_table_has_every_event_in_every_phase():
-    assert set(TABLE) == set(itertools.product(Phase, EVENTS))
-    assert {type(event) for event in EVENTS.values()} == set(typing.get_args(Event))
+def test_the_table_has_every_event_in_every_stage():
+    assert set(TABLE) == set(itertools.product(Stage, EVENTS))
+    assert {type(event) for event in EVENTS.values()} == set(typing.get_args(MachineEvent))
 
 
-@pytest.mark.parametrize(("phase", "event"), TABLE, ids=[f"{phase.value}-{event}" for phase, event in TABLE])
-def test_each_event_in_each_phase(phase, event):
-    scene, (after, commands) = in_phase(phase), TABLE[phase, event]
+@pytest.mark.parametrize(("stage", "event"), TABLE, ids=[f"{stage.value}-{event}" for stage, event in TABLE])
+def test_each_event_in_each_stage(stage, event):
+    scene, (after, commands) = in_stage(stage), TABLE[stage, event]
     assert scene.give(EVENTS[event]) == commands
-    assert scene.machine.phase is after
+    assert scene.machine.stage is after
 
 
 class TestReplies:
     def test_the_last_reply_ends_the_wait(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         scene.give(WorkerReplied(worker="a", kind="ran"))
-        assert scene.machine.phase is WAITING
+        assert scene.machine.stage is WAITING
         scene.give(WorkerReplied(worker="b", kind="ran"))
-        assert scene.machine.phase is IDLE
+        assert scene.machine.stage is IDLE
 
     def test_a_second_reply_to_one_command_ends_the_run(self):
-        """Otherwise it would be taken as the reply to the next command."""
-        scene = in_phase(WAITING)
+        """Otherwise the machine would take the second reply as the reply to the next command."""
+        scene = in_stage(WAITING)
         scene.give(WorkerReplied(worker="a", kind="ran"))
         failure = UnexpectedReply(worker="a", kind="ran")
         assert scene.give(WorkerReplied(worker="a", kind="ran")) == [KillAll(), RaiseError(failure=failure)]
@@ -201,60 +201,60 @@ class TestReplies:
 
 
 class TestWhoFailedFirst:
-    """The culprit is the first worker that ended for another reason than a lost peer."""
+    """The error is about the first worker that ended for a reason other than a lost peer."""
 
     def failure(self, scene: Scene, commands: list):
-        assert commands[:1] == [KillAll()] and isinstance(commands[1], RaiseError) and scene.machine.phase is OVER
+        assert commands[:1] == [KillAll()] and isinstance(commands[1], RaiseError) and scene.machine.stage is OVER
         return commands[1].failure
 
     def test_a_worker_with_an_exit_code_and_no_report(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         assert scene.give(ConnectionClosed(worker="b")) == []
         failure = self.failure(scene, scene.give(ProcessEnded(worker="b", code=-9)))
         assert failure == EndedEarly(worker="b", code=-9, report=None, out_of_reach=None)
 
     def test_the_exit_code_may_come_before_the_end_of_the_connection(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         assert scene.give(ProcessEnded(worker="b", code=3)) == []
         assert self.failure(scene, scene.give(ConnectionClosed(worker="b"))).code == 3
 
     def test_a_report_may_come_after_the_exit_code(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         scene.give(ProcessEnded(worker="b", code=1))
         assert self.failure(scene, scene.give(WorkerReported(worker="b", report=RAISED))).report == RAISED
 
     def test_a_process_whose_child_keeps_the_connection_open(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         scene.give(ProcessEnded(worker="b", code=-9))
         assert scene.wait(LAST_WORDS_S - 0.5) == []
         assert self.failure(scene, scene.wait(0.5)).code == -9
 
     def test_the_peer_that_reports_first_is_not_blamed(self):
-        scene = in_phase(SEARCHING)
+        scene = in_stage(SEARCHING)
         scene.give(ConnectionClosed(worker="b"))
         failure = self.failure(scene, scene.give(ProcessEnded(worker="b", code=-9)))
         assert (failure.worker, failure.code) == ("b", -9)
 
     @pytest.mark.parametrize("error", ["PeerLost", "ReceiverClosed", "EndOfChannel"])
     def test_errors_of_channels_are_consequences(self, error):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         scene.give(WorkerReported(worker="a", report=LOST_A_PEER | {"type": error}))
         scene.give(WorkerReported(worker="b", report=RAISED))
         assert self.failure(scene, scene.give(ProcessEnded(worker="b", code=1))).worker == "b"
 
     def test_a_reporting_worker_that_does_not_end(self):
-        """The error does not wait longer than LAST_WORDS_S for the rest of its output."""
-        scene = in_phase(WAITING)
+        """The machine waits at most LAST_WORDS_S for the rest of the worker's output, and then raises the error."""
+        scene = in_stage(WAITING)
         assert scene.give(WorkerReported(worker="b", report=RAISED)) == []
         assert self.failure(scene, scene.wait(LAST_WORDS_S)).report == RAISED
 
     def test_two_workers_that_lost_each_other_were_cut_off(self):
-        scene = in_phase(SEARCHING)
+        scene = in_stage(SEARCHING)
         assert scene.wait(GRACE_S - 0.5) == []
         assert self.failure(scene, scene.wait(0.5)) == CutOff(worker="a", peer="b")
 
     def test_if_all_have_lost_a_peer_the_first_is_shown(self):
-        scene = in_phase(SEARCHING)
+        scene = in_stage(SEARCHING)
         scene.give(WorkerReported(worker="b", report=LOST_A_PEER | {"places": {"peer": "a"}}))
         assert self.failure(scene, scene.wait(GRACE_S)).worker == "a"
 
@@ -275,19 +275,19 @@ class TestWhoFailedFirst:
         assert self.failure(scene, commands).worker == "b"
 
     def test_without_collectives_an_abort_is_a_cause(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         scene.give(ConnectionClosed(worker="a"))
         assert self.failure(scene, scene.give(ProcessEnded(worker="a", code=-6))).worker == "a"
 
     def test_a_lost_agent_is_a_cause(self):
-        scene, lost = in_phase(WAITING), EVENTS["lost"]
+        scene, lost = in_stage(WAITING), EVENTS["lost"]
         scene.give(lost)
         failure = self.failure(scene, scene.give(ConnectionClosed(worker="b")))
         assert failure == EndedEarly(worker="b", code=None, report=None, out_of_reach=lost)
 
 
 class TestSilence:
-    """A worker without heartbeats is named, and then dead; a worker with heartbeats is never dead."""
+    """A worker without heartbeats is named, and later counts as dead. A worker with heartbeats never counts as dead."""
 
     def beat(self, scene: Scene, name: str, *, moves: int = 0, doing: str = "python", stack: str = "") -> list:
         return scene.give(HeartBeat(worker=name, moves=moves, doing=doing, stack=stack))
@@ -305,7 +305,7 @@ class TestSilence:
         return commands
 
     def test_a_silent_worker_is_asked_then_named_then_dead(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         assert scene.wait(1.5) == []
         assert scene.wait(0.5) == [AskForHeartBeat(worker="a"), AskForHeartBeat(worker="b")]
         self.beat(scene, "a")
@@ -320,7 +320,7 @@ class TestSilence:
         assert self.live(scene, 0.5, answer="a") == [KillAll(), RaiseError(failure=failure)]
 
     def test_a_worker_that_answers_again_is_announced_once(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         self.live(scene, 40.0, answer="a")
         assert self.beat(scene, "b") == [
             Announce(worker="b", line="heard from `b` again after 40 s"),
@@ -329,46 +329,46 @@ class TestSilence:
         assert self.live(scene, 3 * LAST, answer="ab") == []
 
     def test_only_one_question_at_a_time_is_open(self):
-        """A stopped process reads nothing, and its socket would fill up."""
-        scene = in_phase(WAITING)
+        """A stopped process reads nothing, so more questions would only fill its socket."""
+        scene = in_stage(WAITING)
         asked = [c for c in scene.wait(LAST - 1.0) if isinstance(c, AskForHeartBeat)]
         assert sorted(c.worker for c in asked) == ["a", "b"]
 
     def test_an_idle_worker_is_not_asked(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         scene.give(WorkerReplied(worker="b", kind="ran"))
         assert {c.worker for c in scene.wait(9.0)} == {"a"}
 
     def test_a_worker_that_is_starting_is_not_silent(self):
-        """The limit for each step of the start applies to it."""
+        """While a worker starts, the time limits of the steps of the start apply instead."""
         scene = Scene()
         scene.run(CommandSent(worker="a", kind="versions"), RepliesAwaited(doing="starting", timeout_s=2 * LAST))
         assert scene.wait(2 * LAST - 0.5) == []
 
     def test_time_in_which_the_coordinator_did_not_listen_does_not_count(self):
         """For example, the coordinator itself was stopped, or it evaluated the policy."""
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         scene.wait(9.0)
         assert scene.give(TimePassed(), after_s=10 * LAST) == []
         assert [c.worker for c in scene.wait(1.0) if isinstance(c, Announce)] == ["a", "b"]
 
     @pytest.mark.parametrize("doing", ["computing", "idle"])
     def test_compiling_and_a_long_update_are_progress(self, doing):
-        assert self.live(in_phase(WAITING), 5 * LAST, answer="ab", doing=doing) == []
+        assert self.live(in_stage(WAITING), 5 * LAST, answer="ab", doing=doing) == []
 
     def test_a_main_thread_that_moves_makes_progress(self):
-        assert self.live(in_phase(WAITING), 5 * LAST, answer="ab", doing="python", moves=itertools.count()) == []
+        assert self.live(in_stage(WAITING), 5 * LAST, answer="ab", doing="python", moves=itertools.count()) == []
 
     def test_a_main_thread_that_does_not_move_is_named_with_its_stack_and_is_not_dead(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         commands = self.live(scene, 5 * LAST, answer="ab", doing="python")
         assert [(c.worker, c.line.partition(" has")[0]) for c in commands] == [
             ("a", "`a` answers, but"), ("b", "`b` answers, but")]  # fmt: skip
         assert all(c.line.endswith(" s:\nline 7") for c in commands)
-        assert scene.machine.phase is WAITING
+        assert scene.machine.stage is WAITING
 
     def test_a_worker_that_waits_for_a_busy_worker_is_not_named(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         for _ in range(100):
             scene.wait(2.0)
             said = self.beat(scene, "a", doing="waiting", stack="line 7")
@@ -376,32 +376,32 @@ class TestSilence:
             assert said == []
 
     def test_workers_that_all_wait_for_each_other_are_named(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         named = self.live(scene, 60.0, answer="ab", doing="waiting")
         assert [c.worker for c in named] == ["a", "b"]
 
 
 class TestStopping:
     def test_all_workers_end_in_time(self):
-        scene = in_phase(STOPPING)
+        scene = in_stage(STOPPING)
         assert scene.give(ProcessEnded(worker="a", code=0)) == []
         assert scene.give(ProcessEnded(worker="b", code=0)) == [KillAll()]
-        assert scene.machine.phase is OVER
+        assert scene.machine.stage is OVER
 
     def test_a_worker_whose_agent_is_lost_counts_as_ended(self):
-        scene = in_phase(STOPPING)
+        scene = in_stage(STOPPING)
         scene.give(ProcessEnded(worker="a", code=0))
         assert scene.give(EVENTS["lost"]) == [KillAll()]
 
     def test_workers_that_do_not_end_are_killed(self):
-        scene = in_phase(STOPPING)
+        scene = in_stage(STOPPING)
         assert scene.wait(GRACE_S - 0.5) == []
         assert scene.wait(0.5) == [KillAll()]
 
 
 class TestStory:
     def test_the_story_has_events_and_commands_with_times(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         scene.give(ConnectionClosed(worker="b"), after_s=1.5)
         scene.give(ProcessEnded(worker="b", code=-9), after_s=0.25)
         assert scene.machine.story().splitlines()[-4:] == [
@@ -412,7 +412,7 @@ class TestStory:
         ]
 
     def test_the_story_is_bounded_and_leaves_out_what_comes_all_the_time(self):
-        scene = in_phase(WAITING)
+        scene = in_stage(WAITING)
         before = scene.machine.story()
         TestSilence().live(scene, 50.0, answer="ab", moves=itertools.count())
         assert scene.machine.story().count("\n") == before.count("\n")

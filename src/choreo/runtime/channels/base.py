@@ -3,9 +3,9 @@
     sender.send([obs, reward]) ──▶ slot 0 │ slot 1 ──▶ receiver.receive([batch_obs[:, 2:4], batch_reward[:, 2:4]])
 
 A message is a sequence of arrays. The receiver copies them into arrays of its caller, here parts of a batch. Both ends know the
-shapes and dtypes from the plan, so a message carries no schema. Besides the arrays, it carries only its number and its size,
-and the receiver checks both. A channel has room for a fixed number of unread messages, its slots. When all slots are full,
-`send` waits (back-pressure). Only one thread at a time may use an end.
+shapes and dtypes from the plan, so a message carries no schema. A message consists of the arrays, its number and its size. The
+receiver checks the number and the size. A channel has room for a fixed number of unread messages, its slots. When all slots are
+full, `send` waits (back-pressure). Only one thread at a time may use an end.
 
 A channel can end in four ways. Each way has its own error, which `send` or `receive` raises:
 
@@ -14,9 +14,9 @@ A channel can end in four ways. Each way has its own error, which `send` or `rec
     ReceiverClosed    the receiver was closed in good order
     PeerLost          the peer failed, its process died, or the connection to it was cut
 
-`close` closes an end *in good order*. A `with` statement also closes its end in good order, unless the statement fails; see
-`in_good_order`. If it fails, the peer gets `PeerLost`. A `send` or `receive` that is already waiting raises these errors, too,
-so no end waits for a lost peer.
+`close` closes an end *in good order*: the peer then knows that this end has finished, and was not lost. A `with` statement also
+closes its end in good order, unless the statement fails; see `in_good_order`. If the statement fails, the peer gets `PeerLost`.
+A `send` or `receive` that is already waiting raises these errors, too, so no end waits for a lost peer.
 
 This module and the carriers (`shm`, `tcp`) import numpy but not JAX, so that a process that runs only Python environments
 stays small.
@@ -128,13 +128,16 @@ class Receiver(Protocol):
     def ready(self) -> bool:
         """Return True if a message has arrived or the sender has finished, so that `receive` does not wait.
 
-        In shared memory, this method notices a lost sender only after a wait.
+        In shared memory, this method returns True for a lost sender only after a call of `end_wait`.
         """
         ...
 
     @property
     def pollable(self) -> list[Any]:
-        """Sockets or descriptors to poll between `begin_wait` and `end_wait`. One of them is ready when `ready` may return True."""
+        """Sockets or descriptors to poll between `begin_wait` and `end_wait`.
+
+        One of them becomes readable when `ready` may return True.
+        """
         ...
 
     def begin_wait(self) -> bool:
@@ -142,7 +145,7 @@ class Receiver(Protocol):
         ...
 
     def end_wait(self) -> None:
-        """End what `begin_wait` has begun; see `waiting.wait_for_any`."""
+        """End the wait that `begin_wait` has begun; see `waiting.wait_for_any`."""
         ...
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 TAG_BYTES = 16
-"""The size of the authentication tag of AES-GCM. A sealed frame has this many bytes more than its content."""
+"""The size of the authentication tag of AES-GCM. A sealed frame is longer than its content by this number of bytes."""
 
 
 class FrameCipher:

@@ -7,7 +7,8 @@ The kind is " (bundle)" for the channel of bundles, and empty for the channel of
     ["learner", "env+actor-0", " (bundle)", "tcp", slot bytes, slots]
     ["learner", "env+actor-1", "", "passed", slot bytes, slots]
 
-The last one uses shared memory if one of the two workers can pass file descriptors to the other (`passing.py`), otherwise TCP.
+The last of these channels uses shared memory if one of the two workers can pass file descriptors to the other (`passing.py`).
+Otherwise it uses TCP.
 """
 
 from collections.abc import Sequence
@@ -47,14 +48,14 @@ class Links:
         silence_s: float | None = None,
         secret: str = "",
     ):
-        """`me` is the worker's name. The next arguments are for channels over TCP: the address to listen at, the worker's key
-        pair, and the seconds after which a silent peer counts as lost. With `keys=None`, a new key pair is made. `secret` is the
-        secret of the run, for channels that are passed."""
+        """`me` is the worker's name. `host`, `keys` and `silence_s` are for channels over TCP: the address to listen at, the
+        worker's key pair, and the seconds after which a silent peer counts as lost. With `keys=None`, a new key pair is made.
+        `secret` is the secret of the run, for channels that are passed."""
         self.me, self.tcp_options = me, {} if silence_s is None else {"silence_s": silence_s}
         self.by_peer: dict[str, ChannelPair] = {}
         """The channels, by the name of the peer followed by the kind."""
         self.over_tcp = sorted(d for d in descriptions if d[3] in ("tcp", "passed"))
-        """The channels that use TCP, or that use it if they cannot be passed."""
+        """The descriptions of the channels that use TCP, and of the channels that use TCP if they cannot be passed."""
         self.listener: Any = None
         self.secret, self.passing, self.passed = secret, None, dict[tuple[str, str, str], Any]()
         for sender, receiver, kind, *how in descriptions:
@@ -74,7 +75,7 @@ class Links:
     def contact(self) -> list[str] | None:
         """The address, the public key, and the name of the Unix socket that the other workers need to connect.
 
-        The name is empty if nothing can be passed to this worker. None if this worker has no channels over TCP.
+        The name is empty if nothing can be passed to this worker. The result is None if none of its channels may use TCP.
         """
         if self.listener is None:
             return None
@@ -88,7 +89,7 @@ class Links:
 
     @property
     def messages(self) -> int:
-        """How many messages were sent and received so far. Another thread than that of the channels may call this."""
+        """How many messages were sent and received so far. Any thread may call this, also one that does not use the channels."""
         ends = [end for pair in list(self.by_peer.values()) for end in (pair.sender, pair.receiver) if end is not None]
         return sum(end.statistics().messages for end in ends)
 
@@ -115,7 +116,7 @@ class Links:
                 try:
                     found |= pass_channels(self.me, peer, contacts[peer][2], self.secret, self._to_pass)
                 except (NotPassed, OSError):
-                    continue  # `connect` opens the channels to this worker over TCP
+                    continue  # `connect` opens the channels between this worker and this peer over TCP
         self.passed = found
         return [list(key) for key in found]
 
@@ -149,14 +150,14 @@ class Links:
         self.listener.close()
 
     def _use_passed(self, shared: set[tuple[str, str, str]]) -> None:
-        """Use the ends of these channels, which this worker has made or received, and close all other ends."""
+        """Use the ends of the channels in `shared`. Close all other ends that this worker has made or received."""
         if self.passing is None:
             return
         self.passing.close()
         for key, end in (self.passed | self.passing.received).items():
             sender, receiver, kind = key
-            if key not in shared:  # the worker that has passed this end does not know that it has arrived
-                end.close()
+            if key not in shared:
+                end.close()  # the worker that passed this end does not know that it has arrived, so both workers use TCP
             elif sender == self.me:
                 self._pair(receiver + kind).sender = end
             else:

@@ -1,4 +1,4 @@
-"""Shared memory between two workers on one machine that the coordinator has not started itself, for example through an agent.
+"""Shared memory between two workers on one machine, if the coordinator has not started them itself (but, for example, an agent).
 
     connector                              listener            an abstract Unix socket: it has no name in the file system
       ── hello, nonce ─────────────────▶                       the channels that the two workers need
@@ -6,9 +6,10 @@
       ── proof, file descriptors ──────▶                       the memory and a doorbell of each channel (SCM_RIGHTS)
       ◀────────────────────── done ──
 
-The connector makes all channels between the two workers, in both directions, and passes their other ends. The secret reaches the
-workers only through their encrypted control connections, and never crosses the socket. Each end also asks the kernel for the
-account of its peer, which must be its own. If anything fails, nothing is passed, and the workers use TCP.
+The connector makes all channels between the two workers, in both directions. It keeps one end of each channel, and passes the
+other end to the listener. The secret reaches the workers only through their encrypted control connections, and never crosses the
+socket. Each worker also asks the kernel for the user account of the other worker, which must be the same as its own account. If
+any step fails, the two workers use TCP.
 """
 
 import contextlib
@@ -42,7 +43,7 @@ OpenEnds = dict[ChannelKey, "ShmSender | ShmReceiver"]
 
 
 class NotPassed(Exception):
-    """The peer is not a worker of this run and account, or it does not answer. The workers use TCP."""
+    """The peer is not a worker of this run and account, or it does not answer. So the two workers use TCP."""
 
 
 class DescriptorListener:
@@ -103,7 +104,7 @@ class DescriptorListener:
         peer.sendall(_DONE)
 
     def _keys_of(self, hello: bytes, *, num_fds: int) -> list[ChannelKey]:
-        """The channels that a hello of a worker of this run announces, if this worker expects exactly these."""
+        """The channels that a hello announces. Raises NotPassed unless this worker expects exactly these channels."""
         message = json.loads(hello)
         keys = [tuple(key) for key in message["channels"]]
         expected = _between(self._wanted, self._me, message["from"])
@@ -119,9 +120,9 @@ class DescriptorListener:
 
 
 def pass_channels(me: str, peer: str, name: str, secret: str, wanted: Wanted) -> OpenEnds:
-    """Make all channels between this worker and `peer`, and pass their other ends to the listener with this name.
+    """Make all channels between this worker and `peer`. Pass the ends of the peer to its listener, whose socket is `name`.
 
-    Returns this worker's ends. Raises NotPassed, or OSError, if the peer cannot be reached, or does not know the secret.
+    Returns this worker's ends. Raises NotPassed or OSError if the peer cannot be reached, or does not know the secret.
     """
     keys = _between(wanted, me, peer)
     hello = json.dumps({"from": me, "channels": keys, "sizes": [wanted[key] for key in keys]}).encode()
@@ -154,7 +155,7 @@ def pass_channels(me: str, peer: str, name: str, secret: str, wanted: Wanted) ->
 
 
 def connects(me: str, peer: str) -> bool:
-    """Return True if, of two workers, `me` connects and `peer` listens."""
+    """Return True if `me` connects to `peer`, and False if `peer` connects to `me`. Both workers get the same answer."""
     return me < peer
 
 
@@ -170,7 +171,10 @@ def _open(me: str, key: ChannelKey, memory_fd: int, doorbell_fd: int, slot_bytes
 
 
 def _begin(sock: socket.socket, patience_s: float) -> None:
-    """Check that the process at the other end belongs to this account. Another account could only guess, but also waste time."""
+    """Check that the process at the other end belongs to the same user account as this process.
+
+    A process of another account does not know the secret. But without this check, this worker would wait for its messages.
+    """
     sock.settimeout(patience_s)
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
@@ -179,7 +183,7 @@ def _begin(sock: socket.socket, patience_s: float) -> None:
 
 
 def _proof(secret: bytes, who: bytes, hello: bytes, connectors_nonce: bytes, listeners_nonce: bytes) -> bytes:
-    """The proof that `who` knows the secret. The role is a part of it, so that nobody can send a proof back to its author."""
+    """The proof that `who` knows the secret. `who` is a part of the proof, so that nobody can send a proof back to its author."""
     parts: Sequence[bytes] = (who, hashlib.sha256(hello).digest(), connectors_nonce, listeners_nonce)
     return hmac.digest(secret, b"".join([b"choreo descriptors ", *parts]), "sha256")
 

@@ -125,7 +125,7 @@ def endpoint(host: str, port: int | str) -> str:
 
 
 def bind(sock: zmq.Socket, host: str, port: int = 0) -> int:
-    """Listen at a port of this host, or at a free port if `port` is 0. Returns the port. Raises OSError."""
+    """Listen at a port of this host, or at a free port if `port` is 0. Returns the port. Raises OSError on failure."""
     where = endpoint(host, port or "*")
     sock.set(zmq.IPV6, int("[" in where))
     try:

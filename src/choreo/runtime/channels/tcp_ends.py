@@ -53,7 +53,7 @@ class TcpOptions(TypedDict, total=False):
     """Options for opening either end of a channel."""
 
     slot_bytes: int
-    """The size of the largest message. A connection that announces a larger message is closed. Default: any size."""
+    """The size of the largest message. If a larger message arrives, the connection is closed. Default: any size."""
     slots: int
     """How many messages may be unread. Only the sending end uses this option. Default: 2."""
     timeout_s: float | None

@@ -1,8 +1,8 @@
 """`wait_for_any`: sleep until one of several channels has a message, without polling them in between.
 
-Each receiver has sockets that become ready when its sender wakes it: the doorbell in shared memory, ZeroMQ's socket over TCP. A
-sender in shared memory rings only if the receiver has said that it sleeps. So `begin_wait` says so, and then looks once more for
-a message; `end_wait` takes this back, and reads what has woken the process.
+Each receiver has sockets that become readable when its sender wakes it: the doorbell in shared memory, ZeroMQ's socket over TCP.
+A sender in shared memory rings the doorbell only if a flag says that the receiver sleeps. So `begin_wait` sets this flag, and
+then looks once more for a message. `end_wait` clears the flag, and reads the bytes that have arrived through the doorbell.
 """
 
 from collections.abc import Sequence

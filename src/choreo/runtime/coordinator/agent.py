@@ -8,7 +8,7 @@
 
 Each connection belongs to one worker. When the connection ends, the agent kills the worker and all processes that the
 worker's environments have started. When the agent ends, its workers end. A message that is not a valid request is refused and
-logged.
+logged. CURVE is the encryption of ZeroMQ.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ AGENT, COORDINATOR = "agent", "coordinator"
 MAX_BYTES = 64 * 1024
 """The largest message that an agent accepts."""
 OUTPUT_BYTES = 16 * 1024
-"""The largest piece of a worker's output that the agent sends in one message."""
+"""How many bytes of a worker's output the agent sends in one message, at most."""
 CHECK_S = 0.5
 """The longest time between two checks for workers that have ended without closing their output."""
 
 
 def serve(address: str, port: int, token: bytes) -> int:
-    """Start workers for coordinators that have the token, until Ctrl-C or SIGTERM. Returns the exit code."""
-    raise_limit()  # so that connections of many unknown clients cannot block a coordinator
+    """Start workers for coordinators that have the token, until Ctrl-C or SIGTERM. Both raise KeyboardInterrupt."""
+    raise_limit()  # so that even many connections of unknown clients leave file descriptors for a coordinator
     agent = Agent(address, port, token)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -125,7 +125,7 @@ class Agent:
     def _serve(self, worker: "SpawnedWorker", ready: dict[Any, int]) -> None:
         """Tell the coordinator where a worker listens, pass on its new output, and report its end."""
         if worker.control in ready:
-            if contact := os.read(worker.control, 4096):  # a short text, written in one piece
+            if contact := os.read(worker.control, 4096):  # a short text, which the worker writes at once
                 self._tell(worker.identity, {"kind": "started", "pid": worker.process.pid}, contact)
             else:
                 worker.control = self._close_fd(worker.control)
@@ -156,7 +156,7 @@ class Agent:
             self._end(worker)
 
     def _end(self, worker: "SpawnedWorker") -> None:
-        """Kill a worker, close its descriptors, and remove it from the table.
+        """Kill a worker, close its descriptors, and remove it from `_workers`.
 
         Removing comes last: if Ctrl-C interrupts this function, `close` still finds the worker and ends it again.
         """
@@ -237,7 +237,7 @@ class SpawnedWorker:
     """The pipe with the worker's output, or -1 after it is closed."""
     control: int
     """A socket on which the worker sends its port and public key, or -1 after it is closed. The worker ends when the agent
-    closes its end of the socket."""
+    closes this socket."""
     began: float = field(default_factory=time.monotonic)
     """When the worker was started."""
 

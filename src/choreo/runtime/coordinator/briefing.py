@@ -32,7 +32,7 @@ def pickled_programs(deployment: Deployment, worker: str) -> bytes:
 
 
 def environment_variables(deployment: Deployment, worker: str) -> dict[str, str]:
-    """The environment variables of a worker. Some limit its threads to its share of the cores."""
+    """The environment variables of a worker. Some of them limit the worker's threads to its share of the host's cores."""
     plan, host = deployment.plan, deployment.hosts[worker]
     cores = max(1, host.cpus // sum(other == host for other in deployment.hosts.values()))
     limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(cores))

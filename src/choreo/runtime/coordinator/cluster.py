@@ -1,9 +1,9 @@
 """The machines that a run may use; `cluster.toml` describes them.
 
-    token_file = "token"              the file with the secret that agents ask for; its path is relative to cluster.toml
+    token_file = "token"              the file with the secret that agents ask for, relative to the folder of cluster.toml
 
     [[hosts]]
-    address = "10.0.0.1"              the first host also gets the groups that are not replicated, for example the learner
+    address = "10.0.0.1"              groups that are not replicated, such as the learner, run on the first host with their device
     cpus = 8
     devices = ["cpu", "gpu"]
 
@@ -89,7 +89,7 @@ class Cluster:
     """The machines that a run may use."""
 
     hosts: tuple[Host, ...]
-    """The machines. The first machine also gets the groups that are not replicated."""
+    """The machines. A group that is not replicated runs on the first machine that has the device of the group."""
     token_file: Path | None = None
     """The file with the secret that agents ask for. None if no host has an agent."""
 
@@ -186,19 +186,20 @@ def place(
 ) -> list[SiteHost]:
     """Choose a host for every worker process.
 
-    `sites` is the number of processes of each group, or None for a group that is not replicated. Several sites may share a
-    process: see `deployment.assign_processes`. `devices` is the kind of device that each group needs; None stands for any kind.
+    `sites` gives the number of processes of each group, or None for a group that is not replicated. It counts processes,
+    because several sites of a group may share a process: see `deployment.assign_processes`. `devices` is the kind of device
+    that each group needs; None stands for any kind.
 
-    Hosts get processes in proportion to their cpus. If two groups have the same number of processes and need the same device,
-    their processes with the same number are on the same host. A group that is not replicated is on the first host that has
-    the device.
+    Hosts get processes in proportion to their cpus. If two groups have equally many processes and need the same device, then
+    process i of one group and process i of the other are on the same host. A group that is not replicated is on the first
+    host that has the device.
     """
     placements = []
     for group, replicas in sites.items():
         hosts = _hosts_with((devices or {}).get(group), group, cluster)
         workers = dict.fromkeys(hosts, 0)
         for replica in range(replicas or 1):
-            # Choose the host that has the most cpus per worker after this worker is added; of several such hosts, the first.
+            # Choose the host that, with this worker, has the most cpus per worker of the group. If several are equal, the first.
             host = hosts[0] if replicas is None else min(hosts, key=lambda h: (workers[h] + 1) / h.cpus)
             workers[host] += 1
             placements.append(SiteHost(group, replica, host))

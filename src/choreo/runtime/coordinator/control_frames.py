@@ -21,9 +21,9 @@ MAX_HEADER_BYTES = 2**26
 """The size of the largest header that is accepted. A larger header is refused before memory is allocated for it."""
 PROGRESS = "progress"
 """The kind of the frame with which a worker reports that it begins an iteration. All other frames of a worker are replies to
-commands, heartbeats, or its error report."""
+commands, heartbeats or error reports."""
 BEAT = "beat"
-"""The kind of the frame with which the coordinator asks whether a worker is alive, and of the answer."""
+"""The kind of the frame with which the coordinator asks whether a worker is alive, and of the worker's answer."""
 
 
 class WireError(RunError):
@@ -40,7 +40,10 @@ class Stream(Protocol):
 
 @runtime_checkable
 class Watch(Protocol):
-    """Is told whether a frame moves on. Without a watch, a stream with a time limit raises TimeoutError when it is reached."""
+    """Is told whether the bytes of a frame move while the frame is sent or received.
+
+    If the stream has a time limit and there is no watch, `send_frame` and `receive_frame` raise TimeoutError at the limit.
+    """
 
     def moved(self) -> None:
         """Some bytes were sent or received."""

@@ -13,7 +13,8 @@ from choreo.runtime.coordinator.pool import WorkerPool
 class Conversation:
     """Sends commands to all workers of a run, and receives their replies.
 
-    If a worker ends, each method kills all other workers and raises the error of the worker that failed first.
+    If a worker ends or does not reply in time, the method that is running kills all workers and raises the error for the user.
+    If several workers have ended, this error is about the worker that failed first.
     """
 
     def __init__(self, pool: WorkerPool, deployment: Deployment):
@@ -32,9 +33,10 @@ class Conversation:
         self.pool.tell(worker, header, arrays)
 
     def await_replies(self, kind: str, *, doing: str, timeout_s: float | None = None) -> dict[str, Frame]:
-        """Wait for the reply of every worker, and return the replies by worker. Until then, print what the workers print.
+        """Wait for the reply of every worker, and return the replies by worker.
 
-        All replies must be of this `kind`. `doing` describes the command in an error message.
+        All replies must be of this `kind`. `doing` describes the command in an error message. During the wait, the pool
+        passes on the lines that the workers print.
         """
         replies: dict[str, Frame] = {}
         workers = self.deployment.workers

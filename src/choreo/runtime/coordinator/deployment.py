@@ -1,6 +1,6 @@
 """Where a plan runs: the worker process of each site, and the host of each worker. For example:
 
-    sites         env+actor 0 .. 3 (with exact=True, 8 environments have four blocks), learner 0
+    sites         env+actor 0 .. 3 (one for each block; with exact=True, 8 environments make four blocks), learner 0
     processes     env+actor-0 and env+actor-1 (workers=2) run two sites each, and learner runs one site
     hosts         `cluster.place` chooses the host of each process
 
@@ -33,7 +33,7 @@ class Deployment:
     hosts: Mapping[str, Host]
     """The host of each worker."""
     over_tcp: bool
-    """True if all channels between workers must use TCP. Otherwise, those between two workers on one host may share memory."""
+    """True if all channels between workers must use TCP. If False, two workers on one host may use shared memory."""
 
     @classmethod
     def of(cls, plan: Plan, cluster: Cluster, *, over_tcp: bool) -> "Deployment":

@@ -8,8 +8,8 @@ from typing import Any
 from choreo.runtime.coordinator.launcher import ControlConnection, WorkerProcess
 
 LAST_LINES = 60
-"""How many lines of a worker's output are kept. If the worker dies without a report, the error shows these lines. They are
-enough for a traceback of all threads."""
+"""How many lines of a worker's output are kept. If the worker dies without a report, the error shows these lines. A
+traceback of all threads usually fits into them."""
 
 
 @dataclass(eq=False)
@@ -29,9 +29,11 @@ class WorkerHandle:
     control_open: bool = True
     """False after the worker has reported an error, or after its control connection has closed."""
     reading: bool = False
-    """True while a frame is being received. If Ctrl-C interrupts this, the rest of the frame cannot be read any more."""
+    """True while a frame is being received, and for ever if Ctrl-C interrupts `receive_frame`: then no frame can be read any more,
+    because nobody knows where the next frame begins."""
     sending: bool = False
-    """True while a frame is being sent. If Ctrl-C interrupts this, no other frame can be sent any more."""
+    """True while a frame is being sent, and for ever if Ctrl-C interrupts `send_frame`: then no frame can be sent any more, because
+    the worker would take its bytes for the rest of the interrupted frame."""
     state: str = "starting"
     """What the worker is doing, for people to read."""
     end_noted: bool = False

@@ -3,8 +3,9 @@
     launcher.start(name, variables, fds) ──▶ WorkerProcess       output, exit code, end
                                                └─ connect() ──▶ ControlConnection      commands and replies
 
-There are two launchers: `LocalLauncher` starts child processes, and `AgentLauncher` asks the agent on another host. Nothing else
-in the coordinator knows where a worker runs. `choreo.testing.check_launcher` tests whether a launcher keeps this contract.
+There are two launchers: `LocalLauncher` starts child processes, and `AgentLauncher` asks the agent on another host. The
+coordinator uses both in the same way, through the protocols below. `choreo.testing.check_launcher` tests whether a launcher keeps
+the contract that their docstrings state.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,7 +41,8 @@ class ControlConnection(Protocol):
     def has_bytes(self, ready: Collection[Any]) -> bool:
         """Return True if `recv_into` can return bytes, or the end of the stream, without waiting.
 
-        `ready` holds those of `pollable` that are ready. With an empty `ready`, bytes that were read earlier may be left.
+        `ready` holds the elements of `pollable` that are ready. Even if `ready` is empty, the result can be True: the connection
+        may hold bytes that have arrived and that `recv_into` has not returned yet.
         """
         ...
 
@@ -74,9 +76,9 @@ class WorkerProcess(Protocol):
         ...
 
     def connect(self, deadline: float) -> ControlConnection:
-        """Wait until the worker runs; return the control connection. Raises RunError with the worker's output if it does not start.
+        """Wait until the worker runs; return the control connection. `deadline` is a time of `time.monotonic`.
 
-        `deadline` is a time of `time.monotonic`.
+        Raises RunError with the worker's output if the worker does not start.
         """
         ...
 
@@ -90,23 +92,26 @@ class WorkerProcess(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """The exit code, or None while the process runs or its exit code is unknown. A signal N gives -N."""
+        """The exit code, or None while the process runs or its exit code is unknown. If signal N ended the process: -N."""
         ...
 
     def lost_sight(self) -> LostSight | None:
-        """Why this process cannot be reached any more, although its exit code is unknown. None as long as it can be reached."""
+        """Why this process cannot be reached any more. None if the process can be reached, or if its exit code is known."""
         ...
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for the exit code; None if it does not come in time, or if the process cannot be reached."""
+        """Wait for the exit code and return it, or None if it does not come in time or the process cannot be reached."""
         ...
 
     def kill(self) -> None:
-        """Kill the process and the processes that it has started, if that is possible before `close`. Output can still be read."""
+        """Kill the process and the processes that it has started. Their output can still be read.
+
+        A launcher that can kill them only by closing the connection does nothing here; then `close` kills them.
+        """
         ...
 
     def close(self) -> None:
-        """Close all connections. At the latest now, the process ends, and so do the processes that it has started."""
+        """Close all connections. If the process still runs, this ends the process and the processes that it has started."""
         ...
 
 
@@ -118,8 +123,8 @@ class Launcher(Protocol):
     def shared_memory(self) -> Literal["inherited", "passed"]:
         """How two workers of this launcher, which are on one machine, get a channel in shared memory.
 
-        "inherited": they inherit its file descriptors. "passed": one worker passes them to the other. If that fails, for example
-        because the workers are in different containers, the two workers use TCP.
+        "inherited": both workers inherit file descriptors of the channel. "passed": one worker passes file descriptors to the
+        other. If the passing fails, for example because the workers are in different containers, the two workers use TCP.
         """
         ...
 

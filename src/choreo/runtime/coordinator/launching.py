@@ -3,9 +3,9 @@
 The steps in order, and what is true after each step:
 
 start_workers      every worker has a process and a control connection
-compare_versions   every worker runs on versions that this run accepts
+compare_versions   this run accepts the versions and the CPU of every worker
 set_up             every worker knows its sites, its channels and its programs
-introduce          workers with channels over TCP, or with collectives, know each other's addresses and keys
+introduce          workers know each other's addresses and keys (only if a carrier is "tcp" or "passed", or with collectives)
 ready              every worker has opened its channels and loaded its programs
 """
 
@@ -57,7 +57,7 @@ def launch(
     links, ends = make_channels(deployment, carriers)
     with contextlib.ExitStack() as stack:
         for end in (end for each in ends.values() for end in each):
-            # After the start, only the worker holds its ends of channels, so that they are closed when the worker dies.
+            # The workers inherit these ends. Close them here, so that the death of a worker closes all its ends of channels.
             stack.callback(end.close)
         fds = {worker: [fd for end in ends[worker] for fd in end.fds] for worker in deployment.workers}
         start_workers(conversation.pool, deployment, launchers, fds)
@@ -97,10 +97,10 @@ def launchers_of(deployment: Deployment, token: bytes | None, silence: Silence) 
 def start_workers(
     pool: WorkerPool, deployment: Deployment, launchers: Mapping[str, Launcher], fds: Mapping[str, list[int]]
 ) -> None:
-    """Start all workers, then wait until each has a control connection. A worker inherits its `fds`."""
+    """Start all workers, then wait until each has a control connection. Each worker inherits its file descriptors in `fds`."""
     deadline = time.monotonic() + START_S
     started: dict[str, WorkerProcess] = {}
-    # Workers on other hosts come first: while they start, this machine starts its own.
+    # Workers on other hosts come first: while they start, this machine starts its own workers.
     slow_first = sorted(deployment.workers, key=lambda worker: launchers[worker].shared_memory == "inherited")
     try:
         for worker in slow_first:
@@ -110,7 +110,7 @@ def start_workers(
             del started[worker]
             pool.add(handle, uses_collectives=deployment.collective(worker) is not None)
     finally:
-        for process in started.values():  # these are not in the pool yet
+        for process in started.values():  # after an error: the processes that are not in the pool
             process.close()
 
 
@@ -124,9 +124,10 @@ def _checked(token: bytes | None) -> bytes:
 
 
 def compare_versions(conversation: Conversation, *, allow_versions: bool, same_bits: bool) -> dict[str, dict[str, str]]:
-    """Compare the versions, CPU and XLA_FLAGS of each worker's host with this machine. Returns the differences of each host.
+    """Compare the versions, CPU and XLA_FLAGS of each worker's host with this machine.
 
-    Raises RunError for a difference that this run does not accept.
+    Returns, for each host that differs, the names of the differences and the host's values. Raises RunError for a difference
+    that this run does not accept.
     """
     deployment = conversation.deployment
     packages = packages_of_plan(deployment.plan)

@@ -1,6 +1,6 @@
 """`LocalLauncher`: starts workers as child processes on this machine.
 
-A worker inherits one end of a socket pair as its control socket. Its output is a pipe.
+A worker inherits one end of a socket pair as its control socket, and a pipe to which it writes its output.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-# ---- Events. The pool reports what happened to the workers; the conversation reports what it asks of them.
+# ---- Events. The pool reports what happened to the workers, and which commands it sends to them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class WorkerReplied:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerHeard:
-    """Some bytes went to a worker or came from it, or it reports an iteration. So its process is not stopped."""
+    """Some bytes went to a worker or came from it, or the worker reported an iteration. So the worker's process is running."""
 
     worker: str
     """The worker's name."""
@@ -65,7 +65,7 @@ class HeartBeat:
     doing: str
     """What the main thread does: "idle", "computing", "waiting" for another worker, or running "python"."""
     stack: str = ""
-    """Where the main thread is, if the question asked for it."""
+    """The innermost calls of the main thread, if the coordinator asked for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class OutOfReach:
 
 @dataclass(frozen=True, kw_only=True)
 class TimePassed:
-    """Nothing else happened."""
+    """The pool has polled all workers once. The machine only checks its time limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class ToldToStop:
     """The run is over: the workers must close their environments and end."""
 
 
-Event: TypeAlias = (
+MachineEvent: TypeAlias = (
     WorkerStarted
     | CommandSent
     | RepliesAwaited
@@ -147,12 +147,12 @@ class EndedEarly:
     report: dict[str, Any] | None
     """Its error report, if it sent one."""
     out_of_reach: OutOfReach | None
-    """Why its exit code is unknown, if its launcher has lost it."""
+    """Why the worker cannot be reached any more, if its launcher has lost the worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FellSilent:
-    """A worker did not give a sign of life for too long."""
+    """A worker has given no sign of life for too long."""
 
     worker: str
     """The silent worker."""
@@ -179,7 +179,7 @@ class TooLate:
     doing: str
     """What they were doing."""
     timeout_s: float
-    """How long they could take."""
+    """The time limit for the replies, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class AskForHeartBeat:
     worker: str
     """The worker's name."""
     stack: bool = False
-    """Whether the answer must say where the main thread is."""
+    """True if the answer must also hold the stack of the main thread."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""The limit of open files of a process, and how many a run needs.
+"""The limit of open files of a process, and how many open files a run needs.
 
-Each worker costs the coordinator a few file descriptors, and each channel in shared memory four until all workers have started.
-Linux gives a process a soft limit of usually 1,024, and lets the process raise it to the hard limit.
+The coordinator needs a few file descriptors for each worker. Until all workers have started, it needs four more for each channel
+in shared memory. Linux gives a process a soft limit, usually 1,024, and lets the process raise this limit to the hard limit.
 """
 
 import os
@@ -13,15 +13,16 @@ from choreo.errors import RunError
 from choreo.runtime.coordinator.cluster import Host
 
 PER_WORKER = 4
-"""What a worker on this machine costs the coordinator: its control connection, its output, and two more while it starts."""
+"""Open files of the coordinator for each worker on this machine: control connection, output, and during the start two more."""
 PER_REMOTE_WORKER = 12
-"""What a worker on another host costs the coordinator: two connections of ZeroMQ with their monitors."""
+"""Open files of the coordinator for each worker on another host: two connections of ZeroMQ with their monitors."""
 PER_SHM_CHANNEL = 4
-"""What a channel in shared memory costs the coordinator until all workers have started: the memory and the doorbell, twice."""
+"""Open files of the coordinator for each channel in shared memory, until all workers have started: the memory and the doorbell of
+both ends."""
 PER_SHM_END = 2
-"""What one end of a channel in shared memory costs a worker while the worker opens it."""
+"""Open files of a worker for each of its ends of channels in shared memory, while the worker opens them."""
 PER_TCP_END = 8
-"""What one end of a channel over TCP costs a worker: a connection of ZeroMQ with its monitor."""
+"""Open files of a worker for each of its ends of channels over TCP: a connection of ZeroMQ with its monitor."""
 RESERVE = 64
 """Files for everything else: libraries, environments, the run folder."""
 

@@ -1,7 +1,7 @@
 """All workers of a run: the I/O of the coordinator.
 
-The pool polls the workers, tells the state machine what happened, and executes the commands of the machine. It has no threads:
-it reads output and frames while the coordinator waits for workers, or sends to a worker.
+The pool polls the workers, tells the state machine what happened, and executes the commands of the state machine. The pool has
+no threads: it reads output and frames while the coordinator waits for workers, or sends to a worker.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from choreo.runtime.coordinator.machine_events import (
     CommandSent,
     ConnectionClosed,
     EndedEarly,
-    Event,
     Failure,
     HeartBeat,
     KillAll,
     MachineCommand,
+    MachineEvent,
     OutOfReach,
     ProcessEnded,
     RaiseError,
@@ -40,13 +40,13 @@ from choreo.runtime.coordinator.machine_events import (
     WorkerStarted,
 )
 from choreo.runtime.coordinator.silence import Silence
-from choreo.runtime.coordinator.state_machine import Phase, StateMachine
+from choreo.runtime.coordinator.state_machine import Stage, StateMachine
 from choreo.runtime.coordinator.supervision import describe
 
 STALL_S = 0.5
-"""If no byte can be sent to or received from a worker for this time, the pool looks after the other workers in between."""
+"""If no byte can be sent to or received from a worker for this time, the pool polls all workers once, and then tries again."""
 LAST_OUTPUT_S = 1.0
-"""How long a killed process may take to end."""
+"""How long the pool waits for a killed process to end, before it reads the last output of the process."""
 NOISE = "[Gloo] Rank "
 """Output lines that begin with this text are not passed on. Gloo prints such a line at each connection."""
 Replies = list[tuple[str, Frame]]
@@ -65,8 +65,8 @@ class WorkerPool:
         environments: Mapping[str, list[range]] | None = None,
     ):
         """`on_output(worker, line)` is called for every line that a worker prints, and for every line about a silent worker.
-        `on_states` is called with `states()` when a worker reports progress. `environments` are the numbers of the Python
-        environments of each worker, for error messages."""
+        `on_states` is called with `states()` when a worker reports progress or becomes silent. `environments` are the numbers
+        of the Python environments of each worker, for error messages."""
         self.on_output, self.on_states, self.environments = on_output, on_states, environments or {}
         self.machine = StateMachine(silence)
         self.handles: dict[str, WorkerHandle] = {}
@@ -103,7 +103,7 @@ class WorkerPool:
         try:
             self._send(handle, header, arrays)
         except OSError:
-            # The worker has ended. Its report, or the end of its connection, can still be read.
+            # The worker has ended. Read its report or the end of its connection, until `take_turn` raises the error of the run.
             while True:
                 self._early += self.take_turn()
 
@@ -122,7 +122,7 @@ class WorkerPool:
         return found
 
     def take_turn(self, *, timeout_s: float | None = None) -> Replies:
-        """Wait until something happens, for `timeout_s` at most, and handle it. Returns the replies that have arrived."""
+        """Wait at most `timeout_s` until something happens, and handle all that has happened. Returns the replies that arrived."""
         wait_s = self.machine.next_check_s if timeout_s is None else timeout_s
         frame_waits = any(handle.has_frame(()) for handle in self.handles.values() if not handle.reading)
         ready = {source for source, _ in self._poller.poll(0 if frame_waits else int(1000 * wait_s))}
@@ -144,7 +144,7 @@ class WorkerPool:
         """Tell all workers to stop, so that they close their environments. After GRACE_S, kill the workers that still run."""
         try:
             self._do(ToldToStop())
-            while self.machine.phase is Phase.STOPPING:
+            while self.machine.stage is Stage.STOPPING:
                 self.take_turn()
         finally:
             self.kill()
@@ -158,7 +158,8 @@ class WorkerPool:
         try:
             for handle in handles:
                 handle.process.wait(LAST_OUTPUT_S if handle.process.address is None else 0.0)
-            for handle in handles:  # after all waits: `on_output` may raise the error of a subscriber
+            # In a second loop: `on_output` may raise the error of a subscriber, but every process must have its time to end.
+            for handle in handles:
                 while self._pass_on_output(handle):
                     pass
         finally:
@@ -213,9 +214,9 @@ class WorkerPool:
 
     # -- Commands ----------------------------------------------------------------------------------------------------------
 
-    def _do(self, event: Event) -> None:
+    def _do(self, event: MachineEvent) -> None:
         """Tell the machine about an event, and execute the commands that it answers."""
-        everybody = dict(self.handles)  # `KillAll` forgets the workers, but the error describes them
+        everybody = dict(self.handles)  # `KillAll` empties `handles`, but the error describes the workers
         for command in self.machine.handle(event, now=time.monotonic()):
             self._execute(command, everybody)
 
@@ -247,7 +248,7 @@ class WorkerPool:
         return error
 
     def _send_if_possible(self, handle: WorkerHandle, header: dict[str, Any]) -> None:
-        """Send a small frame, unless the worker has ended. The end of a worker is noticed by other means."""
+        """Send a small frame. If the worker has ended, do nothing: `take_turn` notices the end."""
         with contextlib.suppress(OSError):
             self._send(handle, header, ())
 
@@ -280,7 +281,7 @@ class WorkerPool:
 
 
 class _Watch:
-    """Looks after the other workers while a frame is on its way from or to one worker."""
+    """Lets the pool poll all workers while a frame from or to one worker does not move."""
 
     def __init__(self, pool: WorkerPool, worker: str):
         self._pool, self._worker, self._moved = pool, worker, False

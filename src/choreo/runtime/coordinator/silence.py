@@ -1,12 +1,13 @@
 """How long a worker may be silent: the only place with these times.
 
-    beat_s     the coordinator asks a worker that it waits for whether the worker is alive
-    named_s    the worker has not answered: one line names it
-    stuck_s    the worker answers, but its main thread does not move: one line names it and shows where it is
-    dead_s     the worker has not answered: the run ends with an error that names it
+    beat_s     no sign of life from the worker for this time: the coordinator asks the worker for a heartbeat
+    named_s    still no sign of life: a line of output names the worker
+    dead_s     still no sign of life: the run ends with an error that names the worker
+    stuck_s    the worker answers, but its main thread has not moved for this time: a line names the worker and shows its stack
 
-A *heartbeat* is the answer of a thread of the worker: it arrives even if the main thread is busy. *Progress* means that the
-main thread moves. Only a missing heartbeat ends a run. An ended process or a closed connection ends a run at once.
+The coordinator watches a worker in this way while the worker executes a command. A *heartbeat* is the answer of a second thread
+of the worker: it arrives even if the main thread is busy. *Progress* means that the main thread moves. Missing progress does not
+end a run; a missing heartbeat ends it after `dead_s`, and an ended process or a closed connection at once.
 """
 
 import math
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from choreo.errors import RunError
 
 LONGEST_S = 1e6
-"""The longest time that can be given; ZeroMQ counts milliseconds in 32 bits."""
+"""The largest `dead_s`: times are given to ZeroMQ as a number of milliseconds with 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +24,9 @@ class Silence:
     """The times after which a silent worker is named, and after which it counts as dead."""
 
     dead_s: float = 300.0
-    """A worker without a heartbeat for this time is dead; `--silence` sets this time."""
+    """A worker without a sign of life for this time counts as dead; `--silence` sets this time."""
     named_s: float = 10.0
-    """A worker without a heartbeat for this time is named."""
+    """A worker without a sign of life for this time is named."""
     stuck_s: float = 30.0
     """A worker whose main thread has not moved for this time is named, with its stack."""
 
@@ -38,13 +39,13 @@ class Silence:
 
     @property
     def beat_s(self) -> float:
-        """The time between two heartbeats of a worker that the coordinator waits for."""
+        """If a worker that executes a command has given no sign of life for this time, the coordinator asks it for a heartbeat."""
         return min(2.0, self.named_s / 4, self.dead_s / 4)
 
     @property
     def connection_s(self) -> float:
         """The limit for connections: JAX's collectives and ZeroMQ count a silent peer as lost after this time.
 
-        It is longer than `dead_s`, so that the coordinator, which knows all workers, names the silent worker first.
+        This limit is longer than `dead_s`, so that the coordinator, which knows all workers, names the silent worker first.
         """
         return 1.2 * self.dead_s + 5.0

@@ -4,13 +4,15 @@
       │ a worker ends          │ a worker ends         │ silence, deadline, unexpected reply
       └────────────▶ SEARCHING ◀┘                      ▼
                         └── KillAll, RaiseError ──▶  OVER
-    any ── ToldToStop ──▶ STOPPING ── all workers have ended, or GRACE_S ── KillAll ──▶ OVER
+    IDLE, WAITING ── ToldToStop ──▶ STOPPING ── all workers have ended, or GRACE_S ── KillAll ──▶ OVER
+    SEARCHING ── ToldToStop ── KillAll ──▶ OVER          IDLE ── unexpected reply ── KillAll, RaiseError ──▶ OVER
 
 The machine has no clock: every event comes with the time in seconds. So every decision can be tested without a process. The
 pool (`pool.py`) does the I/O: it makes the events and executes the commands.
 
-**Who failed first?** If a worker dies, its peers lose a channel and fail, too. So the machine does not blame the first worker
-that ends. In the phase SEARCHING it waits up to GRACE_S for the culprit: a worker that ended for another reason than a lost peer.
+**Who failed first?** If a worker dies, its peers lose a channel and fail, too. So the first worker that ends need not have
+failed first. In the stage SEARCHING the machine waits up to GRACE_S for a worker that ended for another reason than a lost peer:
+the culprit.
 
 **The story** is a short list of the last events and commands with their times; an error shows it.
 """
@@ -29,12 +31,12 @@ from choreo.runtime.coordinator.machine_events import (
     ConnectionClosed,
     CutOff,
     EndedEarly,
-    Event,
     Failure,
     FellSilent,
     HeartBeat,
     KillAll,
     MachineCommand,
+    MachineEvent,
     OutOfReach,
     ProcessEnded,
     RaiseError,
@@ -58,7 +60,7 @@ worker that failed first."""
 LAST_WORDS_S = 1.0
 """How long the coordinator waits for the report of an ended process, or for the exit code of a worker that has reported."""
 PAUSE_S = 5.0
-"""If two events are further apart than this, the coordinator did not listen in between. This time counts for no worker."""
+"""If two events are further apart than this, the coordinator did not listen in between. No limit counts this time."""
 STORY_LENGTH = 16
 """How many lines of the story are kept."""
 PEER_ENDED = ("PeerLost", "ReceiverClosed", "EndOfChannel")
@@ -67,7 +69,7 @@ COLLECTIVES = ("Gloo", "NCCL", "coordination service")
 """Words of error messages. An error with one of these words says that a collective has lost a worker."""
 
 
-class Phase(enum.Enum):
+class Stage(enum.Enum):
     """What the run as a whole is doing."""
 
     IDLE = "idle"
@@ -93,11 +95,11 @@ class WorkerRecord:
     heard_at: float | None = None
     """When the worker last gave a sign of life; None before the first one."""
     asked_at: float | None = None
-    """When the worker was asked for a heartbeat that it has not answered."""
+    """When the worker was asked for the heartbeat that has not come yet; None if no heartbeat is missing."""
     named_at: float | None = None
     """When the worker was named because of its silence; None if it is not silent."""
     moves: int = -1
-    """The last number of moves of the main thread."""
+    """The number `moves` of the last heartbeat."""
     moved_at: float = 0.0
     """When the main thread was last known to make progress."""
     doing: str = "idle"
@@ -125,7 +127,7 @@ class StateMachine:
     """Decides what to do when something happens to a worker."""
 
     def __init__(self, silence: Silence | None = None):
-        self.silence, self.phase = silence or Silence(), Phase.IDLE
+        self.silence, self.stage = silence or Silence(), Stage.IDLE
         self.workers: dict[str, WorkerRecord] = {}
         self.ended: list[str] = []
         """The workers that have ended, in the order in which the coordinator noticed it."""
@@ -136,16 +138,16 @@ class StateMachine:
     @property
     def next_check_s(self) -> float:
         """How long the pool may wait before the next `TimePassed`."""
-        return 0.02 if self.phase in (Phase.SEARCHING, Phase.STOPPING) else min(0.5, self.silence.beat_s)
+        return 0.02 if self.stage in (Stage.SEARCHING, Stage.STOPPING) else min(0.5, self.silence.beat_s)
 
-    def handle(self, event: Event, *, now: float) -> list[MachineCommand]:
+    def handle(self, event: MachineEvent, *, now: float) -> list[MachineCommand]:
         """Take in an event at the time `now`. Returns the commands that follow from it."""
-        if self.phase is Phase.OVER:
+        if self.stage is Stage.OVER:
             return []
         self._leave_out_pauses(now)
         self._tell(event, now)
         commands = list(self._take_in(event, now))
-        if self.phase is not Phase.OVER:
+        if self.stage is not Stage.OVER:
             commands += self._check(now)
         for command in commands:
             self._tell(command, now)
@@ -160,7 +162,7 @@ class StateMachine:
 
     # -- Events ------------------------------------------------------------------------------------------------------------
 
-    def _take_in(self, event: Event, now: float) -> Iterator[MachineCommand]:
+    def _take_in(self, event: MachineEvent, now: float) -> Iterator[MachineCommand]:
         match event:
             case WorkerStarted(worker=name):
                 self.workers[name] = WorkerRecord(uses_collectives=event.uses_collectives)
@@ -168,9 +170,9 @@ class StateMachine:
                 record = self.workers[name]
                 record.command, record.moved_at, record.is_stuck = event.kind, now, False
                 if record.heard_at is not None:
-                    record.heard_at = now  # nobody has listened to this worker since its last reply
-                if self.phase is Phase.IDLE:
-                    self.phase = Phase.WAITING
+                    record.heard_at = now  # between commands nobody asks for heartbeats, so this time is no silence
+                if self.stage is Stage.IDLE:
+                    self.stage = Stage.WAITING
                 yield ShowState(worker=name, state=event.kind)
             case RepliesAwaited():
                 self._doing, self._timeout_s = event.doing, event.timeout_s or 0.0
@@ -212,13 +214,13 @@ class StateMachine:
     def _replied(self, event: WorkerReplied) -> Iterator[MachineCommand]:
         record = self.workers[event.worker]
         if record.command is None:
-            if self.phase in (Phase.IDLE, Phase.WAITING):
+            if self.stage in (Stage.IDLE, Stage.WAITING):
                 yield from self._fail(UnexpectedReply(worker=event.worker, kind=event.kind))
             return
         record.command = None
         yield ShowState(worker=event.worker, state="idle")
-        if self.phase is Phase.WAITING and not self._busy():
-            self.phase, self._deadline = Phase.IDLE, float("inf")
+        if self.stage is Stage.WAITING and not self._busy():
+            self.stage, self._deadline = Stage.IDLE, float("inf")
 
     def _beat(self, beat: HeartBeat, now: float) -> Iterator[MachineCommand]:
         record = self.workers[beat.worker]
@@ -239,30 +241,30 @@ class StateMachine:
         if record.ended_at is None:
             record.ended_at = now
             self.ended.append(name)
-        if self.phase in (Phase.IDLE, Phase.WAITING):
-            self.phase, self._deadline = Phase.SEARCHING, now + GRACE_S
+        if self.stage in (Stage.IDLE, Stage.WAITING):
+            self.stage, self._deadline = Stage.SEARCHING, now + GRACE_S
 
     def _stop(self, now: float) -> Iterator[MachineCommand]:
-        if self.phase is Phase.SEARCHING:
-            self.phase = Phase.OVER
+        if self.stage is Stage.SEARCHING:
+            self.stage = Stage.OVER
             yield KillAll()
-        elif self.phase is not Phase.STOPPING:
-            self.phase, self._deadline = Phase.STOPPING, now + GRACE_S
+        elif self.stage is not Stage.STOPPING:
+            self.stage, self._deadline = Stage.STOPPING, now + GRACE_S
             yield SendStop()
 
     # -- Decisions that follow from the time and from what is known ----------------------------------------------------------
 
     def _check(self, now: float) -> Iterator[MachineCommand]:
-        if self.phase is Phase.STOPPING:
+        if self.stage is Stage.STOPPING:
             if now >= self._deadline or all(record.is_over for record in self.workers.values()):
-                self.phase = Phase.OVER
+                self.stage = Stage.OVER
                 yield KillAll()
-        elif self.phase is Phase.SEARCHING:
+        elif self.stage is Stage.SEARCHING:
             if (failure := self._found(now)) is not None:
                 yield from self._fail(failure)
-        elif self.phase is Phase.WAITING:
+        elif self.stage is Stage.WAITING:
             yield from self._check_silence(now)
-            if self.phase is Phase.WAITING and now >= self._deadline:
+            if self.stage is Stage.WAITING and now >= self._deadline:
                 late = TooLate(workers=tuple(self._busy()), doing=self._doing, timeout_s=self._timeout_s)
                 yield from self._fail(late)
 
@@ -270,7 +272,7 @@ class StateMachine:
         for name in self._busy():
             record = self.workers[name]
             if record.heard_at is None:
-                continue  # it is starting; the limit for each step of the start applies
+                continue  # the worker is starting: only the limit of the awaited reply applies
             silent_s = now - record.heard_at if record.asked_at is not None else 0.0
             if silent_s >= self.silence.dead_s:
                 yield from self._fail(FellSilent(worker=name, seconds=self.silence.dead_s))
@@ -329,7 +331,7 @@ class StateMachine:
         return EndedEarly(worker=name, code=record.code, report=record.report, out_of_reach=record.out_of_reach)
 
     def _fail(self, failure: Failure) -> Iterator[MachineCommand]:
-        self.phase = Phase.OVER
+        self.stage = Stage.OVER
         yield KillAll()
         yield RaiseError(failure=failure)
 
@@ -349,8 +351,8 @@ class StateMachine:
                 if getattr(record, field) is not None:
                     setattr(record, field, getattr(record, field) + pause)
 
-    def _tell(self, what: Event | MachineCommand, now: float) -> None:
-        """Add an event or a command to the story, if it is not one of those that come all the time."""
+    def _tell(self, what: MachineEvent | MachineCommand, now: float) -> None:
+        """Add an event or a command to the story. Leave out the kinds that come all the time, such as HeartBeat."""
         if isinstance(what, TimePassed | WorkerHeard | HeartBeat | AskForHeartBeat | ShowState):
             return
         details = [

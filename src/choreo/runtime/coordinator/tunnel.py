@@ -3,10 +3,10 @@
     coordinator                                        host of the worker
       Tunnel.connect ═══ CURVE ═══ Tunnel.listen ── relay (a thread) ── socket pair ── Worker
 
-A `Tunnel` has the methods of a stream socket that `control_frames.py` needs. Every worker, local or remote, has one end of a
-socket pair as its control socket. For a remote worker, a thread relays bytes between the other end of the socket pair and
-the tunnel. If the peer's process ends, the tunnel notices at once. If the peer becomes silent, the tunnel notices after
-`silence_s` seconds.
+CURVE is the encryption of ZeroMQ. A `Tunnel` has the methods of a stream socket that `control_frames.py` needs. Every worker,
+local or remote, has one end of a socket pair as its control socket. For a remote worker, a thread relays bytes between the other
+end of the socket pair and the tunnel. If the peer's process ends, the tunnel notices at once. If the peer becomes silent, the
+tunnel notices after `silence_s` seconds.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _NUMBER = struct.Struct("<Q")
 SILENCE_VARIABLE = "CHOREO_SILENCE_S"
 """The environment variable that tells a worker on another host the `silence_s` of its tunnel."""
 LAST_MESSAGES_MS = 50
-"""How long to wait for the next of the last messages after the connection has ended."""
+"""After the end of the connection: how long to wait for each message that ZeroMQ has not delivered yet."""
 MAX_QUEUED = 64
 """How many messages may wait to be transmitted."""
 
@@ -60,7 +60,7 @@ class Tunnel:
             self.socket.set(option, value)
         self._connections = Connections(self.socket)
         self._sent = self._received = 0
-        """How many messages were sent and received. Messages carry these numbers: CURVE does not detect a missing message."""
+        """How many messages were sent and received. Each message carries its number: CURVE does not detect a missing message."""
         self._unread = memoryview(b"")
         """Bytes of the last message that `recv_into` has not returned yet."""
         self._timeout_s: float | None = None
@@ -132,7 +132,7 @@ class Tunnel:
         self._timeout_s = seconds
 
     def has_bytes(self, ready: Collection[Any]) -> bool:
-        """Return True if `recv_into` can return bytes, or 0, without waiting. `ready` holds those of `pollable` that are ready."""
+        """Return True if `recv_into` can return bytes, or 0, without waiting. `ready`: the ready sockets of `pollable`."""
         if self.monitor in ready:
             self.check_connection()
         return self.pending or self.lost or self.socket in ready
@@ -192,7 +192,7 @@ class Tunnel:
         return memoryview(frame.bytes)[_NUMBER.size :]
 
     def _wait(self, event: int) -> None:
-        """Wait for POLLIN or POLLOUT of the socket, or for the end of the connection. Raises TimeoutError."""
+        """Wait for POLLIN or POLLOUT of the socket, or for the end of the connection. Raises TimeoutError after the limit."""
         poller = zmq.Poller()
         poller.register(self.socket, event)
         poller.register(self.monitor, zmq.POLLIN)

@@ -134,7 +134,7 @@ def _listed(different: Mapping[str, tuple[str, str]]) -> str:
 def cpu_of(cpuinfo: str) -> tuple[str, str]:
     """The name of the first CPU in the text of /proc/cpuinfo, and a hash of its features.
 
-    If the text has no such field, the machine type (for example x86_64) takes its place.
+    If the text lacks one of these fields, the machine type (for example x86_64) is used instead.
     """
     lines = (line.partition(":") for line in cpuinfo.split("\n\n")[0].splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}

@@ -30,8 +30,9 @@ Ends = dict[str, list[SenderEnd | ReceiverEnd]]
 def choose_carriers(deployment: Deployment, launchers: Mapping[str, Launcher]) -> dict[ChannelKey, str]:
     """The carrier of each channel, which depends on the launchers of its two workers.
 
-    One launcher can let its workers share memory: they inherit file descriptors ("shm"), or one passes them to the other
-    ("passed"). Workers of two launchers use TCP ("tcp").
+    Two workers with the same launcher share memory: they inherit file descriptors ("shm"), or one worker passes file
+    descriptors to the other ("passed"). Two workers with different launchers use TCP ("tcp"). With `over_tcp`, all
+    workers use TCP.
     """
     how = {"inherited": "shm", "passed": "passed"}
 
@@ -93,7 +94,7 @@ def _participants(deployment: Deployment, everybody: Topology) -> list[Topology]
 
 def _message_bytes(message: list[Overlap]) -> int:
     types = [host_type(array_type(overlap.move.aval)) for overlap in message]
-    # A bundle begins with two numbers. Other messages do not, so their slots are a little larger than necessary.
+    # A bundle begins with two numbers. For simplicity, every message gets room for them.
     head = jax.ShapeDtypeStruct((2,), np.uint64)
     return message_bytes([head] + [
         jax.ShapeDtypeStruct(overlap.shape(shape), dtype) for overlap, (shape, dtype) in zip(message, types, strict=True)

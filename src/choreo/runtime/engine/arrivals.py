@@ -4,10 +4,10 @@
     worker 1   reads version 0 ── acts ──────────▶ update 2 ── reads version 2 ── acts ──▶ update 4
 
 Each worker has its own environments. In one *round*, a worker runs the program once, and the learner makes one update from
-its data. The learner holds the shared state. An iteration has as many updates as there are workers. The log of a run holds,
-for every update, the worker whose data was used and the version that this worker had read. The log determines the results of
-the run. If all sites are in one process, the order of the workers is drawn at random from a seed, or taken from a log that
-is replayed. With several processes, the order of arrival decides.
+its data. The learner holds the state that all workers share. An iteration has as many updates as there are workers. The log of
+a run holds, for every update, the worker whose data was used and the version that this worker had read. The log determines the
+results of the run. If all sites are in one process, the order of the workers is drawn at random from a seed, or taken from a log
+that is replayed. With several processes, the order of arrival decides.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,10 @@ Rows = dict[Site, list[dict[str, Any]]]
 
 
 class Arrivals(Execution):
-    """Executes a plan with merge="any" at the sites of this process: one worker, the learner, or all workers and the learner."""
+    """Executes a plan with merge="any" at the sites of this process.
+
+    The process has the sites of one worker, the site of the learner, or all sites.
+    """
 
     def __init__(self, programs: Programs, topology: Topology, backend: Backend, timed: Timed | None = None):
         super().__init__(programs, topology, backend, timed)
@@ -42,7 +45,8 @@ class Arrivals(Execution):
         timed = timed or untimed
         wait = topology.wait_for_any
         self.waits = {worker: timed("wait", self._processes_of(worker)[0], wait) for worker in self.workers if wait}
-        """For each worker, the function that waits for some workers; the profile shows this as a wait for this worker."""
+        """For each worker, a function that waits until the data of any of several workers arrives. The profile shows the time of
+        the call as a wait for the worker whose function was called."""
         self.schedule = LagSchedule(programs.num_workers, programs.max_lag)
         self.replayed: list[VersionRead] | None = None
         self.reads_at: dict[int, list[int]] = {}

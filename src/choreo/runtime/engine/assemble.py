@@ -53,13 +53,13 @@ def split_key(key: Key) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sites_of_leaf(plan: Plan, i: int) -> list[Site]:
-    """The sites whose parts make up leaf number `i` of the carry. Other sites may hold copies of these parts."""
+    """The sites whose pieces together are the whole leaf number `i` of the carry. Other sites may hold copies of these pieces."""
     group, axis = _holder(plan, i)
     return [(group, r) for r in range(1 if axis is None else plan.replicas(group))]
 
 
 def join_leaf(plan: Plan, i: int, parts: list[Any]) -> jax.Array:
-    """The whole leaf number `i`, on the device of the first part. `parts` are those of `sites_of_leaf`."""
+    """The whole leaf number `i`, on the device of the first part. `parts` are the pieces of the sites `sites_of_leaf(plan, i)`."""
     (device, *_) = parts[0].devices()
     return join([jax.device_put(part, device) for part in parts], _holder(plan, i)[1])
 
@@ -87,7 +87,7 @@ def _holder(plan: Plan, i: int) -> tuple[GroupName, Axis]:
 
 
 def split_carry(plan: Plan, carry: PyTree) -> dict[Site, list[Any]]:
-    """Split a carry: return for each site its part of every leaf, or None for a leaf that the site does not hold."""
+    """Split a carry: return for each site its piece of every leaf, or None for a leaf that the site does not hold."""
     whole, ports = plan.leaves(carry), plan.iterate.ins[: plan.num_carry]
     return {
         (group, r): [

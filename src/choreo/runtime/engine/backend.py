@@ -30,8 +30,11 @@ class Timed(Protocol):
         phase: StepPhase | None = None,
         runs: Callable[..., int] | int = 1,
     ) -> Callable[..., Any]:
-        """Return a function that does the same as `fn`. `phase`: which phase of which step `fn` does, if it does exactly one;
-        `runs`: how often one call does it, or a function of the arguments that says so."""
+        """Return a function that does the same as `fn`.
+
+        If `fn` runs exactly one phase of a step, `phase` is this phase. `runs` is how often one call of `fn` runs the phase, or a
+        function that returns this number for the arguments of the call.
+        """
         ...
 
 
@@ -55,7 +58,10 @@ class Backend(Protocol):
     """Operations on compiled functions and device arrays."""
 
     def load(self, segment: Segment, replica: int = 0) -> Loaded:
-        """Load a segment for the device of one replica. `call` of the result is `(replica, step, *inputs) -> results`."""
+        """Load a segment for the device of one replica. `call` of the result is `(replica, round, *inputs) -> results`.
+
+        `round` is the round of the loop around the segment; 0 if there is no such loop.
+        """
         ...
 
     def scalar(self, number: int) -> Any:
@@ -71,14 +77,17 @@ class Backend(Protocol):
         ...
 
     def wait_for(self, values: Any) -> None:
-        """Wait until these results of a compiled function are computed. A profile needs this: calls may return before."""
+        """Wait until these results of a compiled function are computed.
+
+        A profile needs this, because the call of a compiled function may return before the results are computed.
+        """
         ...
 
     def load_together(self, segment: Segment, here: Sequence[int], replicas: int) -> Callable[..., list[Sequence[Any]]]:
         """Load a segment whose replicas combine values. `here` are the replicas in this process.
 
         `replicas` is the number of replicas in all processes.
-        Returns the function `(step, inputs of each replica here) -> results of each replica here`.
+        Returns the function `(round, inputs of each replica here) -> results of each replica here`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The part of a value that one replica holds."""
+"""The piece of a value that one replica holds."""
 
 from typing import Any
 

@@ -93,7 +93,7 @@ class BundleSender:
         self.send([head, *(to_host(store[slot])[take] for store, slot, take in self.sources)])
 
     def send_no_more_work(self) -> None:
-        """Send a message of zeros. Its second number is the flag `is_work` of `BundleReceiver`."""
+        """Send a message of zeros. `BundleReceiver` reads its second number as the flag `is_work`, and raises `NoMoreWork`."""
         self.send([np.zeros(2, np.int64), *(np.zeros(shape, dtype) for shape, dtype in self.types)])
 
 

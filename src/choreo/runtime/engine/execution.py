@@ -1,4 +1,4 @@
-"""Executes a plan at the sites of this process, iteration by iteration. `Machine` runs each of the plan's two programs.
+"""Executes a plan at the sites of this process, iteration by iteration. A `Machine` runs each of the plan's two programs.
 
 The process has all sites of the plan (`inprocess`), or only the sites of one worker.
 """
@@ -107,7 +107,10 @@ class Execution:
 
     @property
     def has_all_sites(self) -> bool:
-        """Whether all sites are in this process. If so, the versions to read are drawn from the key of the run, or are replayed."""
+        """Whether all sites are in this process.
+
+        If all sites are in this process, the versions to read are drawn at random from the key of the run, or are replayed.
+        """
         return len(self.topology.sites) == len(self.topology.process_of_site)
 
     def replay(self, log: list[VersionRead]) -> None:

@@ -1,15 +1,15 @@
 """Read a leaf of the carry from the sites that hold its blocks, without having the whole leaf in memory.
 
-The elements of an array in C order are written to a file. If replicas divide a leaf along its axis 1, the order alternates
-between the sites:
+A checkpoint stores the elements of a leaf in C order. If replicas divide a leaf along its axis 1, this order alternates between
+the sites:
 
     leaf [3, 4]     site 0 holds [3, 2]     site 1 holds [3, 2]        order: a b A B  c d C D  e f E F
                          a b                     A B
                          c d                     C D
                          e f                     E F
 
-A site's block is used as a matrix [outer, inner]: `outer` counts the indices of the axes before the divided axis. An *extent* is
-some rows of all sites, or a part of one row of one site.
+The block of a site is used as a matrix of shape [outer, inner]. `outer` is the product of the lengths of all axes before the
+divided axis. An *extent* is some rows of all sites, or a part of one row of one site.
 """
 
 import math
@@ -40,14 +40,14 @@ class Extent:
     columns: tuple[int, int]
     """The first element in each of these rows, and the element after the last one."""
     size_bytes: int
-    """The size of the elements of all sites."""
+    """The size of all elements of the extent, at all its sites."""
 
     def take(self, block: np.ndarray) -> np.ndarray:
         """The elements [row, column] of this extent in the block of one site."""
         return block.reshape(self.outer, -1)[slice(*self.rows), slice(*self.columns)]
 
     def join(self, taken: list[np.ndarray]) -> np.ndarray:
-        """The elements of this extent in C order. `taken` has what `take` returned, for each site."""
+        """The elements of this extent in C order. `taken` holds the result of `take` for each of its sites."""
         return (taken[0] if len(taken) == 1 else np.concatenate(taken, axis=1)).reshape(-1)
 
 

@@ -50,7 +50,7 @@ def load(execution: Execution, states: Mapping[int, Sequence[Any]]) -> None:
 
 
 def _objects(execution: Execution) -> Iterator[tuple[HostObjects, Any, bool, int]]:
-    """Every Python object of this process: its site's objects, its key, whether a method needs it, and its number."""
+    """For every Python object of this process: the objects of its site, its key, whether it belongs to a method, its number."""
     programs = execution.programs
     calls = list(host_calls(programs.init.steps + programs.iterate.steps))
     for (group, _), objects in execution.objects.items():
@@ -60,7 +60,7 @@ def _objects(execution: Execution) -> Iterator[tuple[HostObjects, Any, bool, int
 
 
 def _objects_of(calls: list[HostCall], group: GroupName) -> dict[Any, bool]:
-    """The keys of a group's Python objects, in the order in which its sites first call them; and whether it is a method's."""
+    """The keys of a group's Python objects, in the order of their first calls, each with True if it belongs to a method."""
     return {key_of(call.fn): isinstance(call.fn, HostMethod) for call in calls if call.group == group}
 
 

@@ -83,7 +83,7 @@ class IterationLoop:
     def _loop(self, capacity: int) -> Segment:
         """The segment `(replica, _, key, first, stop, *carry) -> carry, metrics`, which can run up to `capacity` iterations.
 
-        `_` is the step of a loop around the segment. There is no such loop here.
+        `_` is the round of a loop around the segment. There is no such loop here, so the segment ignores `_`.
         """
         segment, program, num_carry, group = self.segment, self.program, self.num_carry, self.group
         in_slots = [port.held.get(group, (None, None))[0] for port in program.ins]

@@ -251,7 +251,7 @@ def join(parts: list[Any], axis: Axis) -> Any:
 def reshard(parts: list[Any], move: Move, r: int, n: int) -> Any:
     """The piece of a value for receiver number `r` of `n` receivers. `parts` are the pieces of all senders.
 
-    Parts that do not overlap with this piece are not read.
+    The pieces of senders that do not overlap with the piece of the receiver are not read.
     """
     if move.src_axis is None or move.src_axis != move.dst_axis or len(parts) == 1:
         return block(join(parts, move.src_axis), move.dst_axis, r, n)

@@ -77,9 +77,9 @@ class Machine:
         self.actions = self._lower(program.steps, self.stores, inside=False)
 
     def publish(self, given: Mapping[Site, Mapping[int, Any]]) -> None:
-        """Send the bundles now, with values from the inputs `given`; see `run`. Only with `one_by_one`.
+        """Send the bundles now, with values from the inputs `given`; see `run`.
 
-        The next run of the program reads the bundles.
+        Call this only if `one_by_one` is true. The next run of the program reads the bundles.
         """
         self._load(given)
         for bundle in self.publishers:

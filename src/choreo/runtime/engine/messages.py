@@ -34,7 +34,8 @@ class Topology:
     process_of_site: Mapping[Site, str]
     """The name of the process that runs each site."""
     links: Mapping[str, TwoWayChannel] = field(default_factory=dict)
-    """The channels to and from each other process, by the name of that process. Bundles have their own: see `bundles.BUNDLE`."""
+    """For every other process, by its name: the channels to it and from it. Bundles have separate channels under a longer name:
+    see `bundles.BUNDLE`."""
     wait_for_any: Callable[[Sequence[str]], None] | None = None
     """Waits until the channel from one of these processes may be ready. None if this process has no channels."""
 
@@ -75,9 +76,9 @@ class Overlap:
     receiver: int
     """The receiving replica."""
     take: tuple[slice, ...]
-    """The index that selects this part in the block of the sender."""
+    """The index that selects this part in the piece of the sender."""
     put: tuple[slice, ...]
-    """The index that selects this part in the block of the receiver."""
+    """The index that selects this part in the piece of the receiver."""
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of this part. `whole` is the shape of the whole value."""
@@ -120,7 +121,7 @@ def sent_type(backend: Backend, overlap: "Overlap", senders: int) -> tuple[tuple
 
 
 def received_type(backend: Backend, move: Move, receivers: int) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and dtype of the block that each receiving replica gets. `receivers` is the number of receiving replicas."""
+    """The shape and dtype of the piece that each receiving replica gets. `receivers` is the number of receiving replicas."""
     shape, dtype = backend.host_type(move.aval)
     if move.dst_axis is not None:
         shape = tuple(n // receivers if axis == move.dst_axis else n for axis, n in enumerate(shape))

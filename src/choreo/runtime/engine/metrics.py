@@ -59,7 +59,7 @@ def combine_metrics(metrics: dict[str, np.ndarray], reductions: Mapping[str, Red
     def combined(values: np.ndarray, reduction: Reduction) -> np.ndarray:
         if not reduction.weight:
             return _REDUCE[reduction.op](values, 1)
-        # Compute in floats: if all weights are 0 (no episode ended), the mean is NaN, and products of integers may overflow.
+        # Compute in floats, because the mean is NaN if all weights are 0 (no episode ended), and products of integers may overflow.
         values = values if np.issubdtype(values.dtype, np.inexact) else values.astype(np.float64)
         weights = metrics[reduction.weight]
         total, weighted = weights.sum(1), np.where(weights > 0, values * weights, 0).sum(1)

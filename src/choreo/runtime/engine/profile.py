@@ -48,7 +48,7 @@ class Recorder:
         self.totals: dict[tuple[str, str], float] = {}
         """Seconds by kind and name. The time of a nested span counts only for the inner span."""
         self.steps: dict[StepPhase, tuple[int, float]] = {}
-        """How often each phase of a step ran, and its seconds in all, without the time of nested spans."""
+        """For each phase of a step: how often it ran, and the seconds of all runs together, without the time of nested spans."""
         self.spans: list[Span] = []
         """The first MAX_SPANS spans."""
         self._inner = 0.0
@@ -97,10 +97,10 @@ class Profile:
     workers: Mapping[str, dict[str, Any]]
     """For each worker, `Recorder.to_json()`."""
     plan_name: str = ""
-    """The plan that was run; see `Plan.name`."""
+    """The name of the plan that was run; see `Plan.name`."""
 
     def mean_seconds(self, phase: StepPhase) -> float | None:
-        """The mean over all times that all workers ran a phase of a step; None if it never ran. `Plan.costs` reads this."""
+        """The mean time of a phase of a step, over all its runs in all workers. None if it never ran. `Plan.costs` reads this."""
         found = [(times, seconds) for *of, times, seconds in self._steps if StepPhase(*of) == phase]
         times, seconds = sum(times for times, _ in found), sum(seconds for _, seconds in found)
         return seconds / times if times else None
@@ -138,7 +138,7 @@ class Profile:
     def verdict(self) -> str:
         """One sentence that names the worker with the longest wait, and the chain of workers that it waits for.
 
-        If no worker waits for another worker for 5% of its time, the sentence says that nobody waits.
+        If no worker waits at least 5% of its time for another worker, the sentence says that nobody waits.
         """
         longest = max(
             ((share, who, whom) for who in self.workers for whom, share in self.waits(who).items()), default=None

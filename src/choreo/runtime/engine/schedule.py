@@ -107,7 +107,7 @@ class LagSchedule:
         for j, (worker, version) in enumerate(self.busy.items()):
             found.append(worker)
             if self.version + 1 - version > self.max_lag - j:
-                break  # the version of this worker must not become older, so no later worker may come first
+                break  # this version must not become older, so the next update must not use the data of a later worker
         return found
 
     def learned_from(self, worker: int) -> int:
