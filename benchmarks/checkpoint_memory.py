@@ -1,9 +1,10 @@
 """How much memory do an evaluation and a checkpoint of DQN add, compared with the size of a replay of a million steps?
 
-The environment is our CartPole, compiled. The result is the peak of the resident memory during the work, above the resident
-memory before, in the process where it grows most. We divide it by the size of the replay (29 MB); below 1 is good. With workers,
-the replay is in other processes, and the coordinator receives at most 4 MiB of it at a time. An evaluation only gathers the
-parameters here: its episodes need the same memory with any replay.
+The environment is our CartPole, compiled. For each process, we measure the peak of its resident memory during an evaluation or a
+checkpoint, minus its resident memory before. The result is the largest of these differences, divided by the size of the replay
+(29 MB). A result below 1 is good. With workers, the replay is not in the coordinator, and the coordinator receives at most 4 MiB
+of the replay at a time. For the evaluation, we only gather the parameters, and run no episodes: the memory that episodes need does
+not depend on the replay.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def measure(layout: str, *, capacity: int, repeats: int, quick: bool) -> None:
 
 
 def most(measured: dict[str, Any], work: str) -> float:
-    """The growth of the process that grew most."""
+    """The growth of the process whose memory grew most during `work`."""
     return max(measured[work].values())
 
 

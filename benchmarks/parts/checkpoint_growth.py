@@ -1,4 +1,4 @@
-"""Run DQN with a large replay in a layout, then print as JSON how much memory an evaluation and a checkpoint add.
+"""Run DQN with a large replay. Print as JSON how much memory an evaluation, a checkpoint and the next iteration add.
 
 python checkpoint_growth.py fused|coarse|apex CAPACITY
 """
@@ -47,7 +47,7 @@ def main() -> None:
         def save() -> None:
             checkpoint.save_stream(path, the_plan.carry, runtime.stream, iteration=100)
 
-        def run_on() -> None:  # an iteration would copy the replay if anything still referred to its memory
+        def run_on() -> None:  # if anything still referred to the memory of the replay, the iteration would copy it
             runtime.run(100, 101)
 
         grown = {work.__name__: growth(pids, work) for work in (evaluate, save, run_on)}
@@ -56,9 +56,10 @@ def main() -> None:
 
 
 def growth(pids: dict[str, int], work: Callable[[], None]) -> dict[str, float]:
-    """The most memory in MB that each process had during `work`, above the memory that it had before."""
+    """For each process: the peak of its memory during `work`, minus its memory before, in MB; at least `PAGE_MB`."""
     work()  # the first call compiles small functions
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed, but is still in this process, would hide some growth
+    # Return freed memory to the system: `work` could reuse this memory, and some growth would be hidden.
+    ctypes.CDLL(None).malloc_trim(0)
     before = {}
     for name, pid in pids.items():
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # sets the peak (VmHWM) to the present size

@@ -1,6 +1,6 @@
-"""Opens changed copies of run folders, and reports every event that opening a run folder must not cause.
+"""Opens changed copies of run folders, and reports forbidden events, such as a new process or a write to another folder.
 
-    python opening.py SCRATCH load:1 replay:60        `load` every changed copy, `replay` every 60th
+    python opening.py SCRATCH load:1 replay:60        `load` every changed copy, `replay` every 60th changed copy
 
 This script needs a separate process, because an audit hook cannot be removed. SCRATCH holds the folders `ppo` and `gym`, which
 `make_folders` has made. Each case changes one thing in a copy of a folder: a string or a table of run.toml becomes one of
@@ -42,7 +42,7 @@ FILES = (
     "curve.png",
 )
 EVIL = "import os\nopen(os.environ['CANARY'], 'w').close()\nmake = x = Algo = os.system\n"
-"""Code that must never run. It would make the file CANARY."""
+"""Code that must never run. It would make the file whose path is in the environment variable CANARY."""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 STARTS = (
     "subprocess.Popen",
@@ -150,7 +150,7 @@ def changes(scratch: Path) -> list[tuple[str, str, Any]]:
         data = tomllib.loads((scratch / folder / "run.toml").read_text())
         tables = (
             ("run", "algorithm", "environment", "layout") if folder == "ppo" else ("environment",)
-        )  # for the other tables, the cases of ppo are enough
+        )  # the changes of the other tables are tested with the folder `ppo`
         places = [path for path in positions(data) if path[0] in tables or path == ("versions", "jax")]
         for path, payload in itertools.product(places, payloads(scratch)):
             text = tomli_w.dumps(replaced(data, path, payload))
@@ -188,7 +188,7 @@ def _plant(folder: Path, *, name: str, kind: str, scratch: Path) -> None:
 
 
 class Watch:
-    """The audit hook: while `case` is set, it records forbidden events, and refuses those that start a process."""
+    """The audit hook. While `case` is set, the hook records forbidden events, and refuses events that start a process."""
 
     def __init__(self):
         self.case: str | None = None
@@ -266,7 +266,8 @@ def open_folder(command: str, folder: Path) -> str:
 def main() -> None:
     scratch, commands = Path(sys.argv[1]), {name: int(step) for name, step in (arg.split(":") for arg in sys.argv[2:])}
     os.chdir(scratch)
-    sys.path.insert(0, str(scratch))  # as with `python -m choreo`: modules in the current folder can be imported
+    # As with `python -m choreo`, modules in the current folder can be imported.
+    sys.path.insert(0, str(scratch))
     os.environ["CANARY"] = str(scratch / "CANARY")
     for command in commands:  # without the hook: open unchanged copies, to import the modules that every folder needs
         for folder in ("ppo", "gym"):
@@ -307,7 +308,7 @@ def _open_copy(scratch: Path, folder: str, command: str, change: Any, watch: Wat
         watch.allowed, watch.case = where, case
     try:
         said = open_folder(command, copy)
-    except Exception as error:  # noqa: BLE001 - `open_folder` handles ChoreoError; any other is a finding
+    except Exception as error:  # noqa: BLE001 - `open_folder` handles ChoreoError; any other error is a finding
         if watch is not None:
             watch.case = None
         last = traceback.extract_tb(error.__traceback__)[-1]

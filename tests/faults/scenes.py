@@ -1,4 +1,4 @@
-"""Shared by the tests of faults: small plans, an environment with a fault, and a search for processes and files that a run leaves.
+"""Parts that the tests of faults share: small plans, an environment with a fault, and a search for what a run leaves behind.
 
 The environment reads its fault from environment variables of its process, so that one plan serves all faults:
 
@@ -55,7 +55,7 @@ def naughty(layout: str) -> Plan:
 
 
 def naughty_factory():
-    """Returns a class of environments. Workers cannot import this module, and a class that a function defines is pickled by value."""
+    """Returns a class of environments. Workers cannot import this module. A class made inside a function is pickled by value."""
 
     class Naughty(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -104,7 +104,7 @@ def naughty_factory():
 
 
 def unlucky(index: int) -> dict[str, str]:
-    """The environment variable that chooses environment number `index`. The test sets FAULT itself."""
+    """The variable UNLUCKY, which gives the fault to environment number `index`. The test must set the variable FAULT itself."""
     init_key = jax.random.wrap_key_data(jnp.asarray(split_key(KEY)[0]))
     return {"UNLUCKY": str(seeds(jax.random.split(init_key, NUM_ENVS))[index])}
 

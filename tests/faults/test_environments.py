@@ -38,7 +38,7 @@ WORKER_ERRORS = {
 }
 WORKER_OF_3 = {"coarse x2": "env+actor-1", "fine x2": "env-1"}
 IN_ONE_PROCESS = ("wrong shape", "wrong type")
-"""CI tests these faults in one process only. That is enough, because the function that detects them also detects `nan`, and CI
+"""CI tests these faults in one process only. This is enough: the function that detects these faults also detects `nan`, and CI
 tests `nan` with workers."""
 
 

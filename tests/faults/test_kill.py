@@ -32,7 +32,7 @@ NAMES = {
 
 
 CI = range(5, 10)
-"""The seeds that CI runs. They include each scene once, and three of them kill a worker while the run starts.
+"""The seeds that CI runs. They use each scene once, and three of these seeds kill a worker while the run starts.
 `test_learners.py` kills learners that use collectives."""
 
 
@@ -42,7 +42,7 @@ CI = range(5, 10)
 def test_a_killed_worker_ends_the_run(seed):
     (layout, carrier), rng = SCENES[seed % len(SCENES)], random.Random(seed)
     plan, who = cartpole(layout), rng.randrange(len(NAMES[layout]))
-    starting = seed % 2  # kill during the start, which takes one or two seconds; else during iterations of milliseconds
+    starting = seed % 2  # odd seeds kill during the start (1 to 2 s), even seeds during iterations (milliseconds each)
     with Killer(workers=len(NAMES[layout]), who=who, after_s=rng.uniform(0.0, 1.5 if starting else 0.2)) as killer:
         if starting:
             killer.allowed.set()
@@ -111,7 +111,7 @@ def parents_factory():
         action_space = gymnasium.spaces.Discrete(2)
 
         def reset(self, *, seed=None, options=None):
-            # The coordinator makes an environment too, to read the spaces. The test sets this variable only after that.
+            # The coordinator makes an environment too, to read the spaces. The test sets CHILDREN only after that.
             if "CHILDREN" in os.environ:
                 self.program = subprocess.Popen(["sleep", "600"])
                 if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Two workers of one agent share memory: one passes file descriptors to the other. If that is impossible, they use TCP."""
+"""Two workers of one agent share memory: one worker passes file descriptors to the other. If it cannot, the two use TCP."""
 
 import contextlib
 from pathlib import Path
@@ -30,7 +30,7 @@ socket.socket.connect = refuse
 
 
 def shared(worker: psutil.Process) -> int:
-    """How many channels in shared memory a process has mapped."""
+    """The number of shared-memory channels that a process has mapped."""
     return sum("memfd:choreo" in line for line in Path(f"/proc/{worker.pid}/maps").read_text().splitlines())
 
 
@@ -62,7 +62,7 @@ def test_without_unix_sockets_they_use_tcp_and_give_the_same_bits(tmp_path):
 
 
 def test_only_workers_of_the_same_launcher_share_memory(tmp_path):
-    """One worker is on this machine, started by the coordinator, and two are started by an agent."""
+    """The coordinator starts one worker, and an agent on the same machine starts two workers."""
     with Agent(make_token(tmp_path)) as agent:
         here = Host(address="127.0.0.1", cpus=1)
         there = Host(address="127.0.0.1", port=agent.port, cpus=1)

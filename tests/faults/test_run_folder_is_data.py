@@ -28,7 +28,7 @@ def opened(scratch: Any, *commands: str) -> dict[str, Any]:
 
 
 def test_load_is_safe_for_every_payload_and_other_commands_for_a_sample(scratch):
-    """All commands except `compare` read run.toml in the same way as `load`. So `load` gets every case, the others a sample."""
+    """All commands except `compare` read run.toml in the same way as `load`. So `load` gets every case, the others get samples."""
     rest = ["graph:61", "evaluate:83", "resume:89", "replay:97", "train:101"]
     found = opened(scratch, "load:1", "compare:17", *rest)
     assert found["wrong"] == []

@@ -1,4 +1,4 @@
-"""Runs in which a signal suspends or kills a worker, or interrupts, terminates or kills the coordinator."""
+"""Runs in which a signal suspends or kills a worker, or interrupts, terminates or kills the coordinator. Also two runs at once."""
 
 import contextlib
 import os

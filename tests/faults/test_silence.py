@@ -1,6 +1,7 @@
-"""Workers that are suspended (SIGSTOP): named, then dead after `silence`; the run goes on if they do.
+"""Suspended workers (SIGSTOP). A silent worker is named, and later counts as dead, which ends the run. If the worker goes on before
+that, the run goes on too. Also workers that answer, but make no progress.
 
-The tests use short times. The tests marked `long` use the times of a user's run.
+Most tests use short times. Two of the tests marked `long` use the default times, which a user's run has.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ context_of_process().socket(zmq.PAIR).close()
 authenticator()
 
 SHORT = Silence(dead_s=20.0, named_s=1.0)
-"""Named after 1 s. The limit is long enough for a slow machine."""
+"""A silent worker is named after 1 s. It counts as dead only after 20 s, so a worker on a slow machine is not dead."""
 SUSPENDED_S = 2.5
 WORKERS = {"coarse x2": ["env+actor-0", "buffer+learner"], "fine x2": ["env-1", "actor+buffer+learner"]}
 CARRIERS = {"shm": {"carrier": "shm"}, "tcp": {"carrier": "tcp"}}
@@ -56,7 +57,7 @@ def suspend_for(local: Local, who: str, seconds: float) -> threading.Timer:
 
 
 def check_goes_on(local_of, layout: str, who: str, seconds: float, named_s: float) -> None:
-    """A worker is suspended for a while: one line names it, another one says that it is back, and the results are the same."""
+    """A worker is suspended for a while. One line names it, a second line says that it is back. The results do not change."""
     said: list[tuple[str, str, float]] = []
     states: list[dict[str, str]] = []
     local = local_of(
@@ -130,7 +131,7 @@ def test_a_worker_that_is_suspended_while_a_large_command_is_sent_ends_the_run()
 
 
 def collectives(seconds: float, silence: Silence) -> list[str]:
-    """Suspend one of two learners that combine gradients; return what the workers printed."""
+    """Suspend one of two learners that combine gradients; return the lines of `on_output`, which name a silent worker."""
     said: list[str] = []
     local = Local(planned("multi_learner"), silence=silence, on_output=lambda _, line: said.append(line))
     who = next(name for name in local.pool.handles if name.endswith("1"))
@@ -152,7 +153,7 @@ def test_a_suspended_learner_with_collectives_does_not_end_the_run():
 
 @pytest.mark.long
 def test_a_learner_that_is_suspended_for_130_s_does_not_abort():
-    """By default, JAX aborts all learners when one is silent for 100 s."""
+    """By default, JAX aborts all learners when one learner is silent for 100 s. Choreo changes this default."""
     assert len(collectives(130.0, Silence())) == 2
 
 
@@ -178,7 +179,7 @@ def test_a_worker_that_answers_but_does_not_move_is_named_with_its_stack_and_is_
     silence = Silence(dead_s=1.5, named_s=1.0, stuck_s=1.0)
     with contextlib.closing(Local(plan, silence=silence, on_output=lambda *line: said.append(line))) as local:
         local.start(KEY)
-        said.clear()  # while it started, it imported JAX for seconds
+        said.clear()  # the start may also give such a line, because importing JAX takes seconds
         local.run(0, 3)
     ((who, line),) = said
     assert who == "actor+buffer+learner"

@@ -151,7 +151,7 @@ class TestPeersWithTheKey:
             for data in malformed:
                 dealer.send(data)
             dealer.send_multipart([b"two", b"parts"])
-            dealer.send(b"x" * (1 << 20))  # too long, so the agent closes this connection
+            dealer.send(b"x" * (1 << 20))  # this message is too long, so the agent closes the connection
         assert_same_bits(run_there(agent), alone("fine x1"))
         assert agent.process.poll() is None
         logged = agent.end()
@@ -193,7 +193,7 @@ class TestPeersWithTheKey:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """A copy of a request in which some bytes are changed; no bytes at all if the changed copy is still valid."""
+    """A copy of a request with some changed bytes. If the changed copy is still a valid request, returns no bytes instead."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         changed[rng.randrange(len(changed))] = rng.randrange(256)
@@ -375,7 +375,7 @@ def pattern(canary: bytes) -> np.ndarray:
 
 
 class Marked(Tiny):
-    """`Tiny` whose weights are a canary. With a learning rate of 0, they stay the canary."""
+    """`Tiny` whose first weights are a canary. With a learning rate of 0, the weights do not change."""
 
     def init(self, env, key):
         carry = super().init(env, key)
@@ -410,7 +410,7 @@ def test_no_secret_is_readable_on_the_network(tmp_path, monkeypatch):
             send_in_clear(there)
             key_there = KeyPair.from_token(token.read_bytes(), AGENT)
         recorded = recorder.stop()
-    assert weights.tobytes() == 2 * CANARIES["parameters"], "the weights were not the canary during the whole run"
+    assert weights.tobytes() == 2 * CANARIES["parameters"], "the weights at the end are not the canary"
     assert len(recorded) > 20_000
     assert IN_CLEAR in recorded, "the recorder does not see the bytes on the network"
     secrets = CANARIES | {
@@ -468,7 +468,7 @@ class Recorder:
 
 
 class TestFailuresOnOtherHosts:
-    """The coordinator reports failures of workers on other hosts."""
+    """The coordinator reports failures of workers on other hosts; for comparison, also one of a worker on this machine."""
 
     def test_the_error_shows_the_output_of_a_worker_that_cannot_start(self, tmp_path):
         (tmp_path / "site").mkdir()
@@ -589,7 +589,8 @@ def test_a_stopped_agent_tells_the_coordinator_and_logs_the_end_of_its_workers(a
         with pytest.raises(WorkerError, match=r"The agent at 127.0.0.1:\d+ was stopped, and so its worker `.*` ended"):
             for i in itertools.count():
                 local.run(i, i + 1)
-    agent.process.wait(10)  # the error does not wait for the agent, and a second signal would interrupt its log
+    # The error comes before the agent has ended. `agent.end` sends another signal, which could interrupt the agent's log.
+    agent.process.wait(10)
     assert agent.end().count("ended with exit code -9") == 2
 
 
@@ -627,7 +628,7 @@ def test_files_in_the_current_folder_do_not_replace_installed_packages(tmp_path,
 
 
 def test_the_coordinator_unpickles_nothing(monkeypatch):
-    """Only workers unpickle. They do not pickle their replies, not even errors."""
+    """Only workers unpickle. They reply without pickle, also when they report an error."""
 
     def refuse(*_):
         raise AssertionError("the coordinator unpickles")

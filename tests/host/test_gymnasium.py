@@ -1,4 +1,4 @@
-"""A batch of Gymnasium environments: the contract of a TimeStep, types, seeds, and errors."""
+"""A batch of Gymnasium environments: the rules for a TimeStep, types, seeds, stored states, and errors."""
 
 import gymnasium
 import numpy as np
@@ -52,7 +52,7 @@ def test_episodes_of_different_environments_end_at_different_times():
     lengths = iter([2, 3])
     block = batch(
         lambda: Count(length=next(lengths, 2)), range(2)
-    )  # `probe` first makes one of length 2; then the batch makes 3 and 2
+    )  # `probe` makes an environment of length 2; then the batch makes two, of lengths 3 and 2
     rows = play(block, 6)
     assert [row[3].tolist() for row in rows] == [[t % 3 == 0, t % 2 == 0] for t in range(1, 7)]
     assert [row[6].tolist() for row in rows][2:4] == [[3, 1], [1, 2]]
@@ -157,7 +157,7 @@ def test_observations_and_actions_may_be_trees():
         assert (number == t % 4 - 3).all() and (image == t % 4).all()
         assert (multi == [1, 3]).all() and (bits == [1, 0, 1]).all() and (box == 0.25).all()
         assert (last == (t == 4)).all()
-    assert (more[0] == 1).all() and (more[2] == 4).all()  # next_obs belongs to the old episode
+    assert (more[0] == 1).all() and (more[2] == 4).all()  # next_obs belongs to the episode that has ended
 
 
 def test_a_wide_batch_keeps_types_of_64_bits():
@@ -280,7 +280,7 @@ def test_a_stale_token_is_refused():
 
 
 class Remembering(gymnasium.Wrapper):
-    """A wrapper with a state of its own, which stores its environment's state too."""
+    """A wrapper with a state. `state` returns this state together with the state of the wrapped environment."""
 
     def __init__(self, env):
         super().__init__(env)

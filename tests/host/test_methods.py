@@ -1,4 +1,4 @@
-"""A site makes one Python object for its block of environments. All methods share the object; their results are checked."""
+"""A site makes one Python object for its block of environments. All methods share the object. Their results are checked."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,8 @@ def test_a_site_has_one_object_for_its_own_environments():
     assert len(objects.made) == 1, "two methods with an equal `make` did not share one object"
     (counters,) = objects.made.values()
     counters.current = 3
-    assert objects.current() == 3 and objects.calls == 6  # the beginning and the end of each of three calls
+    # `calls` counts the beginning and the end of each of the three calls.
+    assert objects.current() == 3 and objects.calls == 6
     objects.close()
     assert counters.closed and not objects.made
 

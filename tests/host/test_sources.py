@@ -1,4 +1,4 @@
-"""A `Source` makes environments. A source can be pickled, and used in a process that does not have the user's program."""
+"""A `Source` makes environments. A pickled source can be used in a process that does not have the user's program."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 
 
 def play_elsewhere(source: Source) -> list[str]:
-    """Step two environments in a new process, which is given only a pickled object; return the lines that the process prints."""
+    """Step two environments in a new process, which receives only a pickled object. Return the lines that the process prints."""
     make = MakeBatch(source=source, form=probe(source))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(

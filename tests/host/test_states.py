@@ -132,7 +132,7 @@ def test_a_site_stores_and_loads_the_states_of_its_own_environments():
     states = objects.states(Robots, is_method=True)
     assert states == [3, 4] and objects.blocks[Robots] == range(2, 4)
     other, move_other = site(Robots)
-    other.load(Robots, states, is_method=True)  # before its first call
+    other.load(Robots, states, is_method=True)  # before the first call of `move_other`
     assert move_other()[0].tolist() == move()[0].tolist() == [4, 5]
 
 

@@ -1,4 +1,4 @@
-"""Vector environments give the same results in each of Gymnasium's autoreset modes."""
+"""Vector environments give the same results in each of Gymnasium's autoreset modes. Also their states, and their errors."""
 
 import functools
 
@@ -26,7 +26,7 @@ def vectorised(mode, length=3, truncates=False):
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("truncates", [False, True])
 def test_every_mode_equals_single_environments(mode, truncates):
-    singles = iter([3, 4, 5, 6])  # one length for `probe`, then three for the batch
+    singles = iter([3, 4, 5, 6])  # one length for the environment of `probe`, then three for the batch
     expected = play(batch(lambda: Count(next(singles), truncates), range(3), info_keys=("late",)), 20)
     vector = play(batch(vectorised(mode, 3, truncates), range(3), info_keys=("late",)), 20)
     for one, other in zip(expected, vector, strict=True):

@@ -13,7 +13,10 @@ from choreo.host.states import decode, encode
 
 
 def batch(factory, envs=range(2), *, info_keys=(), wide=False, **kwargs):
-    """The batch of the environments with the numbers `envs`, made by a factory or from a Gymnasium id."""
+    """A batch of environments with the numbers `envs`.
+
+    `factory` is a Gymnasium id, or a function that makes one environment or a vector environment.
+    """
     source = Source.of_id(factory, kwargs) if isinstance(factory, str) else Source.of_factory(factory, kwargs)
     return MakeBatch(source=source, form=probe(source), info_keys=tuple(info_keys), wide=wide)(envs)
 
@@ -23,7 +26,7 @@ def seeds(*values):
 
 
 def assert_continues(factory, before, *, after=12, **options):
-    """A new batch that loads the state of a batch after `before` steps must give the same results as the batch itself."""
+    """Load the state of a batch after `before` steps into a new batch. From then on, both must give the same results."""
     block, other = batch(factory, range(3), **options), batch(factory, range(3), **options)
     action = np.ones(3, np.int32)
     token, *_ = block.reset(seeds(4, 5, 6))
@@ -153,7 +156,7 @@ class Nested(gymnasium.Env):
 
 
 class Masked(Count):
-    """The mask of possible actions is in `info`."""
+    """A `Count` whose `info` holds a mask of the possible actions."""
 
     def mask(self):
         return np.arange(5) <= self.time
@@ -168,9 +171,9 @@ class Masked(Count):
 
 
 class Wander(gymnasium.Env):
-    """A random walk with its own source of random numbers, whose state can be stored. Episodes have random lengths.
+    """A random walk with episodes of random lengths. The observation is the position.
 
-    The observation is the position. The state has every kind of plain data.
+    The state of the walk, with its random generator, can be stored. This state contains many kinds of plain data.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -186,7 +189,7 @@ class Wander(gymnasium.Env):
         self.position += self.random.normal(size=2).astype(np.float32) * (1 + action)
         self.path.append(float(self.position[0]))
         ended = bool(self.random.random() < 0.1)
-        info = {} if len(self.path) % 3 else {"steps": len(self.path)}  # the number is there in every third step only
+        info = {} if len(self.path) % 3 else {"steps": len(self.path)}  # only every third step has this number
         return self.position.copy(), float(self.position.sum()), ended, False, info
 
     def state(self):

@@ -140,7 +140,7 @@ def test_files_that_are_not_checkpoints_are_refused(tmp_path):
 
 @contextlib.contextmanager
 def full_disk_after(size_bytes):
-    """Let writes of this process fail once a file has this size, as they fail on a full disk."""
+    """In the `with` block, a write that would make a file larger than `size_bytes` fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -169,7 +169,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_elements_are_written_and_dropped_as_they_arrive(tmp_path):
-    """The most memory that a checkpoint needs is that of one array of the stream."""
+    """Writing a checkpoint keeps only one array of the stream in memory at a time."""
     alive, most = weakref.WeakSet(), 0
 
     def stream(which):
@@ -189,7 +189,7 @@ def test_elements_are_written_and_dropped_as_they_arrive(tmp_path):
 
 
 class Counted(np.ndarray):
-    """An array that can be referenced weakly, and hashed."""
+    """An array that a `WeakSet` can hold: it has a hash and allows weak references."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
     __eq__ = object.__eq__  # pyright: ignore[reportAssignmentType]

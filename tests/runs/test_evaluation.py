@@ -75,7 +75,7 @@ def test_an_evaluation_has_exactly_as_many_episodes_as_asked_for(episodes):
 
 
 def test_short_episodes_are_not_favoured():
-    # 128 environments play at the same time. The mean of the first 128 episodes that end would be about 2.
+    # 128 environments play at the same time. The first 128 episodes that end have a mean length of about 2.
     lengths = evaluate(Counting(), ENV, None, key=KEY, episodes=128).lengths
     assert abs(lengths.mean() - 25.5) < 9  # the standard error of the mean is 2.2
 
@@ -148,7 +148,7 @@ def test_in_python_an_evaluation_has_exactly_as_many_episodes_as_asked_for(episo
 
 
 def test_in_python_short_episodes_are_not_favoured():
-    # 16 environments play at the same time. The mean of the first 16 episodes that end would be about 2.
+    # 16 environments play at the same time. The first 16 episodes that end have a mean length of about 2.
     lengths = np.concatenate(
         [evaluate(Counting(), HOST, None, key=jax.random.key(seed), episodes=16).lengths for seed in range(8)]
     )

@@ -1,4 +1,4 @@
-"""A run delivers its events to all subscribers, in order. A subscriber can stop the run, and an error in a subscriber ends it."""
+"""A run delivers its events to all subscribers, in order. A subscriber can stop the run. An error in a subscriber ends the run."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def run_tiny(iterations, *subscribers, fields=None, env=CARTPOLE, **options):
 
 
 def brief(event):
-    """A short text for an event: what happened, and where the run is."""
+    """A short text for an event: the kind of the event, and the iterations or the name that it carries."""
     match event:
         case RunBegan():
             return f"began {event.iterations_done} of {event.iterations}"

@@ -27,7 +27,7 @@ def shown(*events, show=True):
         return file.read()
 
 
-def test_outside_of_a_terminal_a_run_has_at_most_ten_lines():
+def test_outside_of_a_terminal_a_run_has_at_most_ten_progress_lines():
     text = shown(BEGAN, *(boundary(i + 1) for i in range(100)), STATES, ENDED)
     first, *lines = text.splitlines()
     assert first == "PPO: compiling ..." and len(lines) == PLAIN_LINES
@@ -40,7 +40,7 @@ def test_only_the_output_of_workers_is_printed_if_progress_is_not_shown():
 
 
 def test_in_a_terminal_one_line_is_kept_up_to_date_until_the_run_ends(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the file for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats the file as a terminal
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     text = shown(BEGAN, boundary(50), STATES, OUTPUT, ENDED)

@@ -1,4 +1,4 @@
-"""Runs whose iterations take no environment steps, or as many as the algorithm says, and runs without metrics of episodes."""
+"""Runs whose algorithm says how many environment steps an iteration takes (this can be 0), and runs without metrics of episodes."""
 
 import dataclasses
 import json

@@ -32,7 +32,7 @@ PER_ITERATION = 16 * 8
 
 
 def run_tiny(iterations=6, *, fields=None, **options):
-    # The default horizon (`total_steps`) is the same for runs of all lengths, so that they share one compiled program.
+    # `total_steps` is the same for runs of all lengths, so that all these runs share one compiled program.
     return train(
         Tiny(**({"total_steps": 10 * PER_ITERATION} | (fields or {}))),
         CARTPOLE,
@@ -147,7 +147,7 @@ def test_every_evaluation_and_checkpoint_is_at_a_boundary(iterations, num_envs, 
     assert boundaries[-1] == iterations
     for every in (eval_every, config.checkpoint_period):
         assert set(range(every or iterations, iterations, every or iterations)) <= set(boundaries)
-    # A chunk that is longer than the one before would be compiled again. So all chunks except the last have the same length.
+    # A chunk that is longer than all earlier chunks needs a new compilation. So all chunks except the last have the same length.
     lengths = np.diff(boundaries)
     assert len(set(lengths[:-1])) <= 1
 

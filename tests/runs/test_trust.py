@@ -314,7 +314,7 @@ def test_errors_escape_control_characters(tmp_path, capsys):
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path):
-    """With `-P`, the import path does not contain the current folder. The installed script `choreo` has such a path too."""
+    """With `-P`, the import path does not contain the current folder. The same is true for the installed script `choreo`."""
     write_run(tmp_path / "x")
     for name in ("numpy", "tiny", "evil"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")

@@ -1,4 +1,7 @@
-"""A run can begin with the weights of another run (`init_from`). If `init` makes the same weights, the results do not change."""
+"""A run can begin with the weights of another run (`init_from`).
+
+If the other run has the same seed and was never trained, its weights are those that `init` makes. Then the results do not change.
+"""
 
 import functools
 import re
@@ -95,8 +98,8 @@ class Twice(Tiny):
 
 @pytest.mark.parametrize(
     ("layout", "runtime"),
-    # Workers are tested only in `make test-long`: tests/laws/test_runtimes.py checks that they continue from a carry as
-    # `inprocess` does.
+    # Workers are tested only in `make test-long`, because tests/laws/test_runtimes.py already checks that workers continue from a
+    # carry as the runtime `inprocess` does.
     [("fused", "inprocess"), ("coarse", "inprocess"), pytest.param("coarse", "local", marks=pytest.mark.long)],
 )
 def test_the_weights_of_an_untrained_run_change_nothing(tmp_path, layout, runtime):
@@ -145,7 +148,7 @@ def test_dqn_gives_the_weights_to_its_target_network_too(tmp_path):
     first = write_run(tmp_path / "first", small, change=add_one, seed=3)
     train_state = begin(small, first)
     jax.tree.map(np.testing.assert_array_equal, train_state.target, train_state.params.network)
-    assert (np.asarray(jax.tree.leaves(train_state.params.network)[-1]) == 1).all()  # the last bias is 0 at first
+    assert (np.asarray(jax.tree.leaves(train_state.params.network)[-1]) == 1).all()  # `init` makes the last bias 0
 
 
 # run.toml records the origin of the weights.

@@ -61,9 +61,9 @@ class TestListening:
         ("address", "expected"),
         [
             pytest.param(None, "127.0.0.1", id="a local run"),
-            # No default has this value. A process that listens at this address has read it from the cluster.
+            # No default is this address. So a process that listens at this address has read the address from the cluster.
             pytest.param("127.0.0.2", "127.0.0.2", id="another loopback address"),
-            # This address is reserved for documentation. This machine does not have it, so no process can listen there.
+            # This address is reserved for documentation. It is no address of this machine, so no process can listen at it.
             pytest.param("192.0.2.77", "127.0.0.1", id="one host of a cluster"),
         ],
     )

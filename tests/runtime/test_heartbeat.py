@@ -1,4 +1,4 @@
-"""What a worker's second thread sees of the main thread. `faults/test_silence.py` tests heartbeats in real runs."""
+"""`activity` tells what the main thread of a worker does. `faults/test_silence.py` tests heartbeats in real runs."""
 
 import contextlib
 import importlib
@@ -52,7 +52,7 @@ def test_a_worker_that_waits_for_a_message_is_waiting(how):
 
 
 def test_a_worker_inside_of_the_backend_is_computing():
-    """The user's functions, compiled by JAX, have no frames of Choreo below the backend."""
+    """While JAX compiles or computes, the innermost frame of Choreo is one of the backend. This test makes such a frame."""
     done = threading.Event()
     scope = {"__name__": jax_backend.__name__, "inside": lambda: done.wait(10.0)}
     exec("def compute():\n    inside()", scope)

@@ -1,4 +1,4 @@
-"""Both launchers pass `check_launcher`, and it refuses launchers that break their contract in one way each."""
+"""Both launchers of Choreo pass `check_launcher`. Launchers that each break one part of the contract are refused."""
 
 import contextlib
 import os
@@ -59,7 +59,7 @@ class ChangesCodes(Wrong):
 
 
 class LeavesWorkers(Wrong):
-    """`close` does not end the worker. The check ends it, because it closes the control connection; its child stays."""
+    """A launcher whose `close` ends neither the worker nor the process that the worker has started."""
 
     started: list[LocalProcess]
 
@@ -100,7 +100,7 @@ def test_a_launcher_that_leaves_processes_is_refused(monkeypatch):
         with pytest.raises(
             LauncherError, match=r"after `close`, \[the worker, a process that it has started\] still run"
         ):
-            # A worker ends when its control connection is closed. So this launcher also keeps a copy of the connection.
+            # A worker also ends when its control connection is closed. So the test keeps a copy of the connection open.
             _keep_connections(launcher)
             check_close(launcher)
     finally:

@@ -1,4 +1,4 @@
-"""Checks of an algorithm's carry, metrics and actions. `train` and `check_algorithm` call them.
+"""Checks of an algorithm's carry, metrics and actions. `train`, `plan` and `check_algorithm` call them.
 
 All checks use traced shapes and types: nothing is computed, and no environment is made.
 """
@@ -22,11 +22,11 @@ from choreo.types import PyTree
 RESERVED = ("iteration", "env_steps", "seconds", "train_return", "eval_return", "lag_mean", "lag_max")
 """Names of the numbers that a run adds to its rows. Metrics of an algorithm must not have these names."""
 NEEDED_REDUCTIONS = {"episodes": Reduction("sum"), "episode_return": Reduction("mean", "episodes")}
-"""How the metrics of `train_return` must be reduced over the learner shards."""
+"""How the metrics from which `train_return` is computed must be reduced over the learner shards."""
 
 
 def check_parts(algo: Any, env: Any) -> None:
-    """Refuse an algorithm whose `init`, `policy` or `act` does not work on `env`; does not trace `iterate`."""
+    """Refuse an algorithm whose `init`, `policy` or `act` does not work on `env`. `iterate` is not traced."""
     form = form_of(lambda key: algo.init(env, key), jax.eval_shape(lambda: jax.random.key(0)))
     check_carry(algo, form)
     check_acts(algo, env, form.train)
@@ -42,9 +42,10 @@ def check_carry(algo: Any, carry: PyTree) -> None:
 
 
 def check_metrics(algo: Any, metrics: Mapping[str, Any]) -> None:
-    """Refuse metrics that are not real scalars or have a reserved name, and one of the metrics of `train_return` without the other.
+    """Refuse metrics that are not real scalars or that have a reserved name.
 
-    `metrics` maps the name of each metric to its traced type.
+    Also refuse `episodes` without `episode_return`, and `episode_return` without `episodes`: `train_return` is computed from
+    both. `metrics` maps the name of each metric to its traced type.
     """
     name = type(algo).__name__
     check_metric_names(algo, metrics)

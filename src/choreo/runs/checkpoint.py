@@ -4,9 +4,10 @@
                                                    ".key"                  uint32[2], and its generator in the header
                                                    ".train.half"           uint8[64, 4, 2], and "bfloat16" in the header
 
-Arrays are written as they arrive, and read one after the other, because a replay can be larger than half of the memory. The
-file is replaced atomically, so after a crash the old file or the new one is there. Leaves that are not arrays (an
-activation function) are not stored; `load` takes them from the structure that it is given.
+Arrays are written as they arrive, and read one after the other: a replay can be larger than half of the memory, and then a
+second copy would not fit. The file is replaced atomically, so after a crash there is either the old file or the new file.
+
+Leaves that are not arrays (an activation function) are not stored; `load` takes them from the structure that it is given.
 """
 
 import contextlib
@@ -40,11 +41,11 @@ from choreo.types import PyTree
 
 FORMAT = "choreo-1"
 HOST = "$host"
-"""Names that begin with this are of the states of Python objects. No path in a carry begins like this."""
+"""The names of the arrays that hold states of Python objects begin with this text. No path in a carry begins with it."""
 
 
 def save(path: Path, tree: PyTree, *, iteration: int) -> None:
-    """Write `tree`, the state after `iteration` iterations; replaces an older file atomically."""
+    """Write `tree`, the state after `iteration` iterations. An older file is replaced atomically."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf)]
     save_stream(path, tree, lambda which: (_to_host(arrays[i]) for i in which), iteration=iteration)
 
@@ -57,11 +58,11 @@ def save_stream(
     iteration: int,
     host: HostStates | None = None,
 ) -> None:
-    """Write a carry of this form, whose arrays need not fit into memory; replaces an older file atomically.
+    """Write a carry of this form. Its arrays need not fit into memory. An older file is replaced atomically.
 
     `stream` (`Runtime.stream`) takes the positions of arrays among all arrays of the carry, and gives the elements of these
-    arrays, one after the other. `host`: the states of Python objects, which `load_host_states` reads again. If the file
-    cannot be written, raises RunError, and the older file stays as it was.
+    arrays, one after the other. `host`: the states of Python objects, which `load_host_states` reads again. Raises
+    RunError if the file cannot be written; the older file then stays as it was.
     """
     kinds, views = {}, {}
     places: dict[StoredArray, int] = {}
@@ -80,7 +81,8 @@ def save_stream(
         stored = _stored(name, array)
         if stored.kind not in CODES:
             views[name] = stored.kind
-    # One entry only: safetensors writes several entries in random order, but the same tree must give the same bytes.
+    # One entry with all facts, because the library safetensors writes several entries in random order. With one entry, the same
+    # tree gives the same bytes, and `tensor_file` writes the same bytes as the library.
     header = {FORMAT: json.dumps({"iteration": iteration, "keys": kinds, "views": views}, sort_keys=True)}
     with _failure_reported(path), replacing(path) as file:
         elements = itertools.chain(stream([places[array] for array in arrays]), held.values())
@@ -90,8 +92,8 @@ def save_stream(
 def load(path: Path, like: PyTree, *, part: str | None = None) -> PyTree:
     """Read a checkpoint into the structure of `like`, whose leaves are arrays or `ShapeDtypeStruct`s.
 
-    With `part`, such as "train", returns only this part of the carry. Other arrays are then not read, only their types. Arrays
-    are read one after the other. Raises RunError if a leaf is missing or unknown, or if its shape or type differs.
+    With `part`, such as "train", the result is only this part of the carry. Of the arrays outside of this part, only the types
+    are read. Arrays are read one after the other. Raises RunError if a leaf is missing or unknown, or if its shape or type differs.
     """
     header = read_header(path)
     subtree, places = (like, range(len(jax.tree.leaves(like)))) if part is None else part_of(like, part)
@@ -108,13 +110,13 @@ def load(path: Path, like: PyTree, *, part: str | None = None) -> PyTree:
             if i in places:
                 leaves.append(value)
         for name in sorted(names):
-            _get(path, file, name)  # an array that cannot be read is damage; damage is reported first
+            _get(path, file, name)  # if this array cannot be read, the error must say that the file is damaged
             raise _does_not_fit(path, f"the algorithm has no `{name}`")
     return jax.tree.unflatten(jax.tree.structure(subtree), leaves)
 
 
 def load_host_states(path: Path) -> HostStates | None:
-    """The states of Python objects in a checkpoint; None if it was written without them."""
+    """The states of Python objects in a checkpoint; None if the checkpoint has none."""
     header = read_header(path)
     with _opened(path) as file:
         held = {name: _get(path, file, name) for name in file.keys() if name.startswith(HOST)}
@@ -143,7 +145,10 @@ def _list(data: Any) -> list[Any]:
 
 
 def _read(path: Path, file: Any, header: dict[str, Any], name: str, like: Any, *, skip: bool) -> Any:
-    """The leaf `name` of a checkpoint, which must have the type of `like`. With `skip`, None if the file says that it has."""
+    """The leaf `name` of a checkpoint, which must have the type of `like`.
+
+    With `skip`, the leaf is not read if the header of the file already shows this type; the result is then None.
+    """
     if skip and hasattr(like, "dtype") and _has_type(path, file, header, name, like):
         return None
     value = decode(path, header, name, _get(path, file, name))
@@ -153,7 +158,7 @@ def _read(path: Path, file: Any, header: dict[str, Any], name: str, like: Any, *
 
 
 def _has_type(path: Path, file: Any, header: dict[str, Any], name: str, like: Any) -> bool:
-    """Does the file say that the array `name` is stored as a leaf of the type of `like` is stored?"""
+    """Whether, according to the file, the array `name` is a leaf with the type and shape of `like`."""
     stored = _stored(name, like)
     with damage_reported(path):
         found = file.get_slice(name)
@@ -240,7 +245,7 @@ def _named(tree: PyTree) -> Iterator[tuple[str, Any]]:
 
 
 def _stored(name: str, leaf: Any) -> StoredArray:
-    """How an array is stored; a random key as its key data."""
+    """How an array is stored. A random key is stored as its key data."""
     shape, dtype = host_type(array_type(leaf))
     try:
         return StoredArray(name=name, kind=name_of(dtype), shape=shape)

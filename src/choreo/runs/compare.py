@@ -1,9 +1,10 @@
 """Compare runs: return over steps and over time, speed-up, final return.
 
 Everything is read from `run.toml`, `metrics.jsonl` and `summary.json`: no algorithm or environment is made. An unfinished
-run is compared up to its last row of metrics. The return of a run is the mean over its last training episodes, at least 100. If
-none of the runs measured training episodes, the return is that of the last evaluation. Steps are environment steps, or iterations
-in a run that takes no environment steps.
+run is compared up to its last row of metrics. The return of a run is the mean over its last 100 or more training episodes. If none
+of the runs measured training episodes, the return is that of the last evaluation. Steps are environment steps, or iterations in a
+run that takes no environment steps.
+
 Time is counted from the call of `train`, compiling included, and is known at boundaries only. Speed-ups are relative to the
 first run.
 """
@@ -96,7 +97,7 @@ class Record:
 
     @cached_property
     def returns(self) -> np.ndarray:
-        """The return at each row. Between two evaluations, the return is that of the earlier one."""
+        """The return at each row. If evaluations measure the return, a row between two evaluations has the earlier return."""
         measured = self._column(self.measure)
         if self.measure == "train_return":
             return measured
@@ -107,8 +108,8 @@ class Record:
     def seconds(self) -> np.ndarray:
         """Seconds since the start, at each row.
 
-        If the stored number is smaller than in the row before, the run's clock had started again from 0. Then the last time of the
-        rows before is added.
+        If the stored number is smaller than in the row before, the run's clock had started again from 0. Then the time of the row
+        before is added to this row and to all later rows.
         """
         seconds = self._column("seconds")
         before = np.where(np.diff(seconds) < 0, seconds[:-1], 0.0)
@@ -223,7 +224,7 @@ class Comparison:
 
     @property
     def units(self) -> list[str]:
-        """What the steps of the runs count; two entries if they cannot be compared."""
+        """What the steps of the runs count: environment steps, iterations or both. If both, the steps cannot be compared."""
         return list(dict.fromkeys(record.unit for record in self.records))
 
     @property

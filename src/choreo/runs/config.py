@@ -27,8 +27,8 @@ from choreo.runtime.make import RUNTIMES
 from choreo.types import Key, PyTree
 
 STEPS_PER_CHUNK = 2**15
-"""The largest number of environment steps between two boundaries, if one iteration has fewer. At this number, the progress line
-moves a few times per second."""
+"""The largest number of environment steps between two boundaries. It is chosen so that the progress line changes a few times per
+second. If one iteration takes more steps, there is a boundary after every iteration."""
 ITERATIONS_PER_CHUNK = 2**8
 """The largest number of iterations between two boundaries, if iterations take no environment steps."""
 CHECKPOINTS_PER_RUN = 10
@@ -42,7 +42,7 @@ class InitFrom:
     path: str
     """The folder of the earlier run."""
     params_hash: str
-    """SHA-256 of the weights. It shows whether the earlier run was trained further since."""
+    """SHA-256 of the weights. It shows whether the earlier run was trained further after these weights were read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class RunConfig:
     eval_episodes: int
     """Episodes per evaluation during training."""
     stop_at_return: float | int | None
-    """The run ends at the first boundary at which this return is reached (see `is_good_enough`); None: no such end."""
+    """The run ends at the first boundary at which this return is reached (see `is_good_enough`); None: no return ends the run."""
     checkpoint_every: int | None
     """Iterations between checkpoints; None: see `checkpoint_period`."""
     init_from: InitFrom | None = None
@@ -108,7 +108,7 @@ class RunConfig:
     def chunk(self) -> int:
         """The number of iterations per call of the runtime.
 
-        It divides `eval_every` and `checkpoint_every`, so that boundaries fall on their multiples.
+        This number divides `eval_every` and `checkpoint_every`, so that every evaluation and every checkpoint is at a boundary.
         """
         most = ITERATIONS_PER_CHUNK
         if self.env_steps_per_iteration:
@@ -157,15 +157,17 @@ class RunConfig:
         return iteration % self.checkpoint_period == 0 or iteration == self.iterations
 
     def is_good_enough(self, row: Row) -> bool:
-        """Whether the metrics at a boundary reach `stop_at_return`: with `eval_every`, the return of an evaluation, else that of
-        training."""
+        """Whether the return at a boundary has reached `stop_at_return`.
+
+        With `eval_every`, this is the return of an evaluation; without it, the return of the training episodes.
+        """
         if self.stop_at_return is None:
             return False
         return row.get("eval_return" if self.eval_every else "train_return", math.nan) >= self.stop_at_return
 
     def carry_structure(self) -> PyTree:
         """The carry with a type in place of each array; static leaves are kept. `init` is only traced, not run;
-        if `iterate` could change the form, `iterate` is traced as well."""
+        if `iterate` could change the form of the carry, `iterate` is traced as well."""
         form = form_of(lambda key: self.algo_with_horizon.init(self.env, key), self.key)
         algorithm_checks.check_carry(self.algo, form)
         if not may_change(form):
@@ -206,8 +208,8 @@ class RunConfig:
     ) -> "RunConfig":
         """The configuration from the content of a run.toml; `algo` and `env` replace those of the file.
 
-        Every command that opens a run calls this function. Without `trust`, a file that names code is refused (UntrustedError)
-        before anything is imported or made. `file` is named in errors.
+        Every command that makes the algorithm of a run from its run.toml calls this function. Without `trust`, a file
+        that names code is refused (UntrustedError) before anything is imported or made. `file` is named in errors.
         """
         for table in ("run", "algorithm", "environment", "layout"):
             if not isinstance(data.get(table), dict):

@@ -8,7 +8,8 @@
 Everything that happens becomes an event (`choreo.runs.events`): the progress line, loggers and callbacks are subscribers.
 
 Boundaries are iteration numbers that follow from the configuration, never times. Between two boundaries, nothing reads the
-state of a run or ends the run. So a resumed run gives the same bits as a run that was never interrupted.
+state of a run, and only an error or Ctrl-C can end the run. So a resumed run gives the same bits as a run
+that was never interrupted.
 """
 
 import contextlib
@@ -77,29 +78,29 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a run is executed and watched. In lockstep, results do not depend on these options, up to rounding on other hosts."""
+    """How a run is executed. In lockstep, results do not depend on these options, except that other hosts may round differently."""
 
     env_timeout_s: float = 60.0
     """Seconds after which an environment that does not return counts as hanging."""
     silence: Silence = Silence()
     """How long a worker may be silent until it is named, and until it counts as dead."""
     profile: bool = False
-    """Record a timeline of each site's work?"""
+    """Whether to record a timeline of each site's work."""
     cluster: Cluster | None = None
     """The hosts of workers; None: this machine."""
     allow_versions: bool = False
-    """Accept hosts whose versions differ from those of this machine?"""
+    """Whether to accept hosts whose versions differ from those of this machine."""
     same_bits: bool = False
-    """Refuse hosts whose CPU or XLA_FLAGS may round differently?"""
+    """Whether to refuse hosts whose CPU or XLA_FLAGS may round differently."""
     trust_network: bool = False
-    """Let workers on different machines combine values over connections that are not encrypted?"""
+    """Whether workers on different machines may combine values over connections that are not encrypted."""
     replay: list[VersionRead] | None = None
     """The log of an earlier run; this run reads the same versions as the earlier run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watchers:
-    """All that watch a run, as the user gave them."""
+    """The loggers, callbacks and subscribers of a run, as the user gave them."""
 
     loggers: Sequence[str | Logger] = ()
     """Loggers, or their names."""

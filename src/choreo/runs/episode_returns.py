@@ -18,7 +18,7 @@ EPISODES = ("episode_return", "episodes")
 
 
 def measures_episodes(metrics: Collection[str]) -> bool:
-    """Whether metrics with these names have a `train_return`."""
+    """Whether `train_return` can be computed from metrics with these names."""
     return all(name in metrics for name in EPISODES)
 
 

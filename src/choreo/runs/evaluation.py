@@ -22,7 +22,7 @@ from choreo.types import Key, PyTree
 MAX_ENVS = 128
 """The largest number of environments that play in parallel. With more episodes, an environment plays several of them."""
 MAX_HOST_ENVS = 16
-"""The largest number of Python environments that play in parallel. Each can need a second to make and a gigabyte of memory."""
+"""The largest number of Python environments that play in parallel. Each can take a second to make, and a gigabyte of memory."""
 STEPS_PER_CALL = 1024
 """Steps per compiled call. Ctrl-C takes effect between two calls."""
 
@@ -110,7 +110,7 @@ def initial_state(algo: Any, params: PyTree) -> PyTree:
 
 
 def act(algo: Any, params: PyTree, obs: PyTree, key: Key, state: PyTree, *, greedy: bool) -> tuple[PyTree, PyTree]:
-    """The action for one environment, and the recurrent state after it."""
+    """The action for one environment, and the recurrent state after this action."""
     if state is None:
         action, _ = algo.act(params, obs, key, greedy=greedy)
         return action, None
@@ -158,8 +158,8 @@ def _advance(algo: Any, env: Any, params: PyTree, game: Game, quota: jax.Array, 
             game.obs, env.keys(key_act), game.state
         )
         env_state, ts = env.step(game.env_state, action)
-        # An environment that has filled its row of `returns` plays on until the others finish. Its further episodes match no
-        # column.
+        # An environment that has filled its row of `returns` keeps playing until all environments have finished. Its later episodes
+        # match no column, so they are not stored.
         ends = ts.last[:, None] & (jnp.arange(game.returns.shape[1])[None] == game.ended[:, None])
         returns = jnp.where(ends, ts.info["episode_return"].astype(jnp.float32)[:, None], game.returns)
         lengths = jnp.where(ends, ts.info["episode_length"].astype(jnp.int32)[:, None], game.lengths)

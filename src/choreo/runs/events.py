@@ -23,7 +23,7 @@ from choreo.errors import DivergedError, RunError
 Metrics = Mapping[str, float | int]
 """The metrics of one iteration, by name."""
 OnIteration = Callable[[int, Metrics], bool | None]
-"""Called at each boundary, once for each iteration since the boundary before, with the number and the metrics of the iteration.
+"""Called at each boundary, once for each iteration since the previous boundary, with the number and the metrics of the iteration.
 If a call returns True, the run ends at this boundary."""
 How = Literal["finished", "stopped", "diverged", "failed", "interrupted"]
 """How a run ended. "finished": after all iterations. "stopped": because `stop_at_return` was reached, or because a subscriber
@@ -32,7 +32,7 @@ asked. "diverged": because a metric was not finite. "interrupted": by Ctrl-C. "f
 
 @dataclass(frozen=True, kw_only=True)
 class RunBegan:
-    """The run begins: its arguments were accepted and its folder is open. No worker has started."""
+    """The run begins: its arguments were accepted and its folder is open. No worker has started yet."""
 
     algorithm: str
     """Name of the algorithm's class."""

@@ -38,7 +38,8 @@ LABELS = {
 def learning_curve(metrics: Mapping[str, np.ndarray], *, title: str) -> Figure:
     """A figure of the training returns, their running mean and the evaluations (if there were any), over environment steps.
 
-    Without environment steps, the axis counts iterations. Without any return, the figure shows the first loss.
+    Without environment steps, the axis counts iterations. Without any return, the figure shows the first metric that has `loss`
+    in its name.
     """
     # `pyplot` is not used: it keeps figures in memory, and its backend depends on the display.
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -1,6 +1,6 @@
 """The folder of one run: its files, its lock, and checks of the files that are read.
 
-    runs/x/  run.toml                 everything needed to run it again
+    runs/x/  run.toml                 everything needed to repeat the run
              metrics.jsonl            one line per iteration
              checkpoint.safetensors   the whole state at the last checkpoint
              reads.jsonl              which versions of the parameters were read, if that depended on timing
@@ -61,7 +61,7 @@ class RunFolder:
         return self.path / "checkpoint.safetensors"
 
     def check_new(self) -> None:
-        """Refuse a path at which no new run can be written; changes nothing."""
+        """Refuse a path at which no new run can be written. Nothing is changed."""
         if self.path.exists() and not self.path.is_dir():
             raise RunError(
                 f"{self.path} is a file; a run needs a folder.", fix="Choose another --out, or remove the file."
@@ -275,7 +275,7 @@ def _parse_json(text: str, file: Path, what: str) -> Any:
 
 
 def _check_texts(data: Any, file: Path) -> None:
-    """Refuse control characters in any text of `data`, also in the keys of a dict: titles, tables and errors print these texts."""
+    """Refuse control characters in all texts of `data`, also in the keys of dicts: titles, tables and errors show these texts."""
     match data:
         case str() if printable(data) != data:
             raise RunError(

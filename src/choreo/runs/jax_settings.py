@@ -3,8 +3,8 @@
     jax_compilation_cache_dir, ..._max_size, jax_persistent_cache_min_compile_time_secs     see compilation_cache.py
     jax_cpu_enable_async_dispatch, jax_num_cpu_devices                                      JAX reads them when it starts
 
-If the user has chosen the value of a setting, Choreo does not change it. After JAX has started, Choreo cannot restore the number
-of devices: JAX then refuses to change this number.
+If the user has chosen the value of a setting, Choreo does not change this setting. After JAX has started, Choreo cannot restore
+the number of devices: JAX then refuses to change this number.
 """
 
 import contextlib
@@ -42,13 +42,14 @@ def put_back() -> Iterator[None]:
             with contextlib.suppress(RuntimeError):  # JAX has started, and refuses the change
                 jax.config.update(name, before[name])
         if CACHE in changed:
-            compilation_cache.reset_cache()  # otherwise JAX goes on writing into our folder
+            compilation_cache.reset_cache()  # otherwise JAX continues to write into Choreo's folder
 
 
 def prepare(layout: Layout, env: Env | None = None) -> None:
     """Set the number of CPU devices that the layout needs, and turn off asynchronous dispatch for Python environments.
 
-    JAX reads both settings when it starts, so this function does nothing after that. It keeps values that the user has chosen.
+    JAX reads both settings when it starts. If JAX has started already, this function does nothing. Values that the user has chosen
+    are kept.
     """
     if _compat.clients_exist():
         return

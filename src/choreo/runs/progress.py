@@ -1,4 +1,4 @@
-"""The progress of a run: one live line in a terminal; elsewhere, at most ten plain lines per run.
+"""The progress of a run: one live line in a terminal; elsewhere, a line at the start and at most ten progress lines.
 
 PPO  62%  184k steps  211k steps/s  return 318  loss 0.041  0:01 left
 """
@@ -20,7 +20,7 @@ PLAIN_LINES = 10
 
 
 class Progress:
-    """The subscriber that shows how far a run is; prints no progress if `show` is False. Starts no thread."""
+    """The subscriber that shows how far a run is. If `show` is False, only the output of workers is shown. No thread is started."""
 
     def __init__(self, *, show: bool, file: IO[str] | None = None):
         self._show = show
@@ -65,7 +65,7 @@ class Progress:
             self._console.print(line)
 
     def _show_states(self, states: Mapping[str, str]) -> None:
-        """Show what each worker is doing, below the progress line. Only in a terminal."""
+        """Show what each worker is doing, below the progress line. Outside of a terminal, show nothing."""
         if self._live is not None:
             below = "   ".join(f"{worker}: {state}" for worker, state in states.items())
             self._live.update(Text(f"{self._line}\n{below}", overflow="ellipsis", no_wrap=True), refresh=True)

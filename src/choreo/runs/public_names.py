@@ -4,7 +4,7 @@
     "jax:CartPole-v1"  "gymnax:Catch-bsuite"  "CartPole-v1"      an environment
 
 A run folder may come from a stranger, and opening it must not run code that the stranger chose. Names in the table are safe:
-if the class or function is called with any numbers and texts, it only computes. It does not import, open or start anything.
+called with numbers and texts of any value, these classes and functions only compute. They do not import, open or start anything.
 Any other name is code (`module:Name`, `file.py:name`), which `choreo.runs.toml_values` runs only if it is trusted.
 A public name stays the same if the class or function moves to a different module.
 """
@@ -109,7 +109,7 @@ def _specs(name: str) -> list[Any]:
 NAMES_A_FILE = re.compile("file|path|folder|dir|url|module|entry_point|env_id")
 """Matches names of arguments whose value an environment opens or imports: MuJoCo's `xml_file`, EnvPool's `base_path`."""
 PLAIN_TEXT = re.compile(r"[A-Za-z0-9_,+ -]*")
-"""Matches text without `/`, `\\`, `.`, `~` and `:`, which cannot be a path outside of a package's own data."""
+"""Matches text without `/`, `\\`, `.`, `~` and `:`. Such a text cannot be a path outside of a package's own data."""
 
 
 def is_plain(described: Any, name: str) -> bool:

@@ -204,7 +204,8 @@ def _a(noun: str) -> str:
 def load(target: str, *, lists: type | tuple[type, ...] = ()) -> Any:
     """The value that `file.py:name` or `package.module:name` names.
 
-    If there is no such name, the error suggests the functions and classes of the file, and its values of the types `lists`.
+    If there is no such name, the error suggests names of the same file: its functions, its classes, and its values whose type is in
+    `lists`.
     """
     where, _, name = target.rpartition(":")
     module = _load_file(Path(where), target) if where.endswith(".py") else _import(where, target)
@@ -252,7 +253,7 @@ def _load_file(path: Path, target: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a .py file has a loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it is executed: dataclasses look up their module
+    sys.modules[name] = module  # before the module is executed, because dataclasses look up their module
     sys.path.insert(0, str(path.parent))  # as `python my_ppo.py` does
     try:
         spec.loader.exec_module(module)

@@ -10,7 +10,7 @@ from choreo.runs.folder import Row
 from choreo.runtime.engine.metrics import as_numbers
 
 EPISODE_METRICS = ("episode", "train_return")
-"""Metrics whose names begin with one of these words can be NaN, because an iteration may have no episode that ended."""
+"""Metrics whose names begin with one of these words can be NaN: in some iterations, no episode ends."""
 
 
 def make_rows(
@@ -41,7 +41,7 @@ class NotFinite(NamedTuple):
 
 
 def first_not_finite(rows: Sequence[Row]) -> NotFinite | None:
-    """The first metric that is not finite, or None if all metrics are finite. Metrics of episodes may be NaN."""
+    """The first metric that is not finite, or None. Metrics of episodes are not checked, because they may be NaN."""
     for row in rows:
         for name, value in row.items():
             if not name.startswith(EPISODE_METRICS) and not math.isfinite(value):

@@ -93,7 +93,7 @@ class Run:
     def act(self, obs: Any, state: PyTree = None, *, greedy: bool = True, key: Key | None = None) -> Any:
         """The action for one observation, as a NumPy array.
 
-        With a recurrent network, returns `(action, state)`: pass the state with the next observation, and None at the
+        With a recurrent network, the result is `(action, state)`: pass the state with the next observation, and None at the
         start of an episode. `key` is needed only for greedy=False.
         """
         space = self.env.observation_space

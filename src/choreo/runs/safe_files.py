@@ -1,9 +1,11 @@
 """Read and write files in a folder that may come from a stranger.
 
 If `metrics.jsonl` were a symbolic link, or had a second hard link, writing to it would change a file elsewhere; opening a
-pipe (FIFO) would block for ever. So `open_to_write` and `open_to_read` refuse all three, with an error that names the file.
-`write_atomic` and `replacing` replace a link by a new file. `read_bytes` refuses pipes but follows links, because reading
-changes nothing. Only the last part of a path is checked: the user chose the folder, and the path of the folder may contain links.
+pipe (FIFO) would block for ever. So `open_to_write` and `open_to_read` refuse symbolic links, hard links and pipes, with an
+error that names the file. `write_atomic` and `replacing` replace a link by a new file. `read_bytes` refuses pipes but follows
+links, because reading changes nothing.
+
+Only the last part of a path is checked: the user chose the folder, and the path of the folder may contain links.
 """
 
 import contextlib

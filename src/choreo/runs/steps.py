@@ -1,4 +1,4 @@
-"""The environment steps of an iteration, and what a step of a run is.
+"""How many environment steps an iteration takes, and what counts as a step of a run.
 
 A step is an environment step. In a run whose iterations take no environment steps, such as offline training, a step is an
 iteration. The argument `steps` of `train`, `total_steps` and steps per second all use this meaning of the word. The column

@@ -1,10 +1,10 @@
-"""Write a safetensors file from a stream of elements, so that not even one whole array must be in memory.
+"""Write a safetensors file from a stream of elements. No array needs to be in memory as a whole.
 
     │ 8 bytes: size of the header │ header: JSON │ array │ array │ ...
 
 The library `safetensors` writes the same bytes, but needs all arrays at once (`serialize_file` takes a pointer to each of them).
-A run with workers has its arrays in other processes, and one array of a replay can be larger than half of the memory. So this
-module writes the format itself. Files are read with the library.
+A run with workers has its arrays in other processes. One array of a replay can be larger than half of the memory, and then a
+second copy would not fit. So this module writes the format itself. Files are read with the library.
 """
 
 import json
@@ -21,7 +21,7 @@ CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "float16": "F16", "int32": "I32",
     "uint32": "U32", "float32": "F32", "float64": "F64", "int64": "I64", "uint64": "U64",
 }  # fmt: skip
-"""The types that a file can hold, by their names in numpy, in the order of the library."""
+"""The types that a file can hold, by their names in numpy. The library orders arrays by type in the reverse of this order."""
 RANKS = {name: rank for rank, name in enumerate(CODES)}
 
 
@@ -61,8 +61,8 @@ def write(
 ) -> None:
     """Write a file. `arrays` are in the order of `in_file_order`.
 
-    `stream` gives the elements of these arrays in C order. It may divide an array into several arrays of any shape; each is
-    dropped before the next one is taken.
+    `stream` gives the elements of these arrays in C order. It may divide an array into several arrays of any shape.
+    `write` keeps no reference to one of them when it takes the next.
     """
     file.write(_header(arrays, metadata))
     stream = filter(np.size, stream)  # an array without elements may be in the stream or not
@@ -89,6 +89,6 @@ def _header(arrays: Sequence[StoredArray], metadata: Mapping[str, str]) -> bytes
 
 
 def _bytes_of(elements: np.ndarray, stored: StoredArray) -> memoryview:
-    """The bytes of elements in C order and little-endian; the same memory, if the elements are stored like this."""
+    """The bytes of elements, in C order and little-endian. Elements that are already stored like this are not copied."""
     assert elements.dtype.name == stored.kind, (stored, elements.dtype)
     return np.ascontiguousarray(elements, elements.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data

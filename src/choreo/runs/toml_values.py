@@ -74,7 +74,7 @@ class Code:
 
 
 def rebuild(data: Any, *, at: str, trust: bool = False) -> Any:
-    """The value that `describe` described; `at` names it in errors. Without `trust`, code is refused."""
+    """The value that `describe` described. `at` is its name in errors. Without `trust`, code is refused."""
     code = Code(trusted=trust)
     make = maker(data, at=at, code=code)
     code.check()
@@ -85,7 +85,7 @@ def maker(data: Any, *, at: str, code: Code) -> Make:
     """Return a function that makes the value again from `data`, which is a result of `describe`.
 
     Entries that name code are recorded in `code`. Call `code.check` before you call the returned function, because the returned
-    function imports the code. The returned function raises RunError for all other mistakes in the description.
+    function imports the code. If the description has a mistake, the returned function raises RunError.
     """
     match data:
         case bool() | int() | float() | str():

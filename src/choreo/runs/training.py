@@ -3,7 +3,7 @@
     train            configuration from arguments, state from `init`      ──► drive (choreo.runs.drive) ──► Run
     resume, replay   configuration and state from a run folder            ──► drive                     ──► Run
     load             configuration, state and metrics from a run folder                                 ──► Run
-    plan             nothing is run
+    plan             algorithm, environment and layout; nothing is run                                  ──► Plan
 
 Arguments and folders are checked here, before anything is compiled or written.
 """
@@ -64,7 +64,7 @@ def train(
 
     `algo`, `env` and `layout` are values or names ("ppo", "my_ppo.py:MyPPO"; "jax:CartPole-v1"; "coarse").
 
-    - `num_envs`: number of environments; 8 by default if `env` is a name.
+    - `num_envs`: number of environments. By default 8; if `env` is a batch of environments, its own number.
     - `out`: the run folder, which must be new or empty. Without `out`, nothing is written; but if a logger is given by name, a
       new folder in `runs/` is used.
     - `eval_every`, `checkpoint_every`: in iterations.
@@ -83,7 +83,7 @@ def train(
     - `same_bits`: refuses hosts whose CPU or XLA_FLAGS differ from those of this machine. By default they give a warning.
     - `trust_network`: lets learners on different machines combine gradients without encryption. By default this is refused.
     - `loggers`: objects with `log(row)` and `close()`, or the name "tensorboard".
-    - `on_iteration`: called as `on_iteration(iteration, row)` at each boundary, for each iteration since the boundary before. If
+    - `on_iteration`: called as `on_iteration(iteration, row)` at each boundary, for each iteration since the previous boundary. If
       it returns True, the run ends at this boundary.
     - `subscribers`: functions that are called with every event of the run (choreo.runs.events).
     - `progress`: whether progress is shown; None: only in a terminal.
@@ -246,7 +246,7 @@ def _checked(
     progress: bool | None,
     folder: RunFolder | None,
 ) -> Watchers:
-    """What watches a run; refuses loggers and subscribers that could not be used."""
+    """The `Watchers` of a run. Loggers and subscribers that could not be used are refused."""
     check_loggers(loggers, folder and folder.path)
     check_subscribers(subscribers)
     return Watchers(loggers=loggers, on_iteration=on_iteration, subscribers=subscribers, progress=progress)

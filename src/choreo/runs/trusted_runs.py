@@ -1,10 +1,10 @@
 """The list of run.toml files that this account wrote and that refer to Python code. They are opened without `--trust`.
 
-    ~/.local/state/choreo/runs                       (in $XDG_STATE_HOME/choreo, if that is set)
+    ~/.local/state/choreo/runs                       (in $XDG_STATE_HOME/choreo, if this variable is set)
     <SHA-256 of run.toml>  /data/runs/x/run.toml     one line per run, in the format of `sha256sum`
 
 A run.toml is this account's own if the list has its path with the hash of its content: a file that was changed, moved or
-copied is not. The list is ignored if other accounts can write to it or to its folder. Runs without code need no entry.
+copied is not its own. The list is ignored if other accounts can write to it or to its folder. Runs without code need no entry.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ def is_own(file: Path, text: bytes) -> bool:
 
 
 def remember(file: Path, text: bytes) -> None:
-    """Add the run.toml at `file`, whose content is `text`, to the list. If that fails, warn, because the run can go on."""
+    """Add the run.toml at `file`, whose content is `text`, to the list. If this fails, give a warning only: the run can go on."""
     path, folder = str(file.resolve()), _folder()
     if not path.isprintable():
         _warn("its path has characters that are not printable", file)

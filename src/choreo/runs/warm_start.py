@@ -56,7 +56,7 @@ class Weights:
         return weights
 
     def put_into(self, carry: PyTree) -> PyTree:
-        """`carry`, which comes from `init`, with these weights in place of its own."""
+        """The carry that `init` made, with these weights in place of the weights from `init`."""
         return eqx.tree_at(lambda c: c.train, carry, self._put(carry.train))
 
     def _put(self, train: PyTree) -> PyTree:
@@ -124,9 +124,10 @@ def _from_checkpoint(folder: RunFolder, train: Mapping[str, Any], wanted: set[st
 
 
 def _check_names(folder: RunFolder, train: Mapping[str, Any], wanted: set[str], stored: set[str]) -> None:
-    """Refuse a checkpoint that lacks a wanted leaf, or has unknown leaves in a field whose leaves are all wanted.
+    """Refuse a checkpoint that lacks a wanted leaf.
 
-    `stored`: the names in the checkpoint. `_field` gives the field of a leaf.
+    In the checkpoint, a field whose leaves are all wanted must have no other leaves. `stored`: the names in the
+    checkpoint. `_field` gives the field of a leaf.
     """
     for name in sorted(wanted - stored):
         raise _does_not_fit(folder, f"`{name}` ({_type_of(train[name])}) of this run is not in the folder")

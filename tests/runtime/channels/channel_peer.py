@@ -1,6 +1,6 @@
-"""A process that has the other ends of channels: `python channel_peer.py '{"carrier": ..., "ends": ..., "does": ...}'`.
+"""The process at the other ends of a test's channels: `python channel_peer.py '{"carrier": ..., "ends": ..., "does": ...}'`.
 
-It opens these ends and calls the function `does` of this file. Each message is one array of `size` integers.
+It opens these ends, and calls the function of this file whose name is `does`. Each message is one array of `size` integers.
 """
 
 import json
@@ -58,7 +58,7 @@ def send_and_fail(sender, message, count):
 
 
 def fork_send_and_hang(sender, message, count):
-    """Send and hang, with a forked child that outlives the killed parent, like a process that an environment has started."""
+    """Fork a child, then send and hang. The child outlives the killed parent, like a process that an environment has started."""
     if os.fork() == 0:
         time.sleep(5)
         os._exit(0)

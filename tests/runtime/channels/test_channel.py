@@ -216,7 +216,10 @@ def test_a_process_that_exits_loses_no_message(carrier):
 
 @pytest.mark.parametrize(("carrier", "spin_us"), [("shm", 0.0), ("shm", 50.0), ("tcp", 0.0)])
 def test_no_wake_up_is_lost(carrier, spin_us):
-    """In many of these round trips, one end is about to sleep when the other hands over a slot. A lost wake-up would time out."""
+    """In many of these round trips, one end is about to sleep when the other hands over a slot.
+
+    If a wake-up were lost, the sleeping end would time out.
+    """
     count = 3_000 if carrier == "shm" else 500
     rng, message = np.random.default_rng(0), np.zeros(1, np.int64)
     with peer_process(carrier, "echo", ["receiver", "sender"], count=count, spin_us=spin_us) as (sender, receiver, _):
@@ -265,7 +268,7 @@ def test_closed_channels_leave_no_files_open(make):
         receiver.close()
         sender.close()
 
-    use()  # opens the files that are opened once per process
+    use()  # the first call opens some files that stay open in this process
     files, shared = len(open_files()), os.listdir("/dev/shm")
     for _ in range(200):
         use()
@@ -344,7 +347,10 @@ def test_errors_can_be_pickled():
 
 
 def test_a_site_without_a_key_of_this_run_is_refused():
-    """The stranger's call raises HelloRefused. The listener then accepts a site with a key; if nobody else calls, it raises too."""
+    """The stranger's call raises HelloRefused. The listener still accepts a site with a key.
+
+    If no such site calls, the listener raises HelloRefused too.
+    """
     stranger = KeyPair.new()
     with listening() as listener:
 
@@ -372,7 +378,7 @@ def test_a_site_without_a_key_of_this_run_is_refused():
 
 
 def test_a_process_without_the_peers_key_at_the_peers_address_is_refused():
-    """Another process may listen at the peer's address. It does not have the peer's secret key, so the caller refuses it."""
+    """A process that listens at the peer's address, but does not have the peer's secret key, is refused by the caller."""
     with listening() as listener:
 
         def accept():
@@ -404,7 +410,7 @@ def test_a_site_of_this_run_cannot_take_the_channel_of_another():
 
 
 def test_strangers_do_no_harm():
-    """They connect before the expected site does, and send nonsense, too much, or nothing at all."""
+    """Strangers connect before the expected site does, and send nonsense, too much, or nothing at all."""
     with listening() as listener, zmq.Context() as context, ExitStack() as stack:
         bother(stack, context, listener.address)
 

@@ -25,7 +25,7 @@ from choreo.testing import check_channel
 SECRET = "ab" * 32
 FORTH, BACK = ("a", "b", ""), ("b", "a", " (bundle)")
 WANTED = {FORTH: (64, 2), BACK: (640, 3), ("a", "c", ""): (64, 2)}
-"""The channels of `a`. Those of `b` are the first two."""
+"""The channels of worker `a`. Worker `b` has only the first two of them."""
 OF_B = {FORTH: WANTED[FORTH], BACK: WANTED[BACK]}
 
 
@@ -33,15 +33,15 @@ OF_B = {FORTH: WANTED[FORTH], BACK: WANTED[BACK]}
 def no_file_stays_open():
     before = open_files()
     yield
-    gc.collect()  # tracebacks of expected errors may hold ends
+    gc.collect()  # tracebacks of expected errors may refer to ends of channels, and so keep them open
     assert not open_files() - before
 
 
 def open_files() -> set[tuple[str, str]]:
-    """The numbers of all open files, each with what it is."""
+    """The numbers of all open files, each with the file, pipe or socket that is open under this number."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the folder that is being listed
+        with contextlib.suppress(FileNotFoundError):  # the number under which `listdir` had the folder open
             found.add((number, os.readlink(f"/proc/self/fd/{number}")))
     return found
 
@@ -106,7 +106,7 @@ class TestStrangers:
         assert sent == []
 
     def test_an_impostor_that_sends_the_connectors_words_back_receives_no_descriptors(self):
-        """A proof holds the role of its author, so an echo is not a proof of the other side."""
+        """The impostor returns the connector's own nonce, with a proof that it makes from a guessed secret."""
         with socket.socket(socket.AF_UNIX) as impostor:
             impostor.bind("\0choreo-impostor")
             impostor.listen()
@@ -116,7 +116,7 @@ class TestStrangers:
                 with peer:
                     heard = peer.recv(4096)
                     nonce = heard[-passing.NONCE_BYTES :]
-                    # The impostor asks a real listener to prove something for the same hello and nonce of the connector.
+                    # A real listener, given the same hello and nonce, answers with another proof.
                     with listening() as real, socket.socket(socket.AF_UNIX) as to_real:
                         to_real.connect(f"\0{real.name}")
                         to_real.sendall(heard)

@@ -1,3 +1,5 @@
+"""`Cluster` reads and checks `cluster.toml`; `place` chooses a host for every site."""
+
 import os
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The limit of open files: raised if possible, and otherwise the run is refused before anything starts."""
+"""The limit of open files. If a run needs more files, Choreo raises the limit, or refuses the run before any worker starts."""
 
 import contextlib
 import re
@@ -24,7 +24,7 @@ HERE, THERE = Host(address="127.0.0.1"), Host(address="10.0.0.2", port=7000)
 
 
 def star(num_workers: int, carrier: str) -> dict[tuple[str, str, str], str]:
-    """A channel from every worker to the learner, and one back."""
+    """For every worker: a channel to the learner, and a channel from the learner."""
     pairs = [(f"env-{i}", "learner") for i in range(num_workers)]
     return {(*pair, ""): carrier for src, dst in pairs for pair in ((src, dst), (dst, src))}
 
@@ -55,7 +55,7 @@ def test_files_of_workers_on_other_hosts_count_there():
 @pytest.mark.parametrize("layout", ["fine x2", "three sites"])
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 def test_a_run_opens_no_more_files_than_were_counted(layout, carrier, monkeypatch):
-    """Counts the open files of the coordinator after each worker was started, and at the end of the start."""
+    """Counts the open files of the coordinator each time after it has started a worker, and again when the run has started."""
     plan = cartpole(layout)
     deployment = Deployment.of(plan, Cluster.local(), over_tcp=carrier == "tcp")
     carriers = choose_carriers(deployment, launchers_of(deployment, None, Silence()))

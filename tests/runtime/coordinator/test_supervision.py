@@ -19,7 +19,7 @@ from choreo.runtime.coordinator.supervision import WorkerError, describe
 
 
 def handle(name: str, pid: int, address: str | None, *lines: str) -> WorkerHandle:
-    """A handle with only what an error shows: without a process and a connection."""
+    """A handle with only the fields that an error shows. It has no real process, and no connection."""
     found = WorkerHandle.__new__(WorkerHandle)
     found.name, found.process, found.lines = name, types.SimpleNamespace(pid=pid, address=address), deque(lines)
     return found

@@ -1,4 +1,4 @@
-"""Tunnels: encrypted streams of bytes between a coordinator and a worker on another host. `faults/test_strangers.py` attacks them."""
+"""Tunnels: encrypted byte streams between a coordinator and a worker on another host. `faults/test_strangers.py` attacks them."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def receive(tunnel: Tunnel, size: int) -> bytes:
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5_000_000])
 def test_messages_of_every_size_pass_in_both_directions(size):
-    """ZeroMQ's limit for a message counts what CURVE adds, so a full chunk once closed the connection."""
+    """ZeroMQ's limit for a message includes the bytes that CURVE adds. So a chunk of CHUNK_BYTES once exceeded the limit."""
     data = os.urandom(size)
     with ends() as pair:
         for sender, receiver in (pair, pair[::-1]):

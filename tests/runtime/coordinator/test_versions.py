@@ -1,5 +1,5 @@
 """Without `allow_versions`, a host with different package versions is refused, and the error names the packages. A host with a
-different CPU or different XLA_FLAGS causes a warning. With `same_bits`, each of these hosts is refused."""
+different CPU or different XLA_FLAGS causes a warning. With `same_bits`, both kinds of hosts are refused."""
 
 import gc
 import importlib.metadata
@@ -58,7 +58,7 @@ def test_a_host_with_a_different_version_is_refused_by_name(tmp_path, other_gymn
         "--allow-versions (allow_versions=True)."
     )
     assert not (tmp_path / "run").exists()
-    gc.collect()  # frees the objects of the lost worker before the leak check of the next test
+    gc.collect()  # frees the objects of the refused run before the leak check of the next test
 
 
 def test_allow_versions_warns_and_the_run_records_the_differences(tmp_path, other_gymnasium, capfd):

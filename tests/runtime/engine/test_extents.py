@@ -1,4 +1,4 @@
-"""The extents of a leaf cover each of its elements once, in C order, and are small. `chunks` puts small extents together."""
+"""The extents of a leaf are small, and cover each element of the leaf once, in C order. `chunks` puts small extents together."""
 
 import itertools
 

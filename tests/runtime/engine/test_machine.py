@@ -1,5 +1,5 @@
-"""Messages give each receiver its block, for any number of senders and receivers, and for any axes of their blocks. Loops stack the
-results of their rounds. `_read_once` finds the slots that only one segment reads."""
+"""Messages give each receiver its piece of a value, for any number of senders and receivers, and for any axes of the pieces. Loops
+stack the results of their rounds. `_read_once` finds the slots that have one segment as their only reader."""
 
 import jax
 import numpy as np
@@ -93,8 +93,8 @@ def test_a_loop_stacks_the_results_of_its_rounds(reverse):
 
 
 def test_read_once_finds_the_slots_that_only_one_segment_reads():
-    """Slots 1 and 6 each have one reader, a segment. Two segments read slot 2. Slots 3, 4 and 5 each have a reader besides a
-    segment: the output, a loop, and a transfer."""
+    """Slots 1 and 6 each have one reader, a segment. Two segments read slot 2. Slots 3, 4 and 5 each have two readers: one
+    segment and one other reader, which is the output for slot 3, a loop for slot 4, and a transfer for slot 5."""
     program = Program(
         "iterate",
         steps=(

@@ -64,7 +64,7 @@ def test_a_call_that_runs_a_step_several_times_counts_as_often():
     recorder.timed("learn", "learn", lambda n: compile_(), phase=LEARN, runs=lambda n: n)(4)
     recorder.timed("act", "act", time.sleep, phase=ACT, runs=2)(0.02)
     (times, seconds), (act_times, act_seconds) = recorder.steps[LEARN], recorder.steps[ACT]
-    assert times == 4 and seconds < 0.05, "compiling is not part of the step"
+    assert times == 4 and seconds < 0.05, "the time of compiling must not count as time of the step"
     assert act_times == 2 and act_seconds >= 0.02
 
 
@@ -93,7 +93,7 @@ def test_the_profile_of_a_run_with_workers_shows_which_workers_wait():
         runtime.close()
     workers = list(profile.workers)
     assert len(workers) == 3 and workers[-1] not in profile.waits(workers[-1])
-    assert set(profile.waits(workers[-1])) == set(workers[:2]), "the learner must wait for the two others"
+    assert set(profile.waits(workers[-1])) == set(workers[:2]), "the learner must wait for both other workers"
     assert profile.shares(workers[0])["env"] > 0
     events = json.loads(profile.trace())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} == set(workers)

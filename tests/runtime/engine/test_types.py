@@ -240,7 +240,7 @@ class HalfTiny(Tiny):
 
 @pytest.mark.long
 def test_weights_of_16_bits_go_to_workers_and_back():
-    """bfloat16 is a case of its own, because its `dtype.str` is `<V2`, which does not name the type."""
+    """bfloat16 needs a test of its own: `dtype.str` of bfloat16 is `<V2`, from which the type cannot be found again."""
     algo, env = HalfTiny(unroll=4), make("jax:CartPole-v1", 4)
     planned = plan(algo, env, coarse(2))
     run = run_of(Local(planned), KEY)

@@ -1,4 +1,4 @@
-"""The profile names who waits for whom, if the learner is slow, if the environments are slow, or if one worker is a straggler."""
+"""The profile names the worker that others wait for: a slow learner, a worker with slow environments, or a straggler."""
 
 import contextlib
 import dataclasses
