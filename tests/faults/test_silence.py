@@ -130,14 +130,18 @@ def test_a_worker_that_is_suspended_while_a_large_command_is_sent_ends_the_run()
             local.conversation.tell("env-0", {"kind": "start"}, [np.zeros(50_000_000, np.uint8)])
 
 
-def collectives(seconds: float, silence: Silence) -> list[str]:
-    """Suspend one of two learners that combine gradients; return the lines of `on_output`, which name a silent worker."""
+def collectives(seconds: float, silence: Silence, *, quiet_s: float = 0.0) -> list[str]:
+    """Suspend one of two learners that combine gradients, `quiet_s` seconds after the first iterations.
+
+    Returns the lines of `on_output`, which name a silent worker.
+    """
     said: list[str] = []
     local = Local(planned("multi_learner"), silence=silence, on_output=lambda _, line: said.append(line))
     who = next(name for name in local.pool.handles if name.endswith("1"))
     with contextlib.closing(local):
         local.start(KEY)
         local.run(0, 10)
+        time.sleep(quiet_s)
         wake = suspend_for(local, who, seconds)
         local.run(10, 200)
         wake.join()
@@ -153,8 +157,11 @@ def test_a_suspended_learner_with_collectives_does_not_end_the_run():
 
 @pytest.mark.long
 def test_a_learner_that_is_suspended_for_130_s_does_not_abort():
-    """By default, JAX aborts all learners when one learner is silent for 100 s. Choreo changes this default."""
-    assert len(collectives(130.0, Silence())) == 2
+    """By default, JAX aborts all learners when one learner is silent for 100 s. Choreo changes this default.
+
+    For some seconds after the start, gRPC waits for the answer to a ping, and allows 60 s for it: see `Silence.collective_s`.
+    """
+    assert len(collectives(130.0, Silence(), quiet_s=30.0)) == 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -82,12 +82,12 @@ def test_states_that_are_lost_or_do_not_fit_are_refused():
         HostStates(objects={}, lost=("`Robot` has no methods `state` and `load`.",)).check({0: 2})
     assert str(refusal.value) == (
         "The state of the Python objects was not stored completely: `Robot` has no methods `state` and `load`.\n"
-        "Give them the methods `state` and `load`, and train again."
+        "Give these objects the methods `state` and `load`, and train again."
     )
     with pytest.raises(RunError) as refusal:
         HostStates(objects={0: [1, 2]}).check({0: 2, 1: 1})
     assert refusal.value.what == (
-        "The stored states do not fit the plan: stored are 1 objects with 2 environments, but the plan has 2 objects with "
+        "The stored states do not fit the plan: they are those of 1 object with 2 environments, but the plan has 2 objects with "
         "2, 1 environments."
     )
 

@@ -94,18 +94,19 @@ class HostStates:
         if self.lost:
             raise RunError(
                 f"The state of the Python objects was not stored completely: {' '.join(self.lost)}",
-                fix=f"Give them the {METHODS}, and train again.",
+                fix=f"Give these objects the {METHODS}, and train again.",
             )
         found = {number: len(states) for number, states in self.objects.items()}
         if found != dict(sizes):
             raise RunError(
-                f"The stored states do not fit the plan: stored are {_sizes(found)}, but the plan has {_sizes(sizes)}.",
+                f"The stored states do not fit the plan: they are those of {_sizes(found)}, but the plan has {_sizes(sizes)}.",
                 fix="Use the algorithm, the environment and the number of environments of the run that stored them.",
             )
 
 
 def _sizes(sizes: Mapping[int, int]) -> str:
-    return f"{len(sizes)} objects with {', '.join(map(str, sizes.values())) or 'no'} environments"
+    objects = "1 object" if len(sizes) == 1 else f"{len(sizes)} objects"
+    return f"{objects} with {', '.join(map(str, sizes.values())) or 'no'} environments"
 
 
 def plain(data: Any, what: str) -> Any:

@@ -191,7 +191,7 @@ class Worker:
             self.recorder = Recorder()
         timed = self.recorder and self.recorder.timed
         if collective:
-            _join_collective(collective, rendezvous[collective["group"]], silence_s)
+            _join_collective(collective, rendezvous[collective["group"]], header["collective_silence_s"])
             self.in_collective = True
         backend = _jax_backend(header, timed) if header["platforms"] else PythonOnly()
         self.execution = (Arrivals if programs.num_workers > 1 else Execution)(programs, topology, backend, timed)

@@ -12,6 +12,7 @@ from choreo.errors import PartitionError
 from choreo.partition.program import HostCall, walk
 from choreo.plans.export import export_program
 from choreo.runtime.coordinator.deployment import Deployment
+from choreo.runtime.coordinator.silence import Silence
 from choreo.runtime.engine.assemble import programs_of
 from choreo.runtime.engine.xla_threads import XLA_THREADS, useful_threads
 
@@ -55,7 +56,7 @@ def briefing(
     introduction: bool,
     profile: bool,
     env_timeout_s: float,
-    silence_s: float,
+    silence: Silence,
     secret: str,
 ) -> dict[str, Any]:
     """The header of the command `set_up`. The only array of this command holds the worker's pickled programs."""
@@ -74,6 +75,7 @@ def briefing(
         "prng": str(jax.random.key_impl(jax.random.key(0))),
         "profile": profile,
         "env_timeout_s": env_timeout_s,
-        "silence_s": silence_s,
+        "silence_s": silence.connection_s,
+        "collective_silence_s": silence.collective_s,
         "secret": secret,
     }

@@ -74,7 +74,7 @@ def launch(
             introduction=introduction,
             profile=profile,
             env_timeout_s=env_timeout_s,
-            silence_s=silence.connection_s,
+            silence=silence,
             secret=secret,
         )
         conversation.tell(worker, header, [np.frombuffer(programs[worker], np.uint8)])

@@ -44,8 +44,18 @@ class Silence:
 
     @property
     def connection_s(self) -> float:
-        """The limit for connections: JAX's collectives and ZeroMQ count a silent peer as lost after this time.
+        """The limit for connections: ZeroMQ counts a silent peer as lost after this time.
 
         This limit is longer than `dead_s`, so that the coordinator, which knows all workers, names the silent worker first.
         """
         return 1.2 * self.dead_s + 5.0
+
+    @property
+    def collective_s(self) -> float:
+        """The limit for collectives: JAX aborts a worker whose peer in a collective is silent for this time.
+
+        It is long, because JAX sends two heartbeats in this time, and each costs safety: for some seconds after a worker has sent
+        something, gRPC waits for the answer to a ping, and closes the connection of a worker that is suspended then for more
+        than 60 s. JAX aborts that worker. This limit of gRPC cannot be set from Python.
+        """
+        return 10 * self.connection_s
