@@ -363,7 +363,7 @@ def test_close_closes_every_environment():
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: 3, "`lambda at test_gymnasium.py:.*` made a int, which is not a gymnasium.Env"),
+    (lambda: 3, "`lambda at test_gymnasium.py:.*` made a int, which is neither a gymnasium.Env nor a choreo.envs.JaxEnv"),
     (lambda: 1 / 0, "could not be made: ZeroDivisionError: division by zero"),
     (lambda: gymnasium.make_vec("CartPole-v1", 2), "made a vector environment of 2 environments, but takes no argument `num_envs`"),
     (lambda: TransformObservation(Count(), str, spaces.Text(5)), "The observation of .* has a Text space, which has no fixed"),

@@ -1,11 +1,11 @@
 """Gymnasium environments, by id or from a function that makes one environment. They run in Python, as host fragments.
 
-    make_gymnasium("CartPole-v1", 8)            HostEnv: the value that an algorithm uses, without the environments
+    make_gymnasium("CartPole-v1", 8)            HostEnv: what an algorithm gets as `env`; it holds no environments
           reset, step   ->   host methods       choreo.host.gymnasium.GymBatch: the environments, on the site where they run
 
-The state of a HostEnv is a token, a number that counts steps. Each call takes a token and returns the next one, so the calls stay
-in order. A probe finds the spaces: it makes one environment, inspects the environment and closes it. The result of the probe is
-kept, so tracing makes no environment.
+The state of a HostEnv is a number that counts steps. `reset` returns the first number; each `step` takes the current number and
+returns the next one, so the calls stay in order. A probe finds the spaces: it makes one environment, inspects the environment
+and closes it. The result of the probe is kept, so tracing makes no environment.
 """
 
 import dataclasses

@@ -230,7 +230,7 @@ def _no_environment(name: str, made: Any) -> EnvError:
             fix="Add a parameter `num_envs` to the factory: each site passes the number of its environments.",
         )
     return NotGymnasium(
-        f"`{name}` made a {type(made).__name__}, which is not a gymnasium.Env.",
+        f"`{name}` made a {type(made).__name__}, which is neither a gymnasium.Env nor a choreo.envs.JaxEnv.",
         made=made,
         fix="Let the factory return the environment.",
     )

@@ -33,7 +33,7 @@ def partition(
     init_sites: Sites | None = None,
     relaxed: Callable[[Program], Program] | None = None,
 ) -> tuple[Program, Program]:
-    """The programs of `init` and `iterate`. Each result of `init` ends at the groups where `iterate` reads it.
+    """The programs of `init` and `iterate`. `init` leaves each of its results at the groups where `iterate` reads this result.
 
     `init_sites`: the sites of `init`, if they divide the environments differently from `sites`; `relaxed`: marks the transfers
     whose values may be out of date; None for a layout in lockstep.
@@ -50,8 +50,8 @@ def partition(
         outputs[position] = {home: placement.natural(body.outs[position], home)}
     iterate = cut(graph, needs_of(placement, body, outputs), outputs)
 
-    # `init` is placed without shards. The results of `init` fit, because block r of the environments and block r of the shards
-    # hold the same environments.
+    # Unless `init_sites` says otherwise, `init` is placed as if there were one shard. Its results are then where `iterate` reads
+    # them, because block r of the environments has the same environments as block r of the shards.
     init_sites = init_sites or replace(sites, shards=1)
     held = {
         i: {group: traced.carry_axes[i] if init_sites.size(group) and not sites.size(group) else axis

@@ -1,7 +1,7 @@
 """The loop of a run. It runs iterations up to the next boundary, and there it evaluates, writes, stops or saves.
 
     plan      check the parts of the algorithm, trace, plan: nothing is written before these succeed
-    open      run folder, loggers, runtime: closed in reverse order, however the run ends
+    open      run folder, loggers, runtime: closed in reverse order, also after an error
     loop      run to the next boundary ──► evaluate ──► write rows ──► tell subscribers ──► stop? ──► checkpoint
     finish    timing, profile, learning curve, summary
 
@@ -83,7 +83,7 @@ class RunOptions:
     env_timeout_s: float = 60.0
     """Seconds after which an environment that does not return counts as hanging."""
     silence: Silence = Silence()
-    """How long a worker may be silent until it is named, and until it counts as dead."""
+    """How long a worker may be silent before a message names it, and before it counts as dead."""
     profile: bool = False
     """Whether to record a timeline of each site's work."""
     cluster: Cluster | None = None
@@ -93,9 +93,9 @@ class RunOptions:
     same_bits: bool = False
     """Whether to refuse hosts whose CPU or XLA_FLAGS may round differently."""
     trust_network: bool = False
-    """Whether workers on different machines may combine values over connections that are not encrypted."""
+    """Whether learners on different machines may combine gradients over connections that are not encrypted."""
     replay: list[VersionRead] | None = None
-    """The log of an earlier run; this run reads the same versions as the earlier run."""
+    """The log of an earlier relaxed run. This run reads parameters of the same age at the same places, and gives the same bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +289,7 @@ def _diverged_error(config: RunConfig, folder: RunFolder | None, found: NotFinit
         places["last_checkpoint"] = f"{folder.checkpoint} (iteration {checkpoint.iteration(folder.checkpoint)})"
     return DivergedError(
         f"The run diverged: `{found.metric}` is {found.value} at iteration {found.iteration} of {config.iterations}.",
-        fix="Lower the learning rate, clip gradients, or look in metrics.jsonl for a metric that grew before this iteration.",
+        fix="Lower the learning rate, clip gradients, or look for a metric that grew before this iteration.",
         **places,
     )
 

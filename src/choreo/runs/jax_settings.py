@@ -3,7 +3,8 @@
     jax_compilation_cache_dir, ..._max_size, jax_persistent_cache_min_compile_time_secs     see compilation_cache.py
     jax_cpu_enable_async_dispatch, jax_num_cpu_devices                                      JAX reads them when it starts
 
-If the user has chosen the value of a setting, Choreo does not change this setting. After JAX has started, Choreo cannot restore
+If the user has chosen the value of a setting, Choreo does not change this setting (for asynchronous dispatch: only if the user
+chose it by an environment variable). After JAX has started, Choreo cannot restore
 the number of devices: JAX then refuses to change this number.
 """
 

@@ -53,7 +53,7 @@ def test_a_host_with_a_different_version_is_refused_by_name(tmp_path, other_gymn
         train(cluster, out=tmp_path / "run")
     host = f"127.0.0.1:{cluster.hosts[0].port}"
     assert str(refused.value) == (
-        f"Host {host} has gymnasium 0.0.7, this machine {ours}. Other versions can give other results.\n"
+        f"Host {host} has gymnasium 0.0.7 (this machine: {ours}). Other versions can give other results.\n"
         f"Install the same versions there (pip install gymnasium=={ours}), or accept the difference: "
         "--allow-versions (allow_versions=True)."
     )
@@ -67,11 +67,11 @@ def test_allow_versions_warns_and_the_run_records_the_differences(tmp_path, othe
         train(cluster, out=tmp_path / "run", allow_versions=True)
         shown = capfd.readouterr().err
         assert (
-            shown.count(f"[{host}] It has gymnasium 0.0.7, this machine ")
+            shown.count(f"[{host}] It has gymnasium 0.0.7 (this machine: ")
             == shown.count("may not be the same bit for bit")
             == 1
         )
-        assert f"XLA_FLAGS '{OTHER_FLAGS}', this machine '" in shown
+        assert f"XLA_FLAGS '{OTHER_FLAGS}' (this machine: '" in shown
         recorded = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["versions"]
         assert recorded["jax"] == importlib.metadata.version("jax")
         assert recorded["hosts"] == {host: {"gymnasium": "0.0.7", "XLA_FLAGS": OTHER_FLAGS}}
@@ -82,7 +82,7 @@ def test_allow_versions_warns_and_the_run_records_the_differences(tmp_path, othe
         run = ["train", str(tmp_path / "run" / "run.toml"), "--cluster", str(file), "--out", str(tmp_path / "again")]
         assert main.main([*run, "--allow-versions", "--same-bits", "--quiet"]) == 1
     shown = capfd.readouterr().err
-    assert shown.startswith(f"RunError: Host {host} has gymnasium 0.0.7, this machine ")
+    assert shown.startswith(f"RunError: Host {host} has gymnasium 0.0.7 (this machine: ")
     assert "Use a host like this machine, or leave out --same-bits (same_bits=True)." in shown
 
 
@@ -100,16 +100,18 @@ def test_differences_of_packages_and_of_cpu_or_flags_are_listed_separately():
     with pytest.raises(RunError) as refused:
         found.check(allow_versions=False, same_bits=False)
     assert str(refused.value) == (
-        "Host b has jax 0.9.1, this machine 0.10.2; Python 3.12.1, this machine 3.11.4. Other versions can give other "
+        "Host b has jax 0.9.1 (this machine: 0.10.2); Python 3.12.1 (this machine: 3.11.4). Other versions can give other "
         "results.\nInstall the same versions there (pip install jax==0.10.2, and Python 3.11.4), or accept the "
         "difference: --allow-versions (allow_versions=True)."
     )
     found.check(allow_versions=True, same_bits=False)
     with pytest.raises(
-        RunError, match="has x 1, this machine none. Other.*\nInstall the same versions here, or accept"
+        RunError, match=r"has x 1 \(this machine: none\). Other.*\nInstall the same versions here, or accept"
     ):
         Differences(host="b", packages={"x": ("1", "none")}, bits={}).check(allow_versions=False, same_bits=False)
-    with pytest.raises(RunError, match="Host b has CPU Xeon, features abd, this machine Xeon, features abc; XLA_FLAGS"):
+    with pytest.raises(
+        RunError, match=r"Host b has CPU Xeon, features abd \(this machine: Xeon, features abc\); XLA_FLAGS"
+    ):
         Differences(host="b", packages={}, bits=found.bits).check(allow_versions=False, same_bits=True)
 
 

@@ -126,7 +126,7 @@ def _listed(different: Mapping[str, tuple[str, str]]) -> str:
         return repr(of) if name == "XLA_FLAGS" else of
 
     return "; ".join(
-        f"{'Python' if name == 'python' else name} {value(name, there)}, this machine {value(name, here)}"
+        f"{'Python' if name == 'python' else name} {value(name, there)} (this machine: {value(name, here)})"
         for name, (there, here) in different.items()
     )
 
