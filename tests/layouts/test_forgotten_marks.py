@@ -15,6 +15,7 @@ from choreo.algos.a2c import A2C
 from choreo.errors import ChoreoWarning
 from choreo.layouts import Group, Layout, coarse, fine, fused
 from choreo.plans.build import plan
+from offline import Imitation
 from partition.ponds import Functions, Pond, learn, push, still
 
 
@@ -96,3 +97,8 @@ def test_a_run_warns_about_an_unmarked_actor():
             layout=coarse(1),
             runtime="inprocess",
         )
+
+
+def test_an_algorithm_that_steps_no_environment_has_no_forgotten_actor():
+    shown = plan(Imitation(), choreo.envs.make("jax:CartPole-v1", 4), coarse(2))
+    assert not shown.warnings

@@ -22,7 +22,10 @@ MOST_FUNCTIONS = 3
 def forgotten_marks(traced: Traced, layout: Layout, sites: Sites) -> tuple[str, ...]:
     """A warning for each of the roles `actor` and `learner` that the layout names, if no fragment does the work of this role."""
     named = {role for group in layout.groups for role in group.roles}
-    missing = [role for role, roles in ROLES_FOR.items() if role in named and roles.isdisjoint(traced.iterate.roles)]
+    found_roles = traced.iterate.roles
+    missing = [role for role, roles in ROLES_FOR.items() if role in named and roles.isdisjoint(found_roles)]
+    if "env" not in found_roles:  # as in offline training, nobody acts
+        missing = [role for role in missing if role != "actor"]
     if len(layout.groups) == 1 or not missing:
         return ()
     sites = sites.of_one_worker() if sites.num_workers > 1 else sites
