@@ -175,7 +175,7 @@ BROKEN = {
     "mismatch": "of another size raises nothing",
     "statistics": "statistics count 3 messages and 162 bytes",
     "waiting": "statistics do not count waiting",
-    "bell": "a call does not return although the other end did its part|read nothing for 1 s",
+    "bell": "a call does not return, although the other end makes the matching call|read nothing for 1 s",
 }
 
 
