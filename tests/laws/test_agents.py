@@ -16,6 +16,8 @@ import pytest
 import choreo
 from choreo import envs
 from choreo.errors import LayoutError, PartitionError
+from choreo.partition.lattice import WHOLE, Mixes, Size
+from choreo.partition.on_host import OnHost
 from choreo.partition.program import Segment
 from choreo.plans.build import plan
 from choreo.runtime.inprocess import InProcess
@@ -260,12 +262,21 @@ class BanditsInPython(Bandits):
         return Carry(learn(carry.train, obs, action, reward), *state), {"reward": jnp.mean(reward)}
 
 
-def test_python_environments_and_agents_divided_together_give_the_result_of_one_program():
-    """Two environments per worker, and as many environments as agents at a worker."""
-    algo, env = BanditsInPython(), envs.from_factory(MeetingInPython, 4)
+@pytest.mark.parametrize("num_envs", [AGENTS, 4])
+def test_python_environments_and_agents_divided_together_give_the_result_of_one_program(num_envs):
+    """As many environments as agents, in all or at each worker."""
+    algo, env = BanditsInPython(), envs.from_factory(MeetingInPython, num_envs)
     whole = run_of(InProcess(plan(algo, env, choreo.fused())), KEY)
     divided = run_of(InProcess(plan(algo, env, choreo.per_agent(workers=2))), KEY)
     assert_close(divided, whole, 1e-5)
+
+
+def test_a_host_method_has_no_way_along_a_mapped_axis():
+    """Even if there are as many environments as agents: axis 0 of a host method's arrays counts environments."""
+    (step,) = jax.make_jaxpr(jnp.sin)(jnp.zeros(AGENTS)).eqns
+    OnHost(step, [WHOLE], Size(AGENTS, 1))
+    with pytest.raises(Mixes, match="`agent`"):
+        OnHost(step, [WHOLE], Size(AGENTS, 1, "agent"))
 
 
 def test_a_python_environment_cannot_be_divided_along_agents():
